@@ -11,6 +11,9 @@ GPU    ?= $(if $(wildcard $(TRAIN)/.begun-gpu1),1,0)
 OVERRIDES ?=
 NEXT   := .venv-next
 PEERS  := .venv-peers
+SITE   := .venv-docs
+# An environment for another Python's unit tests, by its version.
+OTHERS  = .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PIP    := -m pip install --quiet --disable-pip-version-check
 # Install both environments in parallel; lint needs only the trainer's and runs while the engines' is still being installed.
 MAKEFLAGS += --jobs=2
@@ -30,7 +33,7 @@ endif
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs test test-thorough test-unit test-integrations test-megatron-next sanitize lint clean
+.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -51,6 +54,12 @@ docs: setup
 	$(TRAIN)/bin/python docs/generate.py
 	$(TRAIN)/bin/python docs/generate_metrics.py
 
+# The documentation with a reference of the Python API, as a site in build/site; a broken link or a name that is not there fails
+# (with --quiet it would not: MkDocs counts the warnings that it shows).
+docs-site: $(SITE)/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
+	@echo "open build/site/index.html"
+
 # Unit tests take one core each. Other tests start many processes; system tests run two at a time, because they wait more than they compute.
 test: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
@@ -65,6 +74,12 @@ test-thorough: setup lint $(TRAIN)/.system
 
 test-unit: setup lint $(TRAIN)/.system
 	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
+
+# Run the unit tests on another Python, without GPUs and without engines: make test-python PYTHON=python3.12
+test-python:
+	@$(PYTHON) requirements/check_python.py
+	@$(MAKE) --no-print-directory $(OTHERS)/.installed
+	$(OTHERS)/bin/python -m pytest -n 2 --dist loadfile tests/unit
 
 # Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
 test-integrations: setup
@@ -145,9 +160,21 @@ endif
 	echo $(CURDIR) > $$($(ENGINE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/asyncmoe.pth
 	@touch $@
 
+.venv-python-%/.installed: requirements/train.txt requirements/dev.txt requirements/cpu.txt requirements/torch.sh pyproject.toml setup.py
+	$(PYTHON) -m venv --clear $(@D)
+	requirements/torch.sh $(@D)/bin/python cpu
+	$(@D)/bin/python $(PIP) -r requirements/train.txt -r requirements/dev.txt
+	ASYNCMOE_CUDA=0 $(@D)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(SITE)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv --clear $(SITE)
+	$(SITE)/bin/python $(PIP) -r requirements/docs.txt
+	@touch $@
+
 $(NEXT)/.installed: $(TRAIN)/$(INSTALLED)
 	$(TRAIN)/bin/python $(PIP) --no-deps --ignore-requires-python --target $(NEXT)/site megatron-core==0.19.2 triton
 	@touch $@
 
 clean:
-	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) .venv-integrations build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) $(SITE) .venv-python-* .venv-integrations build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so

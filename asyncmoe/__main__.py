@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
-from asyncmoe import installed
+from asyncmoe import interrupts
 from asyncmoe.errors import UserError
 
 COMMANDS = {
@@ -29,8 +28,11 @@ COMMANDS = {
 
 def main() -> None:
     """Run the command line."""
+    with interrupts.leaving(interrupts.NOTHING_BEGUN):  # around every import that takes time
+        from asyncmoe import installed
     try:
-        from asyncmoe import cli
+        with interrupts.leaving(interrupts.NOTHING_BEGUN):
+            from asyncmoe import cli
     except ModuleNotFoundError as error:
         if installed.explained(error, "asyncmoe") is None:
             raise
@@ -41,6 +43,8 @@ def main() -> None:
 
 def _without_packages(error: ModuleNotFoundError, arguments: list[str]) -> None:
     """Answer where the command line's own packages are missing; every command but the questions for help and version is refused."""
+    from asyncmoe import installed
+
     command = next((word for word in arguments if not word.startswith("-")), None)
     if "--version" in arguments and command is None:
         print(f"asyncmoe {_version()}")
@@ -54,6 +58,8 @@ def _without_packages(error: ModuleNotFoundError, arguments: list[str]) -> None:
 
 
 def _help() -> str:
+    from asyncmoe import installed
+
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
@@ -71,6 +77,8 @@ def _help() -> str:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # slow
+
     try:
         return version("asyncmoe")
     except PackageNotFoundError:

@@ -16,6 +16,24 @@ class AsyncmoeError(Exception):
     """Role and node of the process that raised the error, in a run of several processes; see `asyncmoe.process.named`."""
 
 
+class Interrupted(AsyncmoeError):
+    """The user stopped the command. The text says what is saved and how to go on.
+
+    Args:
+        number: the signal; a shell gives a command that it ended the status 128 + `number`.
+    """
+
+    exit_code = 130
+
+    def __init__(self, text: str, number: int = 2) -> None:
+        self.exit_code = 128 + number
+        super().__init__(text)
+
+
+class RunStopping(AsyncmoeError):
+    """The controller no longer does what was asked, because the run is being stopped and the trainer has saved what it had."""
+
+
 class UserError(AsyncmoeError):
     """A mistake that the user can fix.
 
@@ -32,6 +50,12 @@ class UserError(AsyncmoeError):
         self.what, self.got, self.expected, self.hint = what, got, expected, hint
         line = f"{what}: got {got}, expected {expected}"
         super().__init__(f"{line}; {hint}" if hint else line)
+
+
+def an(word: str) -> str:
+    """Return a noun with its indefinite article; Python's name of a number's type as the word for it."""
+    noun = {"int": "integer", "str": "string", "bool": "truth value", "NoneType": "None"}.get(word, word)
+    return noun if noun == "None" else f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
 
 
 def together(errors: Sequence[UserError]) -> UserError:

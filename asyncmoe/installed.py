@@ -16,15 +16,18 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "cli": ("typer", "rich", "pydantic", "pydantic_core", "yaml", "msgspec", "packaging", "zmq"),
     "train": (
         *("torch", "megatron", "transformers", "jinja2", "tokenizers", "safetensors"),
-        *("aiohttp", "math_verify", "prometheus_client", "psutil"),
+        *("aiohttp", "math_verify", "latex2sympy2_extended", "sympy", "huggingface_hub", "prometheus_client", "psutil"),
     ),
-    "report": ("matplotlib",),
+    "report": ("plotly", "matplotlib"),
     "tensorboard": ("tensorboard",),
     "engine": ("sglang",),
     "ray": ("ray",),
+    "datasets": ("datasets",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
+    "verifiers": ("verifiers", "openai"),
+    "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
 _LIGHT = ("plan", "simulate", "doctor", "config")

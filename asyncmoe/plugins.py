@@ -23,10 +23,10 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, cast
 
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError, UserError, an
 
 FORM = "package.module:name"
-_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 IMPORT_S, CALL_S = 120.0, 60.0
 """Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less."""
 _AGAIN_S = 1.0
@@ -39,7 +39,7 @@ _LIBRARIES = (_OURS, *_INSTALLED, *{sysconfig.get_path(name) + os.sep for name i
 
 def is_name(text: str) -> bool:
     """Return whether a text has the form `package.module:name`."""
-    return _NAME.fullmatch(text) is not None
+    return NAME.fullmatch(text) is not None
 
 
 class Failed(Exception):
@@ -103,7 +103,7 @@ def guarded(seconds: float) -> Iterator[None]:
     if late:
         raise Failed(f"no result within {seconds:g} s, at {late}") from error
     if error is not None:
-        raise Failed(told(error) + _at(error)) from error
+        raise Failed(told_at(error)) from error
 
 
 def load(target: str, key: str, *, forms: str, wanted: str, fits: Callable[[object], bool] = callable) -> Any:
@@ -185,7 +185,7 @@ def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]
     """Load a function or another object that can be called. Raises as `load`, and if it cannot be called."""
     function = load(target, key, forms=forms, wanted="a function that can be imported")
     if not callable(function):
-        raise ConfigError(key, got=f"{target}, a {type(function).__name__}", expected="a function")
+        raise ConfigError(key, got=f"{target}, {an(type(function).__name__)}", expected="a function")
     return cast(Callable[..., object], function)
 
 
@@ -206,6 +206,11 @@ def raised_at(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).is_file():
         return f"{short(error.filename)}:{error.lineno}"
     return place_in([(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))])
+
+
+def told_at(error: BaseException) -> str:
+    """Return an exception in one line, with the user's line that raised it if there is one."""
+    return told(error) + _at(error)
 
 
 def _at(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from signal import Signals
 from typing import NoReturn
 
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.storage import writing
 
 ERROR_PREFIX = "error: "
@@ -41,9 +41,13 @@ def named(role: str) -> Iterator[None]:
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the error for the user, with control characters of foreign texts as escapes. Prints nothing if its log is on a full disk."""
+    """Print the error for the user, with control characters of foreign texts as escapes. Prints nothing if its log is on a full disk.
+
+    A stop by the user is no error and is said as it is.
+    """
     with suppress(OSError):
-        text = f"{ERROR_PREFIX}{error.where}{': ' if error.where else ''}{error}"
+        prefix = "" if isinstance(error, Interrupted) else ERROR_PREFIX
+        text = f"{prefix}{error.where}{': ' if error.where else ''}{error}"
         print(text.translate(_ESCAPED), file=sys.stderr, flush=True)
 
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import typer
 
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import Interrupted, UserError
 
 _click: Any = sys.modules[typer.BadParameter.__module__]
 """The module of click's errors: click's own, or that of the copy which newer releases of typer bring."""
-_INTERRUPTED = 130
-"""Exit status that a shell gives a command ended by SIGINT; typer returns it for Ctrl-C."""
 _EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*)\)\.?", re.DOTALL)
 _COMMAND = re.compile(r"No such command '(.*?)'")
 
@@ -25,7 +23,8 @@ def invoke(app: typer.Typer) -> None:
 
     Raises:
         UserError: arguments that no command takes.
-        AsyncmoeError: see the command; or it was interrupted.
+        AsyncmoeError: see the command.
+        Interrupted: Ctrl-C, unless the command says more.
         SystemExit: the command chose another status than 0.
     """
     run: Callable[..., object] = app
@@ -36,10 +35,8 @@ def invoke(app: typer.Typer) -> None:
             typer.echo(error.ctx.get_help())
             sys.exit(error.exit_code)
         raise user_error(error) from None
-    if status == _INTERRUPTED:
-        interrupted = AsyncmoeError("interrupted")
-        interrupted.exit_code = _INTERRUPTED
-        raise interrupted
+    if status == Interrupted.exit_code:  # typer returns it for Ctrl-C
+        raise Interrupted("interrupted")
     if isinstance(status, int) and status:
         sys.exit(status)
 
@@ -57,8 +54,7 @@ def user_error(error: Any) -> UserError:
         what = getattr(error.param, "help", None) or "it"
         return UserError(at, got=f"no {_named(error.param)}", expected=what.rstrip("."), hint=see)
     if isinstance(error, _click.BadParameter) and error.param is not None:
-        _, pydantics, told = error.message.rstrip(".").rpartition("Input should be ")
-        got, wanted = ("an unusable value", told) if pydantics else (told, "another value")
+        got, wanted = _refused_value(error)
         return UserError(f"{at}: {_named(error.param)}", got=got, expected=wanted, hint=see)
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
         takes_config = any("--config" in one.opts for one in error.ctx.command.params)
@@ -73,15 +69,25 @@ def user_error(error: Any) -> UserError:
     return UserError(at, got=message[0].lower() + message[1:], expected="other arguments", hint=see)
 
 
+def _refused_value(error: Any) -> tuple[str, str]:
+    """Return the value of a `click.BadParameter`, and what was expected."""
+    found: list[Any] = getattr(error.__cause__, "errors", list)()  # of pydantic, with which newer releases of typer check values
+    if not found:
+        return error.message.rstrip("."), "another value"
+    from asyncmoe.config import refusals  # imports pydantic, which takes a second
+
+    return repr(found[0]["input"]), refusals.wanted(found[0])
+
+
 def _unknown_option(error: Any, at: str) -> UserError:
     parameters = error.ctx.command.params
     options = [*(one.opts[0] for one in parameters if one.opts[0].startswith("-")), "--help"]
     takes_keys = any("KEY=VALUE" in (one.metavar or "") for one in parameters)
     meant = list(error.possibilities or ())
     if not meant and takes_keys:
-        from asyncmoe.config import loading  # imports pydantic, which takes a second
+        from asyncmoe.config import refusals  # imports pydantic, which takes a second
 
-        meant = [f"{key}=VALUE" for key in loading.keys_named(error.option_name.lstrip("-").replace("-", "_"))]
+        meant = [f"{key}=VALUE" for key in refusals.keys_named(error.option_name.lstrip("-").replace("-", "_"))]
     expected = f"{'KEY=VALUE or ' if takes_keys else ''}{'one of ' if options[1:] else ''}{', '.join(options)}"
     hint = f"did you mean {' or '.join(meant[:3])}?" if meant else None
     return UserError(at, got=f"an unknown option {error.option_name}", expected=expected, hint=hint)

@@ -1,6 +1,6 @@
 # docker build -f docker/cpu.Dockerfile -t asyncmoe:cpu . && docker run --rm --shm-size=2g asyncmoe:cpu make demo
-FROM python:3.12-slim-bookworm
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ make git && rm -rf /var/lib/apt/lists/*
+FROM python:3.11-slim-bookworm
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 WORKDIR /asyncmoe
 COPY . .
 RUN make setup

@@ -1,6 +1,7 @@
 """Write docs/metrics.md from the declarations of the records' fields. `make docs` runs this script.
 
-The page depends on `asyncmoe.telemetry.schema` and `rollout_schema` alone. tests/unit/test_telemetry_metric.py compares it with the file.
+The page depends on `asyncmoe.telemetry.schema`, `learning_schema` and `rollout_schema` alone. tests/unit/test_telemetry_metric.py compares
+it with the file.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ OUT = Path(__file__).parent / "metrics.md"
 HEAD = """\
 # Metrics
 
-<!-- Made by docs/generate_metrics.py from asyncmoe/telemetry/schema.py and rollout_schema.py. Change them, then run `make docs`. -->
+<!-- Made by docs/generate_metrics.py from asyncmoe/telemetry/schema.py, learning_schema.py and rollout_schema.py. After a change of them:
+`make docs`. -->
 
 The records of a run, in its directory `run.dir`: one JSON object a line. A number that was not measured is `null`. The last column has the
-figure of `report.html` that draws it. How to add one: [CONTRIBUTING](../CONTRIBUTING.md#a-new-metric).
+figure of `report.html` that draws it; metrics without one are drawn in its last section. How to add one:
+[CONTRIBUTING](../CONTRIBUTING.md#a-new-metric).
 
 TensorBoard has every number as `rl/<field>`, `warmup/<field>` (steps of the warm-up), `rollout/<field>` or `evaluation/<field>`;
 Prometheus as `asyncmoe_step_<field>`, `asyncmoe_rollout_<field>` or `asyncmoe_evaluation_<field>`. A field with an entry below *by* is a

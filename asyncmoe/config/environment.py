@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section
+from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
+from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 
-CallStyle = Literal["hermes", "brackets"]
+_OWN_STYLES = ("hermes", "brackets")
 
 
 class ToolsSection(Section):
@@ -17,22 +21,54 @@ class ToolsSection(Section):
     names: tuple[str, ...] = Field(
         (), description="Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."
     )
-    style: CallStyle = Field(
+    style: str = Field(
         "hermes",
         description="Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: "
-        "[name: argument], for models so small that every token counts.",
+        "[name: argument], for models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder "
+        "or deepseekv3.",
+    )
+    schemas: bool | None = Field(
+        None,
+        description="Give the tools' schemas to the chat template, which describes them to the policy. null: if style is not brackets and "
+        "the task has chat prompts.",
     )
     options: dict[str, dict[str, Any]] = Field(
         {},
         description="Limits by tool name (of your own function: its name or package.module:function): timeout_s, concurrency and "
         "characters of the answer; python has limits of its own besides.",
     )
+    mcp: dict[str, McpServer] = Field({})
+    mcp_sessions: Positive = Field(
+        64,
+        description="Maximum sessions with MCP servers at once, over all episodes; a command's session is a process. Further episodes wait "
+        "with their first call.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolsSection:
+        for name, server in self.mcp.items():
+            if not name.replace("-", "_").isidentifier():
+                raise ValueError(f"environment.tools.mcp: got the name {name!r}, expected letters, digits, '_' and '-'")
+            if (problem := server.problem()) is not None:
+                key, got, expected = problem
+                raise ValueError(f"environment.tools.mcp.{name}.{key}: got {got}, expected {expected}")
+        return self
+
+    @field_validator("style")
+    @classmethod
+    def _known_style(cls, style: str) -> str:
+        if style not in (*_OWN_STYLES, *SGLANG_PARSERS):
+            near = get_close_matches(style, (*_OWN_STYLES, *SGLANG_PARSERS), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            expected = f"{', '.join(_OWN_STYLES)} or a parser of SGLang ({', '.join(SGLANG_PARSERS)})"
+            raise ValueError(f"environment.tools.style: got {style!r}, expected {expected}{hint}")
+        return style
 
 
 class EnvironmentSection(Section):
     """What happens in an episode between prompt and reward: turns, tool calls, several agents."""
 
-    kind: str = Field(
+    kind: Annotated[str, NameOrPlugin(("single_turn", "tools", "openai"))] = Field(
         "single_turn",
         description="single_turn: one response to the prompt; tools: several turns with tool calls between them; openai: your own agent, "
         "which calls an endpoint compatible with OpenAI's or Anthropic's; or your own class as package.module:Class.",
@@ -45,17 +81,37 @@ class EnvironmentSection(Section):
         "schema. run: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter; refuse: error 400.",
     )
     tools: ToolsSection = ToolsSection()
+    sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
     max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
+    max_paths: Positive = Field(
+        32,
+        description="Maximum paths of an agent's tree of turns, where its history is forked, edited or cut; each becomes a trajectory.",
+    )
     max_tokens: Positive | None = Field(None, description="Maximum tokens of an agent's conversation; null: the model's context length.")
     timeout_s: PositiveFloat = Field(600.0, description="Seconds an episode may take before scoring; a slower one is rejected.")
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:
-        if self.kind == "tools" and not self.tools.names:
+        if self.kind == "tools" and not self.tools.names and not self.tools.mcp:
             raise ValueError(
-                "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, or set "
-                "environment.kind to single_turn"
+                "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, name a "
+                "server in environment.tools.mcp, or set environment.kind to single_turn"
+            )
+        if self.kind != "tools" and self.tools.mcp:
+            raise ValueError(
+                f"environment.tools.mcp: got servers, expected none because environment.kind is {self.kind}; set environment.kind to "
+                "tools, or pass the servers to your own class: WithTools(mcp=...)"
+            )
+        if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
+            raise ValueError(
+                f"environment.sandbox: got the backend {self.sandbox.backend}, expected no keys because environment.kind tools with "
+                "python in environment.tools.names alone uses them; your own class passes the keys to WithTools(sandbox=...)"
+            )
+        if self.kind == "openai" and self.tools.style != "hermes":
+            raise ValueError(
+                f"environment.tools.style: got {self.tools.style!r}, expected hermes because environment.kind is openai, whose endpoint "
+                "reads no other calls; leave it out"
             )
         if self.kind == "openai" and self.agent is None:
             raise ValueError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, Real, Section, Share
+from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, Real, Section, Share
 from asyncmoe.config.task import READ, Kind, SourceSection, TaskSection
 
 Overlap = Literal["refuse", "leave_out", "allow"]
@@ -15,7 +15,6 @@ _SAMPLED = ("prompts", "samples", "temperature", "top_p", "top_k", "min_p", "max
 _OVERLAP = (
     "What happens to training questions that the evaluation asks too. refuse: the run does not start; leave_out: training does not ask "
 )
-_MIN_P = Annotated[Real, Field(ge=0, lt=1)]
 
 
 class EvaluationSet(SourceSection):
@@ -32,7 +31,7 @@ class EvaluationSet(SourceSection):
     temperature: NonNegativeFloat | None = Field(None, description="Sampling temperature; 0: always the most probable token.")
     top_p: Share | None = Field(None, description="As rollout.top_p.")
     top_k: Positive | None = Field(None, description="As rollout.top_k.")
-    min_p: _MIN_P | None = Field(None, description="As rollout.min_p.")
+    min_p: Decay | None = Field(None, description="As rollout.min_p.")
     max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response.")
     overlap: Overlap | None = Field(None, description="As evaluation.overlap.")
 
@@ -48,6 +47,7 @@ class EvaluationSet(SourceSection):
         else:
             kind = "dataset" if training.kind == "dataset" or self.subset is not None or self.split is not None else "jsonl"
         same = self.path is None
+        drawn: dict[str, Any] = training.model_dump(include={"operations", "difficulty"}) if kind == "arithmetic" else {}
         return TaskSection(
             kind=kind,
             options=self.options,
@@ -57,8 +57,7 @@ class EvaluationSet(SourceSection):
             where=self.where,
             filter=self.filter,
             columns=self.columns or (training.columns if kind in READ else None),
-            operations=training.operations,
-            difficulty=training.difficulty,
+            **drawn,
             chat_template=training.chat_template,
             system_prompt=None if kind == "arithmetic" else training.system_prompt,
         )
@@ -91,7 +90,7 @@ class EvaluationSection(Section):
     )
     top_p: Share | None = Field(None, description="As rollout.top_p, for evaluation; null: rollout.top_p.")
     top_k: Positive | None = Field(None, description="As rollout.top_k, for evaluation; null: rollout.top_k.")
-    min_p: _MIN_P | None = Field(None, description="As rollout.min_p, for evaluation; null: rollout.min_p.")
+    min_p: Decay | None = Field(None, description="As rollout.min_p, for evaluation; null: rollout.min_p.")
     max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response; null: rollout.max_new_tokens.")
     max_concurrent: Positive | None = Field(
         None, description="Evaluation episodes in flight, as a part of rollout.max_concurrent; null: an eighth of it."

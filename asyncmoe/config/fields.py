@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from asyncmoe import plugins
+from asyncmoe.config.elsewhere import VALUES
 
 
 def _not_bool(value: Any) -> Any:
@@ -25,28 +26,18 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-Whole = Annotated[int, BeforeValidator(_not_bool)]
-Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
-Positive = Annotated[Whole, Field(gt=0)]
-NonNegative = Annotated[Whole, Field(ge=0)]
-PositiveFloat = Annotated[Real, Field(gt=0)]
-NonNegativeFloat = Annotated[Real, Field(ge=0)]
-Decay = Annotated[Real, Field(ge=0, lt=1)]
-Share = Annotated[Real, Field(gt=0, le=1)]
-Port = Annotated[NonNegative, Field(le=65535)]
+NUMBER = BeforeValidator(_not_bool)
+"""Last in `Annotated`, after the bounds: bounds over a validator are no keywords of JSON Schema."""
+FINITE = Field(allow_inf_nan=False)
+Real = Annotated[float, FINITE, NUMBER]
+Positive = Annotated[int, Field(gt=0), NUMBER]
+NonNegative = Annotated[int, Field(ge=0), NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0), FINITE, NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0), FINITE, NUMBER]
+Decay = Annotated[float, Field(ge=0, lt=1), FINITE, NUMBER]
+Share = Annotated[float, Field(gt=0, le=1), FINITE, NUMBER]
+Port = Annotated[int, Field(ge=0, le=65535), NUMBER]
 Switch = BeforeValidator(_switch)
-
-
-SAID_ELSEWHERE: Mapping[str, str] = {
-    "grpo_no_std": "dr_grpo",
-    "group_norm": "grpo",
-    "grpo_passk": "pass_at_k",
-    "reinforce": "reinforce_plus_plus",
-    "reinforce++": "reinforce_plus_plus",
-    "reinforce_baseline": "reinforce_plus_plus_baseline",
-    "vanilla": "surrogate",
-}
-"""Names of papers, verl and OpenRLHF (their `adv_estimator`, `advantage_estimator`, `loss_mode`) -> ours."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +50,11 @@ class NameOrPlugin:
         """Return the schema of the text with its check."""
         return no_info_after_validator_function(self._check, handler(source))
 
+    def __get_pydantic_json_schema__(self, source: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema: one of the names, or the form of a user's own code."""
+        own = {"type": "string", "pattern": f"^{plugins.NAME.pattern}$"}
+        return {"anyOf": [{"enum": list(self.names), "type": "string"}, own]} if self.names else own
+
     def _check(self, value: str) -> str:
         if value not in self.names and not plugins.is_name(value):
             known = "".join(f"{name!r}, " for name in self.names).removesuffix(", ")
@@ -68,9 +64,11 @@ class NameOrPlugin:
         return value
 
     def _meant(self, value: str) -> str | None:
-        elsewhere = SAID_ELSEWHERE.get(value.lower())
+        elsewhere = VALUES.get(value.lower())
         if near := elsewhere if elsewhere in self.names else plugins.nearest(value, self.names):
             return near
+        if plugins.is_name(f"{value}name"):
+            return f"{value}NAME"
         with_colon = ":".join(value.rsplit(".", 1))
         return with_colon if plugins.is_name(with_colon) else None
 

@@ -11,7 +11,8 @@ from asyncmoe.config.fields import NameOrPlugin, Positive, Section
 
 
 class MadeModel(Section):
-    """A tiny random model, written to `model.path` if nothing is there (`asyncmoe make-model` writes the same)."""
+    """A tiny random model, written to `model.path` if nothing is there and it lies below runs/models or run.dir (`asyncmoe make-model`
+    writes the same anywhere)."""
 
     layers: Positive = Field(2, description="Decoder layers; each has experts.")
     hidden: Positive = Field(64, description="Width of a hidden state.")

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import (
+    FINITE,
+    NUMBER,
     NameOrPlugin,
     NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    Real,
     Section,
     check_options,
 )
@@ -142,7 +143,7 @@ class ObjectiveSection(Section):
     )
     clip_low: PositiveFloat = Field(0.2, description="Lower bound of the ratio: 1 - clip_low; 1 or more: no lower bound.")
     clip_high: PositiveFloat = Field(0.2, description="Upper bound of the ratio: 1 + clip_high.")
-    dual_clip: Annotated[Real, Field(gt=1)] | None = Field(
+    dual_clip: Annotated[float, Field(gt=1), FINITE, NUMBER] | None = Field(
         None,
         description="ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: none.",
     )

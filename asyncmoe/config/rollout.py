@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Real, Section, Share
+from asyncmoe.config.fields import Decay, NonNegative, Positive, PositiveFloat, Section, Share
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Balance = Literal["least_loaded", "prefix_affine"]
@@ -34,7 +34,7 @@ class RolloutSection(Section):
         description="Sample only from this many most probable tokens; null: from all. "
         "Needed if top_p or min_p exclude tokens, at most 4096, unless keep.sampling_mask is off.",
     )
-    min_p: Annotated[Real, Field(ge=0, lt=1)] = Field(
+    min_p: Decay = Field(
         0.0,
         description="Do not sample tokens less probable than this share of the most probable token's probability; 0: off. "
         "Above 0 it needs top_k, or keep.sampling_mask off.",

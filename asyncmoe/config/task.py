@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncmoe import plugins
+from asyncmoe.config.curriculum import CurriculumSection
 from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section
 
 KINDS = ("arithmetic", "jsonl", "dataset")
@@ -45,7 +47,7 @@ class SourceSection(Section):
 
     path: Path | None = Field(
         None,
-        description="jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet), a directory that "
+        description="jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet, .arrow), a directory that "
         "`datasets` saved, or the id of a data set on the Hugging Face hub.",
     )
     subset: str | None = Field(None, description="dataset: configuration of a data set on the hub, for example main.")
@@ -85,6 +87,7 @@ class TaskSection(SourceSection):
         "arithmetic.",
     )
     system_prompt: str | None = Field(None, description="System message before every conversation that has none.")
+    curriculum: CurriculumSection = CurriculumSection()
 
     @property
     def chats(self) -> bool:
@@ -106,6 +109,14 @@ class TaskSection(SourceSection):
         if self.kind in READ and any(one.path is None for one in self.mixture):
             key = "task.sources" if self.sources else "task.path"
             raise ValueError(f"{key}: got nothing, expected the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
+        if math.isinf(sum(one.weight for one in self.sources)):
+            raise ValueError("task.sources: got weights whose sum is no finite number, expected smaller ones; only their ratios count")
+        if self.kind != "arithmetic":
+            for name in ("operations", "difficulty"):
+                if getattr(self, name) != type(self).model_fields[name].default:  # `asyncmoe config show` writes the defaults out
+                    raise ValueError(
+                        f"task.{name}: got {_said(getattr(self, name))}, expected none because task.kind is {self.kind}; leave it out"
+                    )
         if not self.operations:
             raise ValueError("task.operations: got an empty list, expected at least one of + - *")
         for name, allowed in self._allowed().items():
@@ -122,6 +133,9 @@ class TaskSection(SourceSection):
                 f"task.system_prompt: got {self.system_prompt!r}, expected null because task.chat_template is false; set that to true, "
                 "or write the text into the questions"
             )
+        if self.curriculum.enabled and (self.kind == "arithmetic" or any(one.streaming for one in self.mixture)):
+            asks = "arithmetic draws new questions without end" if self.kind == "arithmetic" else "a stream has no known prompts"
+            raise ValueError(f"task.curriculum.enabled: got true, expected false because {asks}; name a source of known length")
         return self
 
     def _allowed(self) -> dict[str, bool]:
@@ -129,6 +143,10 @@ class TaskSection(SourceSection):
         rows, own = self.kind in READ, plugins.is_name(self.kind)
         # A path beside another kind is harmless, and lets an override of the kind alone try a configuration.
         return {**dict.fromkeys(("sources", *_OF_ROWS[1:]), rows), "options": own, "system_prompt": self.kind != "arithmetic"}
+
+
+def _said(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 _WANTED = {"jsonl": "JSONL file", "dataset": "data set"}

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section, Switch
+from asyncmoe.config.fields import NUMBER, NonNegative, Positive, PositiveFloat, Section, Switch
 
 _MOST_STEPS = 100
 
@@ -125,7 +125,7 @@ class TelemetrySection(Section):
     tensorboard: Annotated[Literal["auto", "on", "off"], Switch] = Field(
         "auto", description="Also write TensorBoard files, to run.dir/tensorboard; auto: if the package tensorboard is installed."
     )
-    prometheus_port: Annotated[Positive, Field(le=65535)] | None = Field(
+    prometheus_port: Annotated[int, Field(gt=0, le=65535), NUMBER] | None = Field(
         None, description="Loopback port that serves the run's gauges to Prometheus; null: no port is opened."
     )
     samples: SamplesSection = SamplesSection()

@@ -111,7 +111,7 @@ class TrainerSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     megatron: MegatronSection = MegatronSection()
     checkpoint_every: NonNegative = Field(
-        0, description="Steps between checkpoints, and so the most work a crash costs; 0: only at the end and on Ctrl-C."
+        0, description="Steps between checkpoints, and so the most work a crash costs; 0: only after the warm-up, at the end and on Ctrl-C."
     )
     keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept on disk; older ones are deleted.")
     timeout_s: PositiveFloat = Field(600.0, description="Seconds a collective of the trainer ranks may wait before the run fails.")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,21 +20,22 @@ from typing import IO, Any
 
 import yaml
 
-from asyncmoe import checkpoints, installed, models, storage
+from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import preflight
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
-from asyncmoe.launch.watch import STOP_GRACE_S, Processes, interruptible, supervise
+from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
-from asyncmoe.rollout.engines.engine_python import check_engine_python
+from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
+from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
 
@@ -43,9 +46,11 @@ def run(config: Config) -> dict[str, object]:
     Raises:
         UserError: the configuration, the model, the run directory or this machine's GPUs cannot be used.
         AsyncmoeError: a process failed; the message is that process's own.
+        Interrupted: the user stopped the run; the text says what is saved.
     """
-    with claim(config.run.dir):
-        with interruptible():
+    with ExitStack() as held:
+        with interrupts.stopping(interrupts.NO_RUN_YET):
+            held.enter_context(claim(config.run.dir))
             plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
             for line in preflight.check(config):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -59,12 +64,15 @@ def check(config: Config) -> None:
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
     """
+    check_place(config.run.dir)
     transports.check_entries()
     loggers.check(config.telemetry)
     if config.telemetry.tensorboard == "on":
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
     plugin_probe.check(config)
+    if here and devices.none_here():
+        _check_profile(config)
     hf = budget.hf_of(config)
     models.check(config, hf, cpu_engines=here and devices.none_here())
     _check_adapter(config, hf)
@@ -76,8 +84,30 @@ def check(config: Config) -> None:
     if newest is not None:
         checkpoints.check_family(newest, models.family_of(hf).name)
         checkpoints.check_kind(newest, config.checkpoint_kind, recorded=True)
+        _check_steps(newest, config)
     if here:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
+
+
+def _check_profile(config: Config) -> None:
+    """Refuse what the trainer would refuse on a machine without GPUs, a minute later."""
+    telemetry = config.telemetry
+    if telemetry.nvtx:
+        hint = "telemetry.profile.steps names the parts of a step in a trace, on a CPU too"
+        raise ConfigError("telemetry.nvtx", got="true, and this machine has no GPU", expected="false", hint=hint)
+    if telemetry.profile is not None and not telemetry.profile.trace:
+        got = "false, and this machine has no GPU to take a snapshot of"
+        raise ConfigError("telemetry.profile.trace", got=got, expected="true", hint="without a GPU, allocations are in the trace")
+
+
+def _check_steps(newest: Path, config: Config) -> None:
+    """Refuse to take fewer steps than a checkpoint has taken; say so if none is left."""
+    taken = int(checkpoints.facts(newest)["step"]) - config.warmup.steps
+    if taken > config.run.steps:
+        hint = f"the run in {config.run.dir} has them, with {newest.name}; set a higher number to go on, or another run.dir"
+        raise ConfigError("run.steps", got=config.run.steps, expected=f"at least {taken}, the steps already taken", hint=hint)
+    if taken == config.run.steps:
+        print(f"run.steps: all {taken} steps are taken already; a higher number goes on from {newest}", file=sys.stderr, flush=True)
 
 
 def prepare(config: Config) -> Path:
@@ -96,6 +126,7 @@ def prepare(config: Config) -> Path:
             "spans-controller.jsonl",
             "summary.json",
             "report.html",
+            versions.VERSIONS,
         ):
             (config.run.dir / stale).unlink(missing_ok=True)
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
@@ -106,7 +137,16 @@ def prepare(config: Config) -> Path:
         config.run.dir.mkdir(parents=True, exist_ok=True)
         temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         temporary.replace(file)
+        versions.record(config.run.dir, _engine_python(config))
     return file
+
+
+def _engine_python(config: Config) -> Path | None:
+    """Return the engines' Python; None if it is not on this machine, as where engines join."""
+    try:
+        return engine_python(config.engines.python)
+    except UserError:
+        return None
 
 
 def resolved(config: Config) -> Path:
@@ -114,12 +154,30 @@ def resolved(config: Config) -> Path:
     return config.run.dir / "config.yaml"
 
 
+def check_place(directory: Path) -> None:
+    """Refuse a run directory that cannot be made or written to; the folder that is made to try it is removed.
+
+    Raises:
+        ConfigError: it cannot be made, as below /proc, or below a link that leads nowhere.
+        StorageError: see `asyncmoe.storage.writing`; a file is among its parts, or it is not for this user to write.
+    """
+    place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
+    with storage.writing("run directory", directory):
+        try:
+            Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
+        except FileNotFoundError as error:
+            got = f"{directory}, and in {place} nothing can be made ({error.strerror})"
+            raise ConfigError("run.dir", got=got, expected="a directory that can be written to") from error
+
+
 def claim(directory: Path) -> IO[str]:
     """Create a run directory and lock it against other launchers until the returned file is closed.
 
     Raises:
+        ConfigError, StorageError: see `check_place`.
         UserError: another launcher holds the lock.
     """
+    check_place(directory)
     with storage.writing("run directory", directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / ".lock").open("w")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncmoe import installed
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import say
 from asyncmoe.telemetry import processes
 
@@ -79,6 +79,9 @@ def main(run: Callable[[], object]) -> None:
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        say(Interrupted("interrupted"))
+        sys.exit(Interrupted.exit_code)
 
 
 def _no_extension(name: str) -> UserError:

@@ -9,26 +9,30 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from types import FrameType
 from typing import Protocol
 
-from asyncmoe import checkpoints, installed, storage
+from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import KILLED
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
+from asyncmoe.telemetry.report import command
+from asyncmoe.telemetry.samples.records import FOLDER as SAMPLES
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
 STOP_GRACE_S = 20.0
 """Seconds between asking a process to end and killing it."""
+PROFILE = "profile"
+"""Folder of a run that the trainer writes profiles to."""
 _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
@@ -40,8 +44,8 @@ _MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
 """Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
 _CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
 """Signals that a process raises by a fault of its own, in contrast to those that another process or the kernel sends it."""
-_UNEXPLAINED = 5
-"""Sort key (`_rank`) of a failure without a reason."""
+_UNEXPLAINED, _LOST = 5, 6
+"""Sort keys (`_rank`) of a failure without a reason, and of one that the loss of another process explains."""
 
 
 class Ended(Protocol):
@@ -107,62 +111,66 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
         start: starts the processes and registers the end of each on the stack.
 
     Raises:
-        AsyncmoeError: a process failed, or the run was stopped.
+        AsyncmoeError: a process failed.
+        Interrupted: the user stopped the run; the text says what is saved.
     """
-    processes.record(config.run.dir, "supervisor")
     stop = StopOnSignal()
     try:
+        processes.record(config.run.dir, "supervisor")
         with LiveView(config) as view, ExitStack() as ending:
-            _watch(start(ending), view, stop)
+            _watch(config, start(ending), view, stop)
+    except KeyboardInterrupt:
+        raise Interrupted(saved("ended at once", config), stop.number) from None
     finally:
         stop.restore()
-    if stop.count:
-        raise AsyncmoeError(_stopped(config.run.dir))
-    return _conclude(config.run.dir)
+    try:
+        if not stop.count:
+            summary = _conclude(config.run.dir)
+            for line in written(config):
+                print(line, file=sys.stderr, flush=True)
+            return summary
+        if read_steps(config.run.dir / METRICS):
+            _conclude(config.run.dir)
+    except KeyboardInterrupt:
+        raise Interrupted(f"{saved('stopped', config)}; asyncmoe report {config.run.dir} writes the report") from None
+    raise Interrupted(saved("stopped", config), stop.number)
 
 
-def _stopped(run_dir: Path) -> str:
-    """Write summary and report if a step was taken, and return how the same command goes on."""
-    if steps := read_steps(run_dir / METRICS):
-        _conclude(run_dir)
+def saved(ended: str, config: Config) -> str:
+    """Say which steps of a run that has `ended` are saved, and what the same command does next."""
+    steps, newest = read_steps(config.run.dir / METRICS), checkpoints.newest(config.run.dir)
+    if newest is None:
+        return f"{ended} before the first {'checkpoint' if steps else 'step'}; the same command starts over"
+    step, total = int(checkpoints.facts(newest)["step"]), config.warmup.steps + config.run.steps
+    taken = max([step, *(record.step for record in steps[-1:])])
+    if step >= total:
+        return f"{ended} after the last step: the run is complete, and saved in {newest}"
+    kept = "which is saved" if taken == step else f"saved up to step {step}"
+    return f"{ended} at step {taken} of {total}, {kept}; the same command resumes from {newest}"
+
+
+def written(config: Config) -> list[str]:
+    """Return what a finished run has left to look at, and how, in lines."""
+    run_dir = config.run.dir
+    lines = [f"report: {run_dir / 'report.html'}"] if (run_dir / "report.html").exists() else []
+    if (run_dir / SAMPLES).is_dir():
+        lines.append(f"samples: asyncmoe show {run_dir}")
+    if config.telemetry.profile is not None:
+        profiles = sorted(path.name for path in (run_dir / PROFILE).glob("step-*"))
+        lines.append(f"profile: {run_dir / PROFILE} has {', '.join(profiles) or 'nothing; logs/trainer.log says why'}")
     if (newest := checkpoints.newest(run_dir)) is not None:
-        return f"stopped at a checkpoint; the same command resumes from {newest}"
-    return f"stopped before the first {'checkpoint' if steps else 'step'}; the same command starts over"
+        lines.append(f"checkpoint: {newest}; asyncmoe export {run_dir} OUT writes a model of it")
+    return lines
 
 
 def _conclude(run_dir: Path) -> dict[str, object]:
     with storage.writing("summary and report of the run", run_dir):
         summary = write_summary(run_dir)
-        _report(run_dir)
+        command.write_or_explain(run_dir)
     return summary
 
 
-def _report(run_dir: Path) -> None:
-    """Write the report, or say how to get it where the package that draws is not installed: the run itself needs none of it."""
-    if not installed.has("matplotlib"):
-        print(
-            f"report.html: not written without matplotlib; run: {installed.fix('report')}, then asyncmoe report {run_dir}", file=sys.stderr
-        )
-        return
-    from asyncmoe.telemetry.report import report
-
-    report(run_dir)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let Ctrl-C within the block, before a process is started, end the run like a later one: in one line.
-
-    Raises:
-        AsyncmoeError: SIGINT was received.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise AsyncmoeError("stopped before the run was started; repeat the command to start it") from None
-
-
-def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
+def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
     controller, trainers = processes.controller, processes.trainers
     told = 0
     while not processes.finished:
@@ -170,7 +178,7 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
         if stop.count > told:
             told = stop.count
             if told > 1:
-                raise AsyncmoeError("ended at once; progress since the last checkpoint is lost")
+                raise Interrupted(saved("ended at once", config), stop.number)
             view.say("stopping: saving a checkpoint (Ctrl-C again ends at once)")
             controller.signal(signal.SIGINT)
         if stop.count and controller.returncode in _INTERRUPTED:  # no other process has joined it
@@ -180,6 +188,8 @@ def _watch(processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
             _late(trainers)
             break
         if processes.failed:
+            if stop.count and controller.returncode is None and _only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
+                continue  # the trainer noticed the controller's end before this process did
             _settle(processes)
             raise failure(processes.failed)
         if all(trainer.returncode == 0 for trainer in trainers) and not controller.wait(STOP_GRACE_S):
@@ -217,6 +227,11 @@ def failure(failed: Sequence[Ended]) -> AsyncmoeError:
     return error
 
 
+def _only_lost(failed: Sequence[Process]) -> bool:
+    """Whether all failures are the loss of another process."""
+    return all(_rank(process) == _LOST for process in failed)
+
+
 def _rank(ended: Ended) -> int:
     """Sort key of a failure: a user error is lowest, then a kill, the controller's own reason, a crash, another own reason, no reason,
     and the loss of another process.
@@ -233,18 +248,26 @@ def _rank(ended: Ended) -> int:
         return _UNEXPLAINED
     if ended.name.split()[0] == "controller" and not any(words in reason for words in _MAY_FOLLOW_A_CRASH):
         return 2
-    return 6 if any(words in reason for words in _FOLLOWS) else 4
+    return _LOST if any(words in reason for words in _FOLLOWS) else 4
 
 
 class StopOnSignal:
-    """Counts SIGINT and SIGTERM, so that neither raises at an arbitrary point of the program."""
+    """Counts SIGINT and SIGTERM, so that neither raises at an arbitrary point of the program before the user insists.
+
+    Attributes:
+        count: signals so far. From the third on each raises KeyboardInterrupt, which ends a wait for processes that do not end.
+        number: the first signal.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.number = 0, int(signal.SIGINT)
         self._old = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number if self.count else number
         self.count += 1
+        if self.count > 2:
+            raise KeyboardInterrupt
 
     def restore(self) -> None:
         for number, handler in self._old.items():

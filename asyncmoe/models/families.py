@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from asyncmoe import plugins
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError, UserError, an
 from asyncmoe.models import deepseek_v3, glm4_moe, mixtral, qwen3, qwen3_moe
 from asyncmoe.models.family import Family
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
@@ -70,7 +70,7 @@ def load_own(target: str) -> Family:
     forms, wanted = f"auto or {plugins.FORM}", "a Family that can be imported"
     found = plugins.load(target, KEY, forms=forms, wanted=wanted, fits=lambda value: isinstance(value, Family))
     if not isinstance(found, Family):
-        raise ConfigError(KEY, got=f"{target}, a {type(found).__name__}", expected="an object of asyncmoe.models.Family")
+        raise ConfigError(KEY, got=f"{target}, {an(type(found).__name__)}", expected="an object of asyncmoe.models.Family")
     return found
 
 

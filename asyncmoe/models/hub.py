@@ -1,10 +1,12 @@
-"""Models and data sets on the Hugging Face hub: recognise an id, see whether the hub can be reached, download a model."""
+"""Models and data sets on the Hugging Face hub: recognise an id, see whether the hub can be reached, download a model or describe it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError
@@ -13,6 +15,10 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TIMEOUT_S = 5.0
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _CODE = ("*.py",)
+_WEIGHTS = "*.safetensors"
+_INDEX = "*.safetensors.index.json"
+_DESCRIPTION_BYTES = 256 << 20
+"""Most bytes of a model's files besides its weights that `described` fetches; tokenizers have up to some 20 MB."""
 
 
 def is_id(path: Path) -> bool:
@@ -30,6 +36,11 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> N
         ConfigError: huggingface_hub is not installed.
         DataError: the hub cannot be reached, does not have the repository, or does not show it.
     """
+    _asked(kind, name, key)
+
+
+def _asked(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
+    """Return the hub's ModelInfo or DatasetInfo with the sizes of files; None with HF_HUB_OFFLINE=1. Raises as `check_reachable`."""
     try:
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HfHubHTTPError
@@ -37,12 +48,12 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> N
         hint = "pip install huggingface_hub, or give a local directory"
         raise ConfigError(key, got=f"{name} without huggingface_hub", expected="a directory that exists", hint=hint) from error
     if constants.HF_HUB_OFFLINE:
-        return
+        return None
     try:
-        HfApi().repo_info(name, repo_type=kind, timeout=_TIMEOUT_S)
+        return HfApi().repo_info(name, repo_type=kind, timeout=_TIMEOUT_S, files_metadata=kind == "model")
     except HfHubHTTPError as error:
         # Of a repository that is private or does not exist the hub says the same.
-        got = f"{name}, and the hub answered {' '.join(str(error).split())[:200]}"
+        got = f"{name}: no such path here, and as an id the hub answered {' '.join(str(error).split())[:200]}"
         raise DataError(
             key, got=got, expected=f"a local path, or a {kind} that you may read", hint="check the name, or HF_TOKEN"
         ) from error
@@ -59,19 +70,93 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
         download: false: only look into the cache. A trainer rank does, because all ranks of a run must not ask the hub.
 
     Raises:
-        ConfigError, DataError: see `check_reachable`; or the download failed, or the cache does not have the model.
+        ConfigError, DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.
     """
     path = config.model.path
-    if path.exists() or config.model.make is not None or not is_id(path):
+    if not _on_hub(config):
         return config
-    if download:
-        check_reachable("model", str(path), "model.path")
+    info = _asked("model", str(path), "model.path") if download else None
+    if info is not None:
+        _wanted(config, info)
+    return _at(config, _snapshot(str(path), allow_patterns=_patterns(config), local_files_only=not download))
+
+
+def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
+    """Return the configuration with a local directory that has everything of the model but perhaps its weights, to check a run by.
+
+    A model whose files are all in the hub's cache is used as it is there; of another, only the files besides its weights are fetched, into
+    `scratch`. The second value says what a run would download; None if nothing.
+
+    Args:
+        scratch: a directory that does not exist yet.
+
+    Raises:
+        ConfigError, DataError: as `with_local_model` for the same configuration; or the files besides the weights are too large.
+    """
+    if not _on_hub(config):
+        return config, None
+    name = str(config.model.path)
+    info = _asked("model", name, "model.path")
+    if info is None:
+        return with_local_model(config), None
+    wanted = _wanted(config, info)
+    missing = [file for file in wanted if not _cached(name, file.rfilename, info.sha)]
+    if not missing:
+        return _at(config, _snapshot(name, revision=info.sha, allow_patterns=_patterns(config), local_files_only=True)), None
+    small = [file for file in wanted if not fnmatch(file.rfilename, _WEIGHTS) and not fnmatch(file.rfilename, _INDEX)]
+    if (size := sum(file.size or 0 for file in small)) > _DESCRIPTION_BYTES:
+        expected = f"at most {_size(_DESCRIPTION_BYTES)} to check it by"
+        raise DataError("model.path", got=f"{name} with {_size(size)} besides its weights", expected=expected, hint="download it yourself")
+    found = _snapshot(name, revision=info.sha, local_dir=scratch, allow_patterns=[file.rfilename for file in small])
+    total = _size(sum(file.size or 0 for file in missing))
+    return _at(config, found), f"a run first downloads {len(missing)} file{'s' if len(missing) > 1 else ''} of {name}, {total}"
+
+
+def _on_hub(config: Config) -> bool:
+    path = config.model.path
+    return not path.exists() and config.model.make is None and is_id(path)
+
+
+def _at(config: Config, path: Path) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def _patterns(config: Config) -> list[str]:
+    return [*_FILES, *(_CODE if config.model.trust_remote_code else ())]
+
+
+def _wanted(config: Config, info: Any) -> Sequence[Any]:
+    """Return the files of a repository that a run needs (`RepoSibling`). Raises DataError if there is no model among them."""
+    files = [file for file in info.siblings or () if any(fnmatch(file.rfilename, pattern) for pattern in _patterns(config))]
+    for what, there in (
+        ("config.json", any(file.rfilename == "config.json" for file in files)),
+        ("safetensors files", any(fnmatch(file.rfilename, _WEIGHTS) for file in files)),
+    ):
+        if not there:
+            expected = "a repository with config.json, safetensors files and a tokenizer"
+            raise DataError("model.path", got=f"{config.model.path} without {what}", expected=expected)
+    return files
+
+
+def _cached(name: str, file: str, commit: str) -> bool:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, file, cache_dir=constants.HF_HUB_CACHE, revision=commit), str)
+
+
+def _snapshot(name: str, **arguments: Any) -> Path:
+    """Call `huggingface_hub.snapshot_download`. Raises DataError for whatever it raises: it has no error class of its own for all."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*_FILES, *(_CODE if config.model.trust_remote_code else ())]
     try:
-        found = snapshot_download(str(path), allow_patterns=patterns, local_files_only=not download)
+        return Path(snapshot_download(name, **arguments))
     except Exception as error:
-        got = f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        got = f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError("model.path", got=got, expected="a model that can be downloaded, or a local directory") from error
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": Path(found)})})
+
+
+def _size(count: int) -> str:
+    """Bytes, in the largest unit that leaves a whole digit."""
+    unit, factor = next(((unit, factor) for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= factor), ("bytes", 1))
+    value = count / factor
+    return f"{value:.1f} {unit}" if unit in ("GB", "MB") else f"{value:.0f} {unit}"

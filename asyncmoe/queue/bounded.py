@@ -48,6 +48,7 @@ class BoundedQueue:
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         recording: data that sampled trajectories must carry.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
+        on_trained: called with the groups of a committed step.
 
     Raises:
         ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
@@ -68,6 +69,7 @@ class BoundedQueue:
         downweight: float = 1.0,
         drop_above: int | None = None,
         on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
+        on_trained: Callable[[Sequence[Group]], None] | None = None,
     ) -> None:
         if batch % group_size:
             raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
@@ -77,7 +79,7 @@ class BoundedQueue:
         trained = max(0, trained_steps - base_version) * batch
         self._accounts = Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
-        self._recording, self._on_stale = recording, on_stale
+        self._recording, self._on_stale, self._on_trained = recording, on_stale, on_trained
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
         self._leases = Leases(trained_steps)
@@ -230,9 +232,11 @@ class BoundedQueue:
             return
         phase = self._leases.phase(step)
         self._leases = self._leases.commit(step)
-        count = self._lanes[phase].commit(step)
+        groups = self._lanes[phase].commit(step)
         if phase == "rl":
-            self._count(self.ledger.train(count))
+            self._count(self.ledger.train(sum(map(len, groups))))
+            if self._on_trained is not None:
+                self._on_trained(groups)
         self._changes.wake()
 
     def release(self, step: int) -> None:

@@ -18,7 +18,8 @@ from asyncmoe.trajectory import Buffer, Trajectory, encode
 class Group:
     """Episodes that are leased, dropped and released together, encoded once on arrival.
 
-    An episode has one trajectory of each agent that spoke. Counts here and in the queue are of episodes.
+    An episode has one trajectory of each agent that spoke, or one of each path of the agent's tree. Counts here and in the queue are of
+    episodes.
     """
 
     arrival: int
@@ -66,6 +67,10 @@ def describe(t: Trajectory) -> Item:
         step_mean=mean,
         step_squares=squares,
         teacher_gap=None if t.teacher is None else float((t.logprobs.astype(np.float64) - t.teacher)[t.loss_mask].sum()),
+        branch=t.branch,
+        parent=t.parent,
+        forked=t.forked,
+        truncated=t.finish == "length",
     )
 
 
@@ -143,11 +148,11 @@ class GroupBuffer:
             insort(self._queued, group, key=lambda g: g.order)
         return sum(map(len, groups))
 
-    def commit(self, step: int) -> int:
-        """Delete the groups of a lease. Returns their number of episodes."""
+    def commit(self, step: int) -> tuple[Group, ...]:
+        """Delete and return the groups of a lease."""
         groups = self._leased.pop(step)
         self._forget(groups)
-        return sum(map(len, groups))
+        return groups
 
     def frames(self, step: int) -> dict[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""

@@ -10,7 +10,7 @@ from typing import cast
 
 from asyncmoe import plugins
 from asyncmoe.config.transports import TRANSPORTS, TransportName, wrong_entry
-from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.errors import ConfigError, InvariantBroken, an
 from asyncmoe.receiver.communicators import Communicators
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import Agreed, Terms
@@ -52,7 +52,7 @@ def open_transport(end: ChannelEnd) -> Transport | SharedTransport:
     opened = opener(name)(end)
     if not isinstance(opened, Transport | SharedTransport):
         expected = "a Transport or SharedTransport with all its members (asyncmoe/reshard/transport.py)"
-        raise ConfigError("sync.transport", got=f"a {type(opened).__name__} from {TRANSPORTS[name].opened_by}", expected=expected)
+        raise ConfigError("sync.transport", got=f"{an(type(opened).__name__)} from {TRANSPORTS[name].opened_by}", expected=expected)
     return opened
 
 
@@ -70,7 +70,7 @@ def opener(name: TransportName) -> Callable[[ChannelEnd], object]:
         log.exception("transport %s", name)  # a rank that only receives the message has no line of it
         raise wrong_entry(name, plugins.told(error)) from error
     if not callable(found):
-        raise wrong_entry(name, f"it is a {type(found).__name__}")
+        raise wrong_entry(name, f"it is {an(type(found).__name__)}")
     return cast("Callable[[ChannelEnd], object]", found)
 
 

@@ -11,38 +11,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncmoe import models
+from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.errors import AsyncmoeError, Interrupted, ProtocolError
 from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rollout import scoring, tasks
-from asyncmoe.rollout.engines import adapters, backend
+from asyncmoe.rollout import parts, scoring
+from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
-from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.restarts import Restarts
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
-from asyncmoe.rollout.episodes import environments, episode
-from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.environment import Demonstrator
 from asyncmoe.rollout.episodes.environments.tools import WithTools
-from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
+from asyncmoe.rollout.episodes.episode import Teaching
 from asyncmoe.rollout.evaluation import Evaluator
+from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
-from asyncmoe.rollout.scoring import Scorer, trial
-from asyncmoe.rollout.tasks import EvaluationQuestions, Task
-from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.tasks import Curriculum, curriculum_file
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.messages import EngineOrder, Hello, Reply, Request
+from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Reply, Request, Saving
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer, Trajectory
@@ -60,10 +57,11 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     Args:
         memory: memory arguments of each engine started here; see `asyncmoe.rollout.engines.backend.start`.
 
-    Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; without a trainer, or the second
-    time, it acts like SIGTERM. Every process started here has ended when this function returns or raises.
+    Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; the second acts like SIGTERM. Every
+    process started here has ended when this function returns or raises.
 
     Raises:
+        Interrupted: SIGINT arrived before the trainer did, so nothing was to be saved.
         UserError: the task, an answer, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are
             unusable, or the run has another controller; nothing was started.
         EngineError: an engine did not start, or none is left.
@@ -71,50 +69,14 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """
     keys.refuse_another(run_dir)
     at = given()
-    asyncio.run(_serve(config, run_dir, at, *load_parts(config), memory))
-
-
-def load_parts(config: Config) -> tuple[Tokenizer, Task, Sequence[EvaluationQuestions], Scorer, Environment]:
-    """Load what a configuration names besides engines: the tokenizer, the tasks of training and evaluation, the scorer, the environment.
-
-    Raises:
-        UserError: one of them is unusable.
-    """
-    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
-    loaded, environment = tasks.load(config, tokenizer), environments.load(config)
-    task, evaluated = loaded.training, loaded.sets
-    scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
-    return tokenizer, task, evaluated, scorer, environment
-
-
-async def try_parts(config: Config) -> None:
-    """Load the parts, try them as before a run, and close them.
-
-    Raises:
-        UserError: one of them is unusable.
-    """
-    tokenizer, task, evaluated, scorer, environment = load_parts(config)
-    try:
-        await trial.before_engines(config, tokenizer, task, evaluated, scorer)
-    finally:
-        await close_parts(scorer, environment)
-
-
-async def close_parts(scorer: Scorer, environment: Environment) -> None:
-    """Close the scorer and, if it can be closed, the environment."""
-    closing = getattr(environment, "close", None)
-    await asyncio.gather(scorer.close(), *([] if closing is None else [closing()]))
+    asyncio.run(_serve(config, run_dir, at, parts.load(config), memory))
 
 
 async def _serve(
     config: Config,
     run_dir: Path,
     at: RendezvousVariables | None,
-    tokenizer: Tokenizer,
-    task: Task,
-    evaluated: Sequence[EvaluationQuestions],
-    scorer: Scorer,
-    environment: Environment,
+    loaded: RolloutParts,
     memory: Sequence[str],
 ) -> None:
     def start(index: int, attempt: int) -> EngineProcess:
@@ -124,10 +86,10 @@ async def _serve(
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
-        await trial.before_engines(config, tokenizer, task, evaluated, scorer)
+        await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0))
-        controller = Controller(config, engines, start, recorder, tokenizer, task, evaluated, scorer, environment)
+        controller = Controller(config, engines, start, recorder, loaded)
         host = address.reachable(config.cluster.network)
         async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
             rendezvous = await server.start()
@@ -137,9 +99,9 @@ async def _serve(
             finally:
                 keys.remove(run_dir, rendezvous)
     finally:
-        await asyncio.gather(*(engine.stop() for engine in engines), close_parts(scorer, environment))
+        await asyncio.gather(*(engine.stop() for engine in engines), loaded.close())
         recorder.close()
-        scoring.write_log(scorer, run_dir)
+        scoring.write_log(loaded.scorer, run_dir)
 
 
 class Controller:
@@ -154,53 +116,21 @@ class Controller:
         engines: list[EngineProcess],
         start: Callable[[int, int], EngineProcess],
         recorder: Recorder,
-        tokenizer: Tokenizer,
-        task: Task,
-        evaluated: Sequence[EvaluationQuestions],
-        scorer: Scorer,
-        environment: Environment,
+        loaded: RolloutParts,
     ) -> None:
         self._config, self._engines, self._start, self._recorder = config, engines, start, recorder
-        self._tokenizer, self._task, self._scorer = tokenizer, task, scorer
-        rollout = config.rollout
+        self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
+        tokenizer, environment = loaded.tokenizer, loaded.environment
+        self._curriculum = loaded.task if isinstance(loaded.task, Curriculum) else None
         self._recording = models.recording(config, models.hf_config_of(config))
-        self._sampling = Sampling(
-            rollout.temperature,
-            rollout.max_new_tokens,
-            (tokenizer.eos,),
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            recording=self._recording,
-        )
-        self._pool = Pool(
-            engines,
-            rollout.max_concurrent,
-            rollout.request_timeout_s,
-            recorder.generated,
-            balance=rollout.balance,
-            slack=rollout.affinity_slack,
-            order=rollout.order,
-            **adapters.asked(config),
-        )
-        limits = environments.bounds(config)
-        self._stage = RolloutContext(
-            self._pool,
-            self._sampling,
-            tokenizer,
-            scorer,
-            environment,
-            limits,
-            config.environment.timeout_s,
-            rollout.interruption,
-            config.run.seed,
-        )
-        self._evaluator = Evaluator(config, self._stage, evaluated, recorder.evaluated)
+        self._pool = parts.pool_of(config, engines, recorder.generated)
+        self._stage = parts.context_of(config, loaded, self._pool, self._recording)
+        self._evaluator = Evaluator(config, self._stage, loaded.evaluated, recorder.evaluated)
         self._teaching = None
         if isinstance(environment, Demonstrator):
-            self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, limits, config.run.seed)
+            self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, self._stage.bounds, config.run.seed)
         self._coordinator = WeightUpdateCoordinator(
-            self._pool, config.sync.timeout_s, self._published, recorder.paused, rollout.interruption, self._unfinished
+            self._pool, config.sync.timeout_s, self._published, recorder.paused, config.rollout.interruption, self._unfinished
         )
         self._membership = Membership(config, self._pool, self._coordinator.updating)
         self._queue: BoundedQueue | None = None
@@ -222,6 +152,8 @@ class Controller:
             check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
         if self._service is None:
             return await self._meet(request)
+        if isinstance(request, Saving):
+            return await self._save(request.step)
         reply = await self._service(request)
         if self._service.finished.done():
             self._over.set()
@@ -245,7 +177,7 @@ class Controller:
         self._write_record()
         if self._samples is not None:
             self._samples.close()
-        why = "" if self._failure is None else f"the run has failed: {self._failure}"
+        why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
         stopping = () if why else (engine.stop() for engine in self._engines)
         await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._membership.end(EngineOrder(finished=not why, why=why)), *stopping)
         await _cancel([serving])
@@ -319,6 +251,13 @@ class Controller:
             return (episode.demonstration(index, self._task.demonstration(index)),)
         return await self._teaching.episode(index, self._task.prompt(index, "demonstration"))
 
+    async def _save(self, step: int) -> Reply:
+        """Write the controller's part of a checkpoint, which is whole but for it."""
+        if self._curriculum is None:
+            raise ProtocolError(f"Saving: step {step} has no part of the controller, because task.curriculum is off")
+        await asyncio.to_thread(curriculum_file.write, self._curriculum.state(), checkpoints.temporary(self._config.run.dir, step))
+        return Done()
+
     async def _record(self) -> None:
         while True:
             await asyncio.sleep(_RECORD_S)
@@ -330,9 +269,16 @@ class Controller:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
             scoring.write_log(self._scorer, self._config.run.dir)
-            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts)
+            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts, self._curriculum)
+
+    def _trained(self, groups: Sequence[Group]) -> None:
+        if self._curriculum is not None:
+            for group in groups:
+                self._curriculum.closed(group.number)
 
     def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
+        if not requeued:
+            self._trained(groups)
         if self._samples is not None:
             self._samples.stale(groups, requeued, version)
 
@@ -348,21 +294,8 @@ class Controller:
     async def _meet(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         if not isinstance(request, Hello):
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
-        config, staleness = self._config, self._config.queue.staleness
-        queue = BoundedQueue(
-            capacity=config.queue_capacity,
-            batch=config.rollout.batch,
-            group_size=config.rollout.group_size,
-            max_staleness=staleness.max_staleness,
-            rule=staleness.rule,
-            downweight=staleness.downweight or 1.0,
-            drop_above=staleness.drop_above,
-            base_version=config.warmup.steps,
-            trained_steps=request.step,
-            demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
-            recording=self._recording,
-            on_stale=self._stale,
-        )
+        config = self._config
+        queue = parts.queue_of(config, self._recording, request.step, self._stale, self._trained)
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         reply = await service(request)
         self._queue, self._service = queue, service
@@ -371,13 +304,16 @@ class Controller:
         return reply
 
     def _interrupt(self) -> None:
-        # A trainer that waits for engines cannot save, and has saved what it had.
-        if self._queue is None or self._stopping or self._coordinator.awaited:
+        if self._queue is None:
+            self._failure = self._failure or Interrupted("stopped before the trainer joined")
             self._over.set()
-            return
-        self._stopping = True
-        log.info("asking the trainer to save and stop")
-        self._queue.stop()
+        elif self._stopping:
+            self._over.set()
+        else:
+            self._stopping = True
+            log.info("asking the trainer to save and stop")
+            self._queue.stop()
+            self._coordinator.stop()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

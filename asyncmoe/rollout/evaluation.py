@@ -155,6 +155,13 @@ def pass_at(rewards: Sequence[Sequence[float]], samples: int, threshold: float) 
     return found
 
 
+def _reward(outcome: Sequence[Trajectory]) -> float:
+    of_agent: dict[int, list[float]] = {}
+    for trajectory in outcome:
+        of_agent.setdefault(trajectory.agent, []).append(trajectory.reward)
+    return fmean(map(fmean, of_agent.values()))
+
+
 def measure(
     version: int,
     outcomes: Sequence[tuple[int, Outcome]],
@@ -167,7 +174,8 @@ def measure(
 ) -> Evaluation:
     """Summarize an evaluation.
 
-    An episode's reward is the mean over its agents. Failed episodes have no reward: they are counted, but excluded from every mean.
+    An episode's reward is the mean over its agents, an agent's the mean over the paths of its tree. Failed episodes have no reward: they
+    are counted, but excluded from every mean.
 
     Args:
         outcomes: (question number, outcome) of every episode.
@@ -182,7 +190,7 @@ def measure(
         if isinstance(outcome, TrajectoryRejected):
             failed[outcome.reason] += 1
             continue
-        rewards.setdefault(question, []).append(fmean(trajectory.reward for trajectory in outcome))
+        rewards.setdefault(question, []).append(_reward(outcome))
         lengths.append(sum(int(trajectory.loss_mask.sum()) for trajectory in outcome))
         versions.update(int(v) for trajectory in outcome for v in trajectory.versions[trajectory.loss_mask])
     # Episodes of one question are not independent; questions are.

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
@@ -25,7 +26,7 @@ from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.samples import Samples
-from asyncmoe.rollout.tasks import Prompt, Task
+from asyncmoe.rollout.tasks import Curriculum, Prompt, Task
 from asyncmoe.telemetry.samples.records import Fate
 from asyncmoe.trajectory import Trajectory
 
@@ -70,6 +71,7 @@ class Producer:
     Args:
         episode: runs and scores one episode.
         group_size: number of responses to each prompt.
+        task: a `Curriculum` also learns what the groups scored, and its open groups are started before the first.
         first_group: number of the first group; the same number asks the same question.
         oversample: number of additional responses to each prompt; the first `group_size` that finish form the group, the others are
             cancelled and counted as dropped under "oversampled". Short responses finish first, so training is biased towards them.
@@ -98,7 +100,11 @@ class Producer:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
         self._filter_equal, self._samples = filter_equal, samples
         self._start_over = _ENGINE | start_over
+        self._curriculum = task if isinstance(task, Curriculum) else None
         self._line = Line(first_group, unit, group_size, oversample)
+        if self._curriculum is not None:
+            line = Line(self._curriculum.first(first_group), unit, group_size, oversample)
+            self._line = line.again(*map(Start, self._curriculum.open))
         self._flights: dict[Start, _Flight] = {}
         self._in_a_row = self._equal_in_a_row = 0
         self._rejections = Rejections(max_rejected)
@@ -124,6 +130,8 @@ class Producer:
         self._queue.started(admit.count, admit.spare)
         flight = self._flights.get(admit.group)
         if flight is None:
+            if self._curriculum is not None:
+                self._curriculum.draw(admit.group.number)
             flight = _Flight(admit.group, self._task.prompt(admit.group.number), Gathering(self._size))
             self._flights[admit.group] = flight
             tasks.create_task(self._group(flight))
@@ -144,9 +152,14 @@ class Producer:
 
     async def _group(self, flight: _Flight) -> None:
         try:
-            trajectories = [trajectory for episode in await self._episodes(flight) for trajectory in episode]
+            episodes = await self._episodes(flight)
+            trajectories = [trajectory for episode in episodes for trajectory in episode]
+            if self._curriculum is not None:
+                rewards = [fmean(trajectory.reward for trajectory in episode) for episode in episodes]
+                self._curriculum.measured(flight.group.number, rewards)
             if self._filter_equal and nothing_to_learn(trajectories):
                 self._queue.discarded(self._size, EQUAL)
+                self._close(flight)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
@@ -158,10 +171,16 @@ class Producer:
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             self._note(rejected)
             if not flight.restarted:
+                self._close(flight)
                 self._note_lost(rejected)
         else:
             self._in_a_row = 0
             self._rejections = self._rejections.note("")
+
+    def _close(self, flight: _Flight) -> None:
+        """Give up a group. Groups in the queue are closed by whoever trains or drops them."""
+        if self._curriculum is not None:
+            self._curriculum.closed(flight.group.number)
 
     async def _sample(self, flight: _Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
         if self._samples is not None:

@@ -12,6 +12,7 @@ import msgspec
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.scoring import Stats
+from asyncmoe.rollout.tasks import Curriculum
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
@@ -47,8 +48,10 @@ class Recorder:
         pool: object,
         scoring: Mapping[str, Stats] | None = None,
         tools: Mapping[str, Counts] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by name."""
+        measured = None if curriculum is None else curriculum.figures()
         now = time.time()
         seconds = max(now - self._last, 1e-6)
         sources = {"queue": stats, "pool": pool}
@@ -62,6 +65,10 @@ class Recorder:
                 tools={name: msgspec.convert(one, Calls, from_attributes=True) for name, one in (tools or {}).items()},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
+                prompts_measured=None if measured is None else measured.measured,
+                prompts_by_passed={} if measured is None else measured.by_passed,
+                prompts_difficulty=None if measured is None else measured.difficulty,
+                prompts_passed_over=None if measured is None else measured.passed_over,
                 **copied,
             )
         )

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -46,15 +46,20 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Part:
-    """One agent's part in an episode. `given`: tokens since its last response."""
+    """One path of an agent in an episode. `at`: (agent, branch); `given`: tokens since its last response."""
 
     name: str
-    number: int
+    at: tuple[int, int]
     turns: tuple[_Turn, ...]
     given: tuple[int, ...]
     finish: str
     calls: tuple[ToolCall, ...]
     why: str
+
+    def own(self, forked: int) -> tuple[_Turn, ...]:
+        """Return the turns after the first `forked` tokens."""
+        ends = accumulate(len(turn.given) + len(turn.tokens) for turn in self.turns)
+        return tuple(turn for turn, end in zip(self.turns, ends, strict=True) if end > forked)
 
     @property
     def tokens(self) -> list[int]:
@@ -64,10 +69,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What an episode left: a trajectory of each agent that spoke, or why there is none."""
+    """What an episode left: a trajectory of each path that spoke, by (agent, branch), or why there is none."""
 
     parts: tuple[_Part, ...]
-    results: dict[int, _Result]
+    results: dict[tuple[int, int], _Result]
     failure: str
 
 
@@ -80,6 +85,7 @@ class _Result:
     teacher: np.ndarray | None
     seconds: dict[str, float]
     digest: int
+    forked: int
 
 
 class Samples:
@@ -107,7 +113,10 @@ class Samples:
         if isinstance(outcome, TrajectoryRejected):
             self._episodes[place] = _Ended(_parts(made), {}, str(outcome)[:_SHOWN])
         else:
-            self._episodes[place] = _Ended(_parts(made), {t.agent: _result(t) for t in outcome}, "")
+            results = {(t.agent, t.branch): _result(t) for t in outcome}
+            # A path that is the beginning of another is part of that one.
+            parts = tuple(part for part in _parts(made) if part.at in results or not part.turns)
+            self._episodes[place] = _Ended(parts, results, "")
 
     async def write(
         self, group: int, attempt: int, places: Iterable[EpisodeId], prompt: Prompt, fate: Fate, version: int, reason: str, detail: str = ""
@@ -168,24 +177,26 @@ class Samples:
         self._file.close()
 
     async def _member(self, place: EpisodeId, part: _Part, ended: _Ended, shared: tuple[int, ...]) -> SampledMember:
-        result = ended.results.get(part.number)
-        roles = _roles(part)
+        result = ended.results.get(part.at)
+        forked = 0 if result is None else result.forked
+        roles, own = _roles(part, forked), part.own(forked)
         begins = bool(part.turns) and part.turns[0].given == shared
-        sampled = [value for turn in part.turns for value in turn.logprobs]
+        sampled = [value for turn in own for value in turn.logprobs]
         head, tail = kept(len(sampled), self._most)
         rewards = None if result is None else result.rewards
         teacher = None if result is None else result.teacher
         return SampledMember(
-            key=place.key(part.number),
+            key=place.key(*part.at),
             episode=place.episode,
-            agent=part.number,
+            agent=part.at[0],
+            branch=part.at[1],
             attempt=place.attempt,
             name=_clean(part.name),
             shared=begins,
             rest=await self._stretch(part.tokens[len(shared) if begins else 0 :]),
             roles=roles,
             logprobs=records.rounded(ends(np.array(sampled, np.float32), head, tail)),
-            versions=_versions(part.turns),
+            versions=_versions(own),
             finish=part.finish,
             reward=None if result is None else result.reward,
             rewards=[] if rewards is None else [(int(i), float(rewards[i])) for i in np.flatnonzero(~np.isnan(rewards))],
@@ -220,18 +231,20 @@ def _parts(episode: Episode) -> tuple[_Part, ...]:
 def _part(agent: Agent) -> _Part:
     turns = tuple(_Turn(turn.given, turn.generation.tokens, turn.generation.logprobs, turn.generation.spans) for turn in agent.turns)
     finish = agent.turns[-1].generation.finish if agent.turns else ""
-    return _Part(agent.name, agent.number, turns, agent.unanswered, finish, tuple(agent.calls), agent.why)
+    return _Part(agent.name, (agent.number, agent.branch), turns, agent.unanswered, finish, tuple(agent.calls), agent.why)
 
 
 def _result(t: Trajectory) -> _Result:
-    return _Result(t.reward, t.rewards, t.teacher, t.seconds, records.digest_of(t.tokens, t.logprobs))
+    return _Result(t.reward, t.rewards, t.teacher, t.seconds, records.digest_of(t.tokens, t.logprobs), t.forked)
 
 
-def _roles(part: _Part) -> list[tuple[Role, int]]:
-    """Return the (role, size) of each stretch that is not empty; adjacent responses (an interrupted one was continued) are one."""
+def _roles(part: _Part, forked: int) -> list[tuple[Role, int]]:
+    """Return the (role, size) of each stretch that is not empty; adjacent responses (an interrupted one was continued) are one. Responses
+    within the first `forked` tokens, which another path trains, are context: observations."""
     sizes: list[tuple[Role, int]] = []
+    shared = len(part.turns) - len(part.own(forked))
     for i, turn in enumerate(part.turns):
-        sizes += [("observation" if i else "prompt", len(turn.given)), ("response", len(turn.tokens))]
+        sizes += [("observation" if i else "prompt", len(turn.given)), ("observation" if i < shared else "response", len(turn.tokens))]
     sizes.append(("observation" if part.turns else "prompt", len(part.given)))
     some = [(role, size) for role, size in sizes if size]
     return [(role, sum(size for _, size in same)) for role, same in groupby(some, key=lambda one: one[0])]

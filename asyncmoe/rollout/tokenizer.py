@@ -21,6 +21,7 @@ class Tokenizer:
     Attributes:
         eos: id of the end-of-sequence token, which ends a response.
         vocabulary: number of token ids the model knows.
+        positions: tokens that a conversation may have; None: the model's configuration does not say.
 
     Raises:
         DataError: `path` has no tokenizer, or the tokenizer has Python code of its own while `trust_remote_code` is false, needs a package
@@ -43,7 +44,7 @@ class Tokenizer:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
-        self.vocabulary = _vocabulary(path / "config.json")
+        self.vocabulary, self.positions = _limits(path / "config.json")
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text, with nothing added before or after it.
@@ -122,8 +123,10 @@ def _settings(path: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _vocabulary(path: Path) -> int:
+def _limits(path: Path) -> tuple[int, int | None]:
     try:
-        return int(json.loads(path.read_text())["vocab_size"])
+        settings = json.loads(path.read_text())
+        positions = settings.get("max_position_embeddings")
+        return int(settings["vocab_size"]), positions if isinstance(positions, int) else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(str(path), got=f"{type(error).__name__}: {error}", expected="a model configuration with vocab_size") from error

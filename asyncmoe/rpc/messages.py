@@ -80,6 +80,12 @@ class Commit(Message, frozen=True):
     step: Count
 
 
+class Saving(Message, frozen=True):
+    """A checkpoint of every step up to and including `step` is complete but for the controller's part, which it writes now."""
+
+    step: int
+
+
 class Saved(Message, frozen=True):
     """A checkpoint covers every step up to and including `step`."""
 
@@ -232,6 +238,12 @@ class Item(Message, frozen=True):
     """Sum of squared deviations of the steps' rewards from `step_mean`."""
     teacher_gap: float | None = None
     """Sum over sampled tokens of (engine's - teacher's) log-probability, in nats; None without a teacher."""
+    branch: int = 0
+    """As in `Trajectory`, like the next two."""
+    parent: int = 0
+    forked: int = 0
+    truncated: bool = False
+    """Its last response ended at a limit of tokens."""
 
 
 class Welcome(Message, frozen=True):
@@ -314,6 +326,7 @@ Request = (
     | Lease
     | Fetch
     | Commit
+    | Saving
     | Saved
     | Goodbye
     | WeightsJoin

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Real, Section
+from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from asyncmoe.errors import ConfigError
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
@@ -20,8 +20,8 @@ from asyncmoe.simulate.fleet import StepTime
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Landing = Literal["pause", "drain"]
-FailureShare = Annotated[Real, Field(ge=0, le=0.9)]
-Spread = Annotated[Real, Field(ge=0, le=5)]
+FailureShare = Annotated[float, Field(ge=0, le=0.9), FINITE, NUMBER]
+Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
 
 
 class PlantEngines(Section):
@@ -30,9 +30,9 @@ class PlantEngines(Section):
     Measure an engine's step at two batch sizes and solve for `step_s` and `step_batch`.
     """
 
-    count: Annotated[Positive, Field(le=1_000_000)] = Field(48, description="Number of SGLang servers.")
+    count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = Field(48, description="Number of SGLang servers.")
     gpus: Positive = Field(1, description="GPUs of one engine.")
-    max_running: Annotated[Positive, Field(le=65_536)] = Field(
+    max_running: Annotated[int, Field(gt=0, le=65_536), NUMBER] = Field(
         64, description="Requests an engine decodes at once; further requests wait. A larger batch makes steps slower and tokens cheaper."
     )
     step_s: PositiveFloat = Field(0.008, description="Seconds of a decoding step with an empty batch: the time to read the weights.")

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from asyncmoe.errors import DataError
 from asyncmoe.simulate.compare import Comparison
+from asyncmoe.simulate.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from asyncmoe.simulate.sweep import Sweep
-from asyncmoe.telemetry.figures import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 
 
 def plot(found: Comparison | Sweep, path: Path) -> None:

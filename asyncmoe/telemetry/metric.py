@@ -22,14 +22,14 @@ class Plot:
     """A metric in the report's figure with the title `figure`; metrics with the same title share the figure.
 
     A step's metric is drawn over RL steps, a rollout record's over minutes, an evaluation's over the step evaluated. A mapping is one curve
-    for each key, or bars.
+    for each key, or a heat map and bars. Metrics without a plot are drawn too, each in a figure of its own in the last section.
 
     Attributes:
-        curve: the curve's name in the legend of a figure with several metrics.
+        curve: the curve's name in the legend of a figure with several metrics; a mapping's key follows it.
         colour: the colour; several keys take it and its successors.
         from_zero: the axis begins at 0.
-        smooth: add the running mean.
-        bars: draw a mapping from whole numbers with a bar for each: its mean over the steps, or its share of the total of all steps.
+        bars: draw a mapping from whole numbers as a heat map over the steps, and with a bar for each number: its mean over the steps, or
+            its share of the total of all steps.
         keys: label of the axis of the bars.
         apart: draw every key of a mapping, whose units may differ, in a figure of its own, with the key in its title.
     """
@@ -39,7 +39,6 @@ class Plot:
     curve: str = ""
     colour: Colour = "blue"
     from_zero: bool = False
-    smooth: bool = False
     bars: Literal["mean", "share"] | None = None
     keys: str = ""
     apart: bool = False

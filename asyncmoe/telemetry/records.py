@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, an
 from asyncmoe.storage import writing
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Span, Step, What
@@ -235,7 +235,7 @@ def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> 
     try:
         return msgspec.convert(current, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise DataError(f"{path} line {number}", got=str(error), expected=f"a {kind.__name__} record") from error
+        raise DataError(f"{path} line {number}", got=str(error), expected=f"{an(kind.__name__)} record") from error
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from asyncmoe.errors import DataError
+from asyncmoe import config as configuration
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.telemetry.overlap import Interval
 from asyncmoe.telemetry.records import read_evaluations, read_rollout, read_sessions, read_spans
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
@@ -59,6 +60,17 @@ class RunRecords:
     def intervals(self, what: What, who: str | None = None) -> list[Interval]:
         """Return the intervals in which `who` (None: anyone) did `what`; neither sorted nor disjoint."""
         return [(span.begin, span.end) for span in self.spans if span.what == what and who in (None, span.who)]
+
+
+def broken_configuration(run_dir: Path) -> str | None:
+    """Return what is wrong with a run's config.yaml, in a line; None if it can be read, or there is none."""
+    file = run_dir / "config.yaml"
+    try:
+        if file.exists():
+            configuration.load(file)
+    except ConfigError as error:
+        return f"the configuration of the run cannot be read: {str(error).splitlines()[0]}"
+    return None
 
 
 def load(run_dir: Path) -> RunRecords:

@@ -7,8 +7,9 @@ evaluation.jsonl        Evaluation, one per evaluation; written by the controlle
 spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
 
-Step, Resume and Span are here, Rollout and Evaluation in `rollout_schema`. A field with a `Metric` is a metric, and this declaration is all
-that TensorBoard, Prometheus, the live view, the report and docs/metrics.md know of it. They show metrics in the order of the fields.
+Step, Resume and Span are here, the first fields of Step in `learning_schema`, Rollout and Evaluation in `rollout_schema`. A field with a
+`Metric` is a metric, and this declaration is all that TensorBoard, Prometheus, the live view, the report and docs/metrics.md know of it.
+They show metrics in the order of the fields.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from asyncmoe.telemetry.learning_schema import Learning
 from asyncmoe.telemetry.metric import Metric, Plot
 
 METRICS = "metrics.jsonl"
@@ -31,36 +33,11 @@ AGREEMENT: Literal["Agreement of engines and trainer"] = "Agreement of engines a
 What = Literal["wait", "train", "sync", "generate", "pause"]
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Step(Learning, frozen=True, kw_only=True):
     """One step of the trainer. None: not measured in this step, or not finite.
 
     The step lasted from `time - step_seconds` to `time`: waiting for a batch, training, and weight sync.
     """
-
-    step: Annotated[int, "Number of optimizer steps taken, including this step and the warm-up."]
-    phase: Annotated[Literal["warmup", "rl"], "The supervised warm-up, or reinforcement learning."]
-    time: Annotated[float, "Unix seconds at the end of the step."]
-    version: Annotated[int | None, Metric("Version of the weights after the step.")] = None
-
-    # Learning
-    reward_mean: Annotated[
-        float | None,
-        Metric("Mean reward of the batch.", "reward", word="reward", panel=True, plot=Plot("Learning", "Mean reward", smooth=True)),
-    ] = None
-    reward_std: Annotated[float | None, Metric("Standard deviation of the batch's rewards.", "reward")] = None
-    step_reward_mean: Annotated[float | None, Metric("Mean reward of the rewarded steps of the batch's responses.", "reward")] = None
-    loss: Annotated[
-        float | None, Metric("Loss.", "loss", word="loss", panel=True, plot=Plot("Learning", "Policy loss", colour="red", smooth=True))
-    ] = None
-    grad_norm: Annotated[
-        float | None, Metric("Gradient norm before clipping.", "norm", plot=Plot("Learning", "Gradient norm", colour="purple"))
-    ] = None
-    lr: Annotated[float | None, Metric("Learning rate.")] = None
-    entropy: Annotated[
-        float | None, Metric("Entropy of the trainer's distribution over the whole vocabulary, per sampled token.", "nats a token")
-    ] = None
-    clip_fraction: Annotated[float | None, Metric("Share of the trained sampled tokens on which the clip acts.", "share of tokens")] = None
-    response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per response.", "tokens")] = None
 
     # Staleness
     ages: Annotated[
@@ -88,17 +65,31 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     # Agreement of engines and trainer
-    logprob_diff_mean: Annotated[float | None, Metric("Mean |trainer - engine| log-probability per sampled token.", "nats a token")] = None
+    logprob_diff_mean: Annotated[
+        float | None,
+        Metric(
+            "Mean |trainer - engine| log-probability per sampled token.",
+            "nats a token",
+            plot=Plot(AGREEMENT, "Log-probability difference", curve="every token", from_zero=True),
+        ),
+    ] = None
     logprob_diff_max_same_version: Annotated[
         float | None,
         Metric(
             "Largest |trainer - engine| log-probability over tokens whose whole prefix was computed under the trainer's version.",
             "nats a token",
+            plot=Plot(AGREEMENT, "Largest log-probability difference at the same version", colour="red", from_zero=True),
             over_updates="first",
         ),
     ] = None
     logprob_diff_mean_same_version: Annotated[
-        float | None, Metric("Mean |trainer - engine| log-probability over the same tokens.", "nats a token", over_updates="first")
+        float | None,
+        Metric(
+            "Mean |trainer - engine| log-probability over the same tokens.",
+            "nats a token",
+            plot=Plot(AGREEMENT, "Log-probability difference", curve="same version", colour="green", from_zero=True),
+            over_updates="first",
+        ),
     ] = None
     train_infer_kl: Annotated[
         float | None,
@@ -133,14 +124,32 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     ess: Annotated[
-        float | None, Metric("Effective sample size of the importance ratios, as a share of the sampled tokens.", "share of tokens")
+        float | None,
+        Metric(
+            "Effective sample size of the importance ratios, as a share of the sampled tokens.",
+            "share of tokens",
+            plot=Plot(AGREEMENT, "Effective sample size", colour="green", from_zero=True),
+        ),
     ] = None
     tis_capped_fraction: Annotated[
-        float | None, Metric("Share of the sampled tokens whose importance weight is capped.", "share of tokens")
+        float | None,
+        Metric(
+            "Share of the sampled tokens whose importance weight is capped.",
+            "share of tokens",
+            plot=Plot(AGREEMENT, "Capped tokens", colour="orange", from_zero=True),
+        ),
     ] = None
-    correction_mean: Annotated[float | None, Metric("Mean importance weight of the trained sampled tokens.", "weight")] = None
+    correction_mean: Annotated[
+        float | None,
+        Metric("Mean importance weight of the trained sampled tokens.", "weight", plot=Plot(AGREEMENT, "Mean importance weight")),
+    ] = None
     rejected_fraction: Annotated[
-        float | None, Metric("Share of the sampled tokens that corrections excluded from the loss.", "share of tokens")
+        float | None,
+        Metric(
+            "Share of the sampled tokens that corrections excluded from the loss.",
+            "share of tokens",
+            plot=Plot(AGREEMENT, "Rejected tokens", curve="all", colour="red", from_zero=True),
+        ),
     ] = None
     rejected_by_rule: Annotated[
         Mapping[str, float] | None,
@@ -148,11 +157,17 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             "Share of the sampled tokens that each rule alone would reject.",
             "share of tokens",
             key="rule",
-            plot=Plot(AGREEMENT, "Rejected tokens", from_zero=True),
+            plot=Plot(AGREEMENT, "Rejected tokens", curve="by", from_zero=True),
         ),
     ] = None
     rejected_by_age: Annotated[
-        Mapping[int, float] | None, Metric("Rejected share of the tokens of each age.", "share of tokens", key="age")
+        Mapping[int, float] | None,
+        Metric(
+            "Rejected share of the tokens of each age.",
+            "share of tokens",
+            key="age",
+            plot=Plot(AGREEMENT, "Rejected tokens by age", colour="red", bars="mean", keys="age in versions"),
+        ),
     ] = None
     plugin_metrics: Annotated[
         Mapping[str, float | None] | None,
@@ -176,6 +191,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "KL(engine || teacher) per sampled token, estimated as the mean log-probability difference: unbiased, may be negative.",
             "nats a token",
+            plot=Plot(AGREEMENT, "KL(engine ‖ teacher)", colour="orange"),
         ),
     ] = None
 
@@ -186,9 +202,27 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Annotated[
         Mapping[str, int] | None, Metric("Trajectories dropped since the controller started, by reason.", "trajectories", key="reason")
     ] = None
-    step_seconds: Annotated[float | None, Metric("Duration of the step.", "seconds")] = None
-    wait_seconds: Annotated[float | None, Metric("Time the step waited for its batch.", "seconds", word="wait")] = None
-    train_seconds: Annotated[float | None, Metric("Time from the batch's arrival to the end of training.", "seconds", word="train")] = None
+    step_seconds: Annotated[
+        float | None, Metric("Duration of the step.", "seconds", plot=Plot("Throughput", "Time of a step", curve="all", from_zero=True))
+    ] = None
+    wait_seconds: Annotated[
+        float | None,
+        Metric(
+            "Time the step waited for its batch.",
+            "seconds",
+            word="wait",
+            plot=Plot("Throughput", "Time of a step", curve="wait for a batch", colour="grey", from_zero=True),
+        ),
+    ] = None
+    train_seconds: Annotated[
+        float | None,
+        Metric(
+            "Time from the batch's arrival to the end of training.",
+            "seconds",
+            word="train",
+            plot=Plot("Throughput", "Time of a step", curve="train", colour="green", from_zero=True),
+        ),
+    ] = None
 
     # Weight updates
     sync_seconds: Annotated[

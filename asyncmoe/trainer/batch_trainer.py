@@ -17,7 +17,7 @@ from asyncmoe.trainer import logprob_mismatch
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.batch_client import Update
-from asyncmoe.trainer.data.credit import outcome_advantages, token_advantages
+from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import collectives, optimizer
 from asyncmoe.trainer.model.gpt import Model
@@ -84,7 +84,8 @@ class Learner:
             trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
         if phase == "warmup":
             return self._warm_up(updates, trajectories, leased, before_update)
-        return self._reinforce(updates, trajectories, leased, step, before_update)
+        others = batch_client.fetch(self._client, leased, relatives(leased.items, wanted, self._config.objective), (), masks=False)
+        return self._reinforce(updates, trajectories, others, leased, step, before_update)
 
     def _warm_up(
         self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
@@ -98,6 +99,7 @@ class Learner:
         self,
         updates: Sequence[Update],
         trajectories: Mapping[int, Trajectory],
+        others: Mapping[int, Trajectory],
         leased: Leased,
         step: int,
         before_update: Callable[[], None],
@@ -105,7 +107,7 @@ class Learner:
         config, mesh = self._config, self._mesh
         routing = None if self._replay is None else self._replay.routing
         outcome, reported = outcome_advantages(leased.items, config.objective, self._plugins)
-        advantages = token_advantages(leased.items, trajectories, config.objective, outcome)
+        advantages = token_advantages(leased.items, trajectories, config.objective, outcome, others)
         lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
 
         def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> list[MicroBatch]:

@@ -16,11 +16,11 @@ import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, RunStopping, WeightSyncError
 from asyncmoe.platform import kernels
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved
+from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
@@ -114,27 +114,48 @@ class Trainer:
         self._client.ask(Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours), ANSWER_S)
         if self._metrics is not None:
             self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
-        if config.warmup.steps <= self._step < self._total:
-            self._begin_sync()
-        while self._step < self._total:
-            begin = time.time()
-            leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
-            if leased.stop:
-                break
-            with self._profiler.step(self._step + 1):
-                self._advance(leased, begin)
+        stopped = self._train()
         if self._saved != self._step:
             self._save()
-        self._sync.settle()
+        try:
+            self._sync.settle()
+        except (WeightSyncError, RunStopping) as error:
+            if not stopped:
+                raise
+            log.warning("version not published: %s", error)
         self._client.ask(Goodbye(self._mesh.rank, finished=self._step == self._total), ANSWER_S)
         self._sync.close()
+
+    def _train(self) -> bool:
+        """Take the steps that are left. Return whether the controller asked to stop before the last."""
+        config = self._config
+        try:
+            if config.warmup.steps <= self._step < self._total:
+                self._begin_sync()
+            while self._step < self._total:
+                begin = time.time()
+                leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
+                if leased.stop:
+                    return True
+                with self._profiler.step(self._step + 1):
+                    self._advance(leased, begin)
+        except (WeightSyncError, RunStopping) as error:
+            # A run that stops while its engines start has none to publish to. Within a step the answer is its batch, not a stop.
+            if self._step == self._total or not batch_client.stopping(self._client, config, self._step, self._phase):
+                raise
+            log.warning("version not published: %s", error)
+            return True
+        return False
 
     @property
     def _phase(self) -> Phase:
         return "warmup" if self._step < self._config.warmup.steps else "rl"
 
     def _advance(self, leased: Leased, begin: float) -> None:
-        """Run one step: train on the batch, end its lease, publish, record, save."""
+        """Run one step: train on the batch, end its lease, publish, record, save.
+
+        The end of the warm-up is recorded and saved before it is published, because publishing waits for engines that may never start.
+        """
         phase, got = self._phase, time.time()
         self._span("wait", begin, got)
         self._waits.clear()
@@ -145,15 +166,19 @@ class Trainer:
         self._client.ask(Commit(leased.step), ANSWER_S)
         self._step += 1
         rl_steps = self._step - self._config.warmup.steps
+        warm = rl_steps == 0
         published: Published | None = None
-        if 0 <= rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0:
+        if 0 < rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
         self._record(leased, phase, metrics, published, (begin, got, trained))
         every = self._config.trainer.checkpoint_every
-        if every and self._step % every == 0:
+        if warm or (every and self._step % every == 0):
             self._save()
+        if warm:
+            with self._waiting_for_sync(), mark("publish"):
+                self._begin_sync()
 
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)
@@ -175,11 +200,15 @@ class Trainer:
     def _save(self) -> None:
         begin = time.perf_counter()
         with mark("save checkpoint"):
-            path = checkpoint.save(self._config, self._step, self._model, self._optimizer)
+            path = checkpoint.save(self._config, self._step, self._model, self._optimizer, self._controllers_part)
         self._saved = self._step
         if self._first:
             self._client.ask(Saved(self._step), ANSWER_S)
             log.info("saved %s in %.1f s", path, time.perf_counter() - begin)
+
+    def _controllers_part(self) -> None:
+        if self._config.task.curriculum.enabled:
+            self._client.ask(Saving(self._step), ANSWER_S)
 
     def _span(self, what: str, begin: float, end: float) -> None:
         if self._spans is not None:

@@ -13,11 +13,15 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Leased, Phase
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.schema import Step
+from asyncmoe.trainer.data import trees
 from asyncmoe.trainer.data.credit import credit_figures
 
 if TYPE_CHECKING:  # both import Megatron
     from asyncmoe.trainer.step import StepMetrics
     from asyncmoe.trainer.weight_sync.publisher import Published
+
+_LENGTHS = (0.1, 0.5, 0.9, 1.0)
+"""Quantiles of the responses' lengths that are recorded."""
 
 
 def step_record(
@@ -44,6 +48,7 @@ def step_record(
     begin, got, trained = times
     end = time.time()
     items, last = leased.items, updates[-1]
+    tree = trees.numbers(items)
     rows, tokens = sum(u.rows for u in updates), sum(u.tokens for u in updates)
     common = Step(
         step=step,
@@ -62,7 +67,7 @@ def step_record(
         entropy=sum(u.entropy for u in updates) / len(updates),
         tokens=rows,
         tokens_per_s=rows / (end - begin),
-        response_tokens_mean=tokens / len(items),
+        response_tokens_mean=tokens / len(set(tree)),
         queue_depth=leased.queue_depth,
         dropped=leased.dropped,
         **combined([update.figures for update in updates]),
@@ -70,11 +75,14 @@ def step_record(
     if phase == "warmup":
         return common
     ages = common.ages or {}
-    rewards = np.array([item.reward for item in items])
+    rewards = trees.totals([item.reward for item in items], tree) / np.bincount(tree)
+    lengths = np.quantile(trees.totals([item.sampled for item in items], tree), _LENGTHS)
     return msgspec.structs.replace(
         common,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
+        response_tokens_quantiles={str(share): float(length) for share, length in zip(_LENGTHS, lengths, strict=True)},
+        truncated_fraction=sum(item.truncated for item in items) / len(items),
         routing_mismatch=_mean_by_key([u.routing_mismatch for u in updates]) or None,
         staleness_max=max(ages, default=None),
         staleness_mean=sum(age * count for age, count in ages.items()) / max(tokens, 1),

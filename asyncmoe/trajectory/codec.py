@@ -63,6 +63,9 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: int
     routes: _RoutesSpec | None = None
     masks: _MasksSpec | None = None
+    branch: int = 0
+    parent: int = 0
+    forked: int = 0
 
 
 def encode(trajectory: Trajectory) -> list[Buffer]:
@@ -100,6 +103,9 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
         digest=digest,
         routes=None if r is None else _RoutesSpec(r.rows, r.layers, r.top_k, r.experts, r.digests),
         masks=None if m is None else _MasksSpec(m.rows, m.ids, m.vocabulary, m.digest),
+        branch=trajectory.branch,
+        parent=trajectory.parent,
+        forked=trajectory.forked,
     )
     record: tuple[Buffer, Buffer] = (b"" if r is None else r.planes, b"" if m is None else m.data)
     every: list[Buffer] = [arrays[n].data.cast("B") if n in arrays else b"" for n in (*ARRAYS, *OPTIONAL)]
@@ -172,6 +178,9 @@ def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory
         finish=h.finish,
         prefix_version=h.prefix_version,
         agent=h.agent,
+        branch=h.branch,
+        parent=h.parent,
+        forked=h.forked,
         attempt=h.attempt,
         seconds=h.seconds,
         routes=_read_routes(h, routes_frame),

@@ -26,16 +26,23 @@ class Trajectory:
     """Prompt and response of one policy in one episode; T tokens in all.
 
     Attributes:
-        key: unique name within a run, e.g. "g12.e3.a0.t0" (group, episode, agent, attempt).
+        key: unique name within a run, e.g. "g12.e3.a0.t0" (group, episode, agent, attempt); a further path of an agent's tree has its
+            number too: "g12.e3.a0.b1.t0".
         group: number shared by all episodes of a prompt; advantages are computed within a group.
         tokens: int32[T].
-        loss_mask: bool[T]; True where this policy sampled the token. False for prompt and observation tokens.
+        loss_mask: bool[T]; True where this policy sampled the token and no other trajectory trains it. False for prompt and observation
+            tokens, and for the first `forked` tokens.
         logprobs: float32[T]; behaviour log-probability in nats, after temperature; 0 where `loss_mask` is False.
         versions: int32[T]; weight version that sampled the token, `NOT_SAMPLED` where `loss_mask` is False.
         reward: scalar reward of the episode.
         finish: why generation ended: "stop" or "length".
         prefix_version: the version from which all keys and values of the prompt are known to come, or `NOT_SAMPLED` if a prefix
             cached under another version may have been used.
+        agent: number of the agent in its episode; all paths of its tree have the same.
+        branch: number of this path among those of the tree; 0 if the agent was never forked.
+        parent: number of the earlier path that trains what this one shares with it, directly or through its own parent; 0 if nothing is
+            shared.
+        forked: number of first tokens that it shares with the parent; 0 if none.
         seconds: duration of each stage of this trajectory, by name.
         routes: the experts of the first T - 1 tokens (the last token has not passed through the model), if recorded.
         masks: the ids from which each of the T tokens was sampled, if recorded.
@@ -56,6 +63,9 @@ class Trajectory:
     finish: str
     prefix_version: int = NOT_SAMPLED
     agent: int = 0
+    branch: int = 0
+    parent: int = 0
+    forked: int = 0
     attempt: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     routes: Routes | None = None

@@ -23,7 +23,8 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
             log-probability, the teacher's included, is not finite or is positive; a reward is not finite; a token that was not sampled has
             a step reward, a teacher's log-probability or a version; only some sampled tokens have versions (a demonstration has none at
             all), or a version is from the future; required routes, masks, step rewards or teacher's log-probabilities are missing; routes
-            are of other layers; a token is not among the ids from which it was sampled; routes or masks are corrupted.
+            are of other layers; a token that another path trains counts as sampled; a token is not among the ids from which it was
+            sampled; routes or masks are corrupted.
     """
     t = trajectory
     _validate_arrays(t)
@@ -45,6 +46,8 @@ def _validate_arrays(t: Trajectory) -> None:
         raise TrajectoryRejected("bad_dtype", f"{t.key}: got {got}, expected {expected}")
     if not t.loss_mask.any():
         raise TrajectoryRejected("empty_response", f"{t.key}: no sampled token")
+    if not (0 <= t.forked < len(t) and 0 <= t.parent <= t.branch) or t.loss_mask[: t.forked].any():
+        raise TrajectoryRejected("bad_fork", f"{t.key}: path {t.branch} leaves path {t.parent} after {t.forked} of its {len(t)} tokens")
     if not np.isfinite(t.logprobs).all() or (t.logprobs > 1e-4).any():
         raise TrajectoryRejected("bad_logprob", f"{t.key}: log-probabilities must be finite and <= 0")
     if not np.isfinite(t.reward):
@@ -77,7 +80,7 @@ def _validate_record(t: Trajectory, recording: Recording) -> None:
             raise TrajectoryRejected("no_routes", f"{t.key}: routing is recorded, but the trajectory has no routes")
         if t.masks is None and recording.masks:
             raise TrajectoryRejected("no_mask", f"{t.key}: sampling masks are recorded, but the trajectory has none")
-        if recording.rewards and (t.rewards is None or np.isnan(t.rewards).all()):
+        if recording.rewards and (t.rewards is None or (np.isnan(t.rewards).all() and not t.forked)):
             raise TrajectoryRejected("no_step_rewards", f"{t.key}: objective.process needs rewards of steps, but the trajectory has none")
         if recording.teacher and t.teacher is None:
             raise TrajectoryRejected(

@@ -36,3 +36,20 @@ def streamed_and_stopped(base_url: str, api_key: str, prompt: str, answer: str) 
         second = client.chat.completions.create(model="any", messages=messages, max_tokens=9)  # type: ignore[arg-type]
     assert second.usage is not None
     return float(parts[-1].usage.completion_tokens * 100 + second.usage.completion_tokens)
+
+
+def goes_back(base_url: str, api_key: str, prompt: str, answer: str) -> dict[str, float]:
+    """Answers the first response in two ways, then with its first character dropped; rewards one of the paths by its name."""
+    import openai
+
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
+        first = client.chat.completions.create(model="any", messages=messages, max_tokens=12)  # type: ignore[arg-type]
+        said = first.choices[0].message.content or ""
+        paths = []
+        for content, question in ((said, "and again?"), (said, "or else?"), (said[1:], "and again?")):
+            asked = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": question}]
+            answered = client.chat.completions.with_raw_response.create(model="any", messages=asked, max_tokens=9)  # type: ignore[arg-type]
+            paths.append(answered.headers["asyncmoe-path"])
+    assert paths == ["policy", "policy/2", "policy/3"]
+    return {"policy": 1.0, "policy/2": 0.0}

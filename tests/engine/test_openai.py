@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
@@ -27,22 +29,9 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("agent", ["two_questions", "streamed_and_stopped"])
 def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model: Path, tokenizer: Tokenizer, agent: str) -> None:
-    recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
-    sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
-    agents = OpenAIEnvironment(f"tests.engine.openai_agent:{agent}")
-    stage = RolloutContext(untouched.pool, sampling, tokenizer, scoring.Exact(), agents)
-
-    async def play() -> list[tuple[Trajectory, ...]]:
-        prompts = [Prompt(f"question {n}", tokenizer.chat(f"question {n}"), "") for n in range(4)]
-        try:
-            return await asyncio.gather(*(episode.run(stage, prompt, EpisodeId(n, 0, 0)) for n, prompt in enumerate(prompts)))
-        finally:
-            await agents.close()
-
     oracle, stopped = Oracle(model), 0
-    for made in untouched.run(play()):
+    for made in play(untouched, tokenizer, agent, 4):
         (record,) = made
-        validate(record, recording)
         sampled = np.flatnonzero(record.loss_mask)
         first = int(sampled[np.argmax(np.append(np.diff(sampled), 2) > 1)]) + 1
         lengths = first - int(sampled[0]), len(sampled) - (first - int(sampled[0]))
@@ -56,15 +45,78 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model
             assert not any(earlier)
             stopped += bool(last)
         # Both answers were sampled from what precedes them, so the first one's tokens stand as they were sampled.
-        logprobs, experts = forward(oracle, record)
-        assert record.routes is not None
-        np.testing.assert_array_equal(decode_routes(record.routes, record.key), experts)
-        assert record.masks is not None
-        masks = decode_masks(record.masks, record.key)
-        for t in sampled.tolist():
-            support = logprobs[t - 1, masks.ids[masks.offsets[t] : masks.offsets[t + 1]].tolist()]
-            assert abs(record.logprobs[t] - float(logprobs[t - 1, record.tokens[t]] - support.logsumexp(0))) < 1e-4
+        check_record(oracle, record)
     assert agent == "two_questions" or stopped > 0
+
+
+def test_a_client_that_goes_back_makes_a_tree_whose_paths_are_recorded_as_sampled(
+    untouched: Rig, model: Path, tokenizer: Tokenizer
+) -> None:
+    oracle = Oracle(model)
+    for paths in play(untouched, tokenizer, "goes_back", 2):
+        first, other, edited = paths
+        assert [(t.branch, t.parent, t.reward) for t in paths] == [(0, 0, 1.0), (1, 0, 0.0), (2, 0, 1.0)]
+        sampled = np.flatnonzero(first.loss_mask)
+        shared = int(sampled[np.argmax(np.append(np.diff(sampled), 2) > 1)]) + 1
+        assert (first.forked, other.forked, edited.forked) == (0, shared, 0)
+        np.testing.assert_array_equal(first.tokens[:shared], other.tokens[:shared])
+        assert other.loss_mask[shared:].any()
+        for record in paths:
+            check_record(oracle, record)
+
+
+def test_sglangs_parsers_read_tool_calls_of_model_families(untouched: Rig) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
+    said = {
+        "qwen25": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+        "llama3": '<|python_tag|>{"name": "f", "parameters": {"x": 1}}',
+        "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]',
+        "pythonic": "[f(x=1)]",
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"x": 1}<|tool_call_end|><|tool_calls_section_end|>',
+        "glm45": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    }
+
+    async def read() -> dict[str, list[tuple[str, object]]]:
+        found = {}
+        for parser in SGLANG_PARSERS:
+            calls = await untouched.pool.parse_calls(said.get(parser, "nothing"), parser, [tool])
+            found[parser] = [(call.name, json.loads(call.parameters)) for call in calls]
+        return found
+
+    assert untouched.run(read()) == {parser: [("f", {"x": 1})] if parser in said else [] for parser in SGLANG_PARSERS}
+
+
+def play(rig: Rig, tokenizer: Tokenizer, agent: str, episodes: int) -> list[tuple[Trajectory, ...]]:
+    recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
+    sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
+    agents = OpenAIEnvironment(f"tests.engine.openai_agent:{agent}")
+    stage = RolloutContext(rig.pool, sampling, tokenizer, scoring.Exact(), agents)
+
+    async def run() -> list[tuple[Trajectory, ...]]:
+        prompts = [Prompt(f"question {n}", tokenizer.chat(f"question {n}"), "") for n in range(episodes)]
+        try:
+            return await asyncio.gather(*(episode.run(stage, prompt, EpisodeId(n, 0, 0)) for n, prompt in enumerate(prompts)))
+        finally:
+            await agents.close()
+
+    made = rig.run(run())
+    for record in (record for records in made for record in records):
+        validate(record, recording)
+    return made
+
+
+def check_record(oracle: Oracle, record: Trajectory) -> None:
+    """Compare routes of all tokens, and masks and log-probabilities of those that count as sampled, with transformers."""
+    logprobs, experts = forward(oracle, record)
+    assert record.routes is not None
+    np.testing.assert_array_equal(decode_routes(record.routes, record.key), experts)
+    assert record.masks is not None
+    masks = decode_masks(record.masks, record.key)
+    for t in np.flatnonzero(record.loss_mask).tolist():
+        support = logprobs[t - 1, masks.ids[masks.offsets[t] : masks.offsets[t + 1]].tolist()]
+        assert abs(record.logprobs[t] - float(logprobs[t - 1, record.tokens[t]] - support.logsumexp(0))) < 1e-4
 
 
 def forward(oracle: Oracle, record: Trajectory) -> tuple[torch.Tensor, np.ndarray]:

@@ -6,8 +6,9 @@
 
 `test_NAME.py` needs `NAME.txt`, pip's requirements, beside it. They are installed into `.venv-integrations/NAME`, anew when the file
 changes. A line `# packages of: trainer` (the default), `engine` or `none` says whose installed packages the tests see as well: those of
-`.venv`, those of `.venv-engine`, or only pytest. Packages of NAME.txt come before them. asyncmoe is this checkout, by PYTHONPATH, and the
-tests start in its root. `tests/conftest.py` is not read. Exits with 1 if a file fails.
+`.venv`, those of `.venv-engine`, or only pytest. Packages of NAME.txt come before them. A line `# npm: PACKAGE@VERSION ...` names packages
+of npm, whose programs lie in `node_modules/.bin` of the environment; without npm on this machine, tests that need them are skipped.
+asyncmoe is this checkout, by PYTHONPATH, and the tests start in its root. `tests/conftest.py` is not read. Exits with 1 if a file fails.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Case:
     packages_of: str
     """A key of SHARED."""
     requirements: str
-    """The text of NAME.txt."""
+    """The text of NAME.txt, and of the files that its lines `-r FILE` name."""
+    npm: tuple[str, ...] = ()
+    """Packages of npm."""
 
     @property
     def environment(self) -> Path:
@@ -62,10 +65,12 @@ def _case(path: Path, name: str) -> Case:
     if not path.exists():
         sys.exit(f"{path}: got none, expected the requirements of test_{name}.py (an empty file: no further packages)")
     text = path.read_text()
+    text += "".join((path.parent / name).read_text() for name in re.findall(r"^-r (\S+)$", text, re.MULTILINE))
     said = re.findall(r"^# packages of: *(.*?) *$", text, re.MULTILINE) or ["trainer"]
     if len(said) > 1 or said[0] not in SHARED:
         sys.exit(f"{path}: got packages of {' and of '.join(said)}, expected one of {', '.join(SHARED)}")
-    return Case(name, said[0], text)
+    npm = [package for line in re.findall(r"^# npm: *(.*)$", text, re.MULTILINE) for package in line.split()]
+    return Case(name, said[0], text, tuple(npm))
 
 
 def prepare(case: Case) -> Path:
@@ -85,6 +90,11 @@ def prepare(case: Case) -> Path:
         _call(*pip, "pytest")
     if any(line.strip() and not line.lstrip().startswith("#") for line in case.requirements.splitlines()):
         _call(*pip, "-r", str(FOLDER / f"{case.name}.txt"))
+    npm = shutil.which("npm")
+    if case.npm and npm is None:
+        print(f"{case.name}: no npm here: tests with {', '.join(case.npm)} are skipped", flush=True)
+    elif case.npm:
+        _call(str(npm), "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(case.environment), *case.npm)
     stamp.write_text(digest)
     return python
 

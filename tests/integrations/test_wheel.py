@@ -115,8 +115,22 @@ def test_the_sdist_has_what_a_build_needs_and_the_wheel_no_leftovers(built: Path
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "asyncmoe/build.py"} <= names
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu")}
     assert wanted <= names
+    ours = {name for name in done("git", "ls-files", "asyncmoe", cwd=ROOT).splitlines() if (ROOT / name).is_file()}
+    assert {"asyncmoe/py.typed", "asyncmoe/reshard/_C.pyi"} <= ours
     with zipfile.ZipFile(wheel(built)) as archive:
         inside = archive.namelist()
-    assert "asyncmoe/py.typed" in inside
+        (metadata,) = [archive.read(name).decode() for name in inside if name.endswith(".dist-info/METADATA")]
+    assert ours <= names
+    assert ours <= set(inside), "stubs, templates and scripts are data of the package"
+    for line in ("Requires-Python: >=3.11", "License-Expression: Apache-2.0", "Classifier: Typing :: Typed", "Provides-Extra: datasets"):
+        assert line in metadata
     assert not [name for name in inside if not name.startswith(("asyncmoe/", "asyncmoe-"))]
     assert len([name for name in inside if "/_C." in name and name.endswith(".so")]) == 2
+
+
+def test_what_the_wheel_asks_of_a_machine(built: Path) -> None:
+    """It is tagged for this platform only; auditwheel says which machines it would run on."""
+    assert wheel(built).name.endswith("-linux_x86_64.whl")
+    told = " ".join(done(sys.executable, "-m", "auditwheel", "show", wheel(built), cwd=built).split())
+    assert re.search(r'consistent with the following platform tag: "manylinux_2_\d+_x86_64"', told), told
+    print(told)

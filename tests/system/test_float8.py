@@ -23,8 +23,9 @@ def test_a_model_of_float8_is_trained_resumed_exported_and_trained_again(kind: s
     summary = run(directory, *TRAINER, "run.steps=5", "sync.method=broadcast")
     assert summary["steps"] == 5
     assert [step["step"] for step in metrics(directory)] == list(range(1, 8))
-    # Engines compute with weights rounded to 3 bits of mantissa: apart, but about the same tokens.
-    assert 0 < summary["train_infer_kl_mean"] < 0.1
+    # Engines compute with weights rounded to 3 bits of mantissa: apart, but about the same tokens. Of stale tokens the age tells more.
+    fresh = [step["train_infer_kl"] for step in metrics(directory) if step["phase"] == "rl" and not step["staleness_mean"]]
+    assert 0 < min(fresh) <= max(fresh) < 0.1
     for form, out in ((), tmp_path / "weights"), (("--float8",), tmp_path / "model-again"):
         status, _, error = Command("export", str(directory), str(out), *form).finish()
         assert status == 0, error

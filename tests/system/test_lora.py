@@ -52,9 +52,9 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
     for arguments in ((str(merged),), (str(adapter), "--adapter")):
         status, _, error = Command("export", str(directory), *arguments).finish()
         assert status == 0, error[-3000:]
-    whole = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-    checkpoint = max(directory.glob("checkpoints/step-*"))
-    assert sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) < whole
+    # The adapter has 22 % of this small model's parameters; both checkpoints also have moments and main parameters.
+    whole, adapters = (sum(file.stat().st_size for file in one.glob("checkpoints/*/*")) for one in (base.parent / "run", directory))
+    assert adapters < whole / 3
     tokens = torch.tensor([[20, 30, 40, 50, 60]])
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(base).eval()

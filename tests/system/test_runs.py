@@ -10,13 +10,16 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from asyncmoe import checkpoints
+from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.samples.records import CLIPPED
 from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
-from tests.system.runs import REPOSITORY, Command, metrics, refused, run, start, wait_for
+from tests.system.runs import REPOSITORY, Command, logs, metrics, refused, run, start, wait_for
+from tests.unit.report_pages import data_of, figures_of
 
 pytestmark = pytest.mark.system
 
@@ -52,7 +55,8 @@ def test_versions_are_evaluated_while_training_goes_on(finished: Path) -> None:
         assert 0 <= found["reward_mean"] <= 1
         assert found["version"] <= found["version_min"] <= found["version_max"] <= 10
     assert any(first["time"] < step["time"] < last["time"] for step in steps if step["phase"] == "rl")
-    assert "Evaluation" in (finished / "report.html").read_text()
+    (page,) = data_of(finished / "report.html")
+    assert "Evaluation" in figures_of(page)["Learning"]
 
 
 def test_every_token_is_counted_by_its_age(finished: Path) -> None:
@@ -69,7 +73,9 @@ def test_engine_and_trainer_agree_at_the_same_version(finished: Path) -> None:
 
 def test_the_engine_generates_while_the_trainer_trains(finished: Path) -> None:
     assert json.loads((finished / "summary.json").read_text())["overlap_share"] > 0
-    assert "Timeline" in (finished / "report.html").read_text()
+    (page,) = data_of(finished / "report.html")
+    assert [figure["title"].split(":")[0] for figure in page["timelines"]] == ["Last 6 steps", "Whole run"]
+    assert {"python", "torch", "megatron-core", "sglang"} <= set(page["versions"])
 
 
 def test_samples_of_all_groups_have_the_figures_of_the_metrics(finished: Path) -> None:
@@ -149,38 +155,102 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_is(tmp_path: Path) ->
 
 
 def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
+    """With a curriculum, whose state the checkpoint has."""
     directory = tmp_path / "run"
-    command = start(directory, "run.steps=200")
+    rows = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(6) for b in range(4)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    task = ("task.kind=jsonl", f"task.path={tmp_path / 'sums.jsonl'}", "task.chat_template=false", "scoring.scorer=exact")
+    task = (*task, "task.curriculum.enabled=true")
+    command = start(directory, "run.steps=200", *task)
     assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(directory)), 120)
     os.kill(command.process.pid, signal.SIGINT)
     status, _, error = command.finish(90)
-    assert status != 0
+    assert status == 130
     assert "Traceback" not in error
-    assert "resumes from" in error
+    assert ", which is saved; the same command resumes from" in error
     assert command.gone(), command.alive()
     stopped = metrics(directory)[-1]["step"]
     assert checkpoints.newest(directory) == checkpoints.directory(directory, stopped)
-    summary = run(directory, f"run.steps={stopped - 4 + 2}")
+    with np.load(checkpoints.directory(directory, stopped) / curriculum_file.FILE) as arrays:
+        told, known = json.loads(arrays["told"].tobytes()), int((arrays["last0"] > 0).sum())
+    assert told["next"] >= 4 * (stopped - 4)
+    assert known > 0
+    summary = run(directory, f"run.steps={stopped - 4 + 2}", *task)
+    records = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines()]
+    (again,) = [n for n, record in enumerate(records) if n and record["started"] < records[n - 1]["started"]]
+    assert records[again]["prompts_measured"] >= known
+    assert sum(records[-1]["prompts_by_passed"].values()) == pytest.approx(1)
     assert summary["steps"] == stopped - 4 + 2
     assert [s["step"] for s in metrics(directory)][-3:] == [stopped, stopped + 1, stopped + 2]
     assert "in use" not in error
 
 
-def test_ctrl_c_while_an_engine_starts_ends_the_run(tmp_path: Path) -> None:
-    """The trainer waits for it, as long as engines.start_timeout_s."""
-    silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent.chmod(0o755)
-    directory = tmp_path / "run"
-    command = start(directory, "run.steps=2", "warmup.steps=0", f"engines.python={silent}", "engines.start_timeout_s=600")
-    log = directory / "logs" / "trainer.log"
-    assert wait_for(lambda: log.exists() and "Setting up optimizer" in log.read_text(), 120), log.read_text()
-    time.sleep(5)
+def silent_engines(folder: Path) -> str:
+    """A Python whose engines never answer: the override that names it."""
+    python = folder / "python"
+    real = REPOSITORY / ".venv-engine" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *platform.sglang*) exec sleep 600;; esac\nexec {real} "$@"\n')
+    python.chmod(0o755)
+    return f"engines.python={python}"
+
+
+def stopped(command: Command) -> str:
+    """Press Ctrl-C as a terminal does, and return what the command says when it has ended."""
     os.kill(command.process.pid, signal.SIGINT)
     status, _, error = command.finish(60)
-    assert status == 1
-    assert "stopped before the first step" in error
+    assert status == 130, error
+    assert "Traceback" not in error
     assert command.gone(), command.alive()
+    return error
+
+
+@pytest.mark.parametrize("wait_s", [0.0, pytest.param(5.0, marks=pytest.mark.thorough)])
+def test_ctrl_c_while_engines_start_keeps_the_warm_up(tmp_path: Path, wait_s: float) -> None:
+    """The trainer publishes the warm-up's weights to engines that do not come, as long as engines.start_timeout_s."""
+    directory = tmp_path / "run"
+    command = start(directory, "warmup.steps=2", silent_engines(tmp_path), "engines.start_timeout_s=600")
+    assert wait_for(lambda: len(metrics(directory)) == 2, 120), logs(directory)
+    time.sleep(wait_s)
+    saved = checkpoints.directory(directory, 2)
+    assert f"stopped at step 2 of 5, which is saved; the same command resumes from {saved}" in stopped(command)
+    assert checkpoints.newest(directory) == saved
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("when", ["the controller starts", "the trainer has joined", "the first warm-up step", "the last step"])
+def test_ctrl_c_in_every_phase_says_what_is_saved(tmp_path: Path, when: str) -> None:
+    directory = tmp_path / "run"
+    slow = ("warmup.steps=0", silent_engines(tmp_path), "engines.start_timeout_s=600") if when == "the trainer has joined" else ()
+    command = start(directory, *slow)
+    trainer = directory / "logs" / "trainer.log"
+    come = {
+        "the controller starts": lambda: (directory / "logs" / "controller.log").exists(),
+        "the trainer has joined": lambda: any("resumed_at" in line for line in lines(directory / "metrics.jsonl")),
+        "the first warm-up step": lambda: len(metrics(directory)) >= 1,
+        "the last step": lambda: len(metrics(directory)) == 7,
+    }[when]
+    assert wait_for(come, 120, 0.02), trainer.read_text() if trainer.exists() else ""
+    said = stopped(command)
+    newest = checkpoints.newest(directory)
+    if newest is None:
+        assert "stopped before the first step; the same command starts over" in said
+    else:
+        assert str(newest) in said
+        assert int(newest.name.removeprefix("step-")) == metrics(directory)[-1]["step"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0, 1.5, 2.5, 4.0, 6.0])
+def test_ctrl_c_soon_after_the_start_is_one_line(tmp_path: Path, seconds: float) -> None:
+    command = start(tmp_path / "run", "model.make.layers=2")
+    time.sleep(seconds)
+    said = stopped(command).splitlines()
+    assert said[-1].startswith("stopped before the ")
+
+
+def lines(path: Path) -> list[str]:
+    """Lines of a file, none if it does not exist."""
+    return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.thorough

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.receiver.command import Command, CommitCommand
 from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling, VersionSpan
 
 
 class FakeEngine:
@@ -75,6 +76,10 @@ class FakeEngine:
         made = tuple(range(len(tokens), len(tokens) + len(versions)))
         finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
         return Generation(made, (-1.0,) * len(made), _spans(versions), finish, 0)
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+        await self._called()
+        return ()
 
     async def abort(self) -> None:
         await self._called()

@@ -51,7 +51,9 @@ def write(run_dir: Path) -> None:
     def update(surprise: float | None) -> SimpleNamespace:
         return SimpleNamespace(**measured, figures={"surprise": surprise, "ages": {0: 4}})
 
-    item = SimpleNamespace(reward=1.0, steps=0, step_mean=0.0, teacher_gap=None, sampled=4)
+    item = SimpleNamespace(
+        group=0, episode=0, agent=0, branch=0, reward=1.0, steps=0, step_mean=0.0, teacher_gap=None, sampled=4, truncated=False
+    )
     leased = SimpleNamespace(items=[item], queue_depth=1, dropped={})
     recorder = Recorder(run_dir)
     with JsonLines(run_dir / METRICS) as metrics:
@@ -67,6 +69,7 @@ def write(run_dir: Path) -> None:
 
 def shown(run_dir: Path) -> dict[str, object]:
     """What each reader shows."""
+    import msgspec
     from rich.console import Console
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -75,7 +78,7 @@ def shown(run_dir: Path) -> dict[str, object]:
     from asyncmoe.telemetry.live import LiveView
     from asyncmoe.telemetry.prometheus import Prometheus
     from asyncmoe.telemetry.records import read_steps
-    from asyncmoe.telemetry.report import report
+    from asyncmoe.telemetry.report.run_page import SampleList, run_page
     from asyncmoe.telemetry.schema import METRICS
     from asyncmoe.telemetry.screen import View, panel
 
@@ -101,11 +104,11 @@ def shown(run_dir: Path) -> dict[str, object]:
         "panel": page.getvalue(),
         "prometheus": text.splitlines(),
         "tensorboard": {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]},
-        "report": report(run_dir).read_text(),
+        "report": msgspec.to_builtins(run_page(run_dir, "x", SampleList((), 0, ()))),
     }
 
 
 if __name__ == "__main__":
-    declare("asyncmoe.telemetry.schema", "    # Learning\n", STEP)
+    declare("asyncmoe.telemetry.learning_schema", "    # Learning\n", STEP)
     declare("asyncmoe.telemetry.rollout_schema", "    started:", ROLLOUT)
     print(json.dumps(shown(Path(sys.argv[1]))))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random as globally
+import sys
 from collections.abc import Sequence
 from random import Random
+
+import numpy as np
 
 from asyncmoe.rollout.tasks import Example
 
@@ -64,6 +67,15 @@ class Empty(Capitals):
         return 0
 
 
+class Sized(Capitals):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
 class Both(Capitals):
     def draw(self, random: Random) -> Example:
         return self[0]
@@ -88,6 +100,8 @@ class Wrong(Capitals):
             "column": Example("q", "1", {"when": {1, 2}}),
             "assistant": Example([{"role": "assistant", "content": "I say"}], "1"),
             "role": Example([{"content": "I say"}], "1"),
+            "nan": Example("q", "1", {"level": float("nan")}),
+            "half": Example("\ud83d x", "1"),
             "mixed": Example([1, "a"], "1"),  # type: ignore[list-item]
         }
         return super().__getitem__(index) if index < len(CITIES) - 1 else wrong[self.form]
@@ -121,3 +135,15 @@ def maybe(row: dict[str, object]) -> object:
 
 def fails(row: dict[str, object]) -> bool:
     return bool(row["difficulty"])
+
+
+def leaves(row: dict[str, object]) -> bool:
+    sys.exit(3)
+
+
+def two(row: dict[str, object], other: int) -> bool:
+    return True
+
+
+def compared(row: dict[str, object]) -> object:
+    return np.array([row["level"]])[0] == "easy"

@@ -85,6 +85,11 @@ def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequen
         tis_capped_fraction=0.001,
         ratio_mean=1.0,
         response_tokens_mean=4.2,
+        response_tokens_quantiles={"0.1": 2.0, "0.5": 4.0, "0.9": 7.0, "1.0": float(draw.randrange(8, 12))},
+        truncated_fraction=draw.uniform(0, 0.1),
+        entropy=2.0 - progress + draw.gauss(0, 0.05),
+        ess=draw.uniform(0.8, 1.0),
+        rejected_by_age={0: 0.0, 1: draw.uniform(0, 0.01)},
         queue_depth=draw.randrange(0, 128),
         dropped={"stale": 2},
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from asyncmoe import cli
+from asyncmoe.cli import bench
 from asyncmoe.errors import UserError
 from asyncmoe.models import family_of
 from asyncmoe.plan.sizes import parse_engines, parse_trainer
@@ -37,6 +37,6 @@ def test_an_engine_rank_receives_what_it_holds_and_a_trainer_rank_sends_its_shar
 
 
 def test_an_installed_package_says_where_benchmarks_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "asyncmoe" / "cli.py"))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "asyncmoe" / "cli" / "bench.py"))
     with pytest.raises(UserError, match=r"benchmarks: got an installed package, expected a checkout.*clone"):
-        get_command(cli._benchmarks()).main(args=[], standalone_mode=False)
+        get_command(bench.commands()).main(args=[], standalone_mode=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from asyncmoe.models import family_of
@@ -16,7 +17,9 @@ from benchmarks.others import obstacles
 SMALL = {**reshard.MODEL, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1024, "hidden_size": 256}
 
 
+@pytest.mark.thorough
 def test_a_case_has_what_it_promises() -> None:
+    """Six processes that each import torch. Plans, exchanges and copies have shorter tests, here and in test_reshard_*.py."""
     found = reshard.case(SMALL, "pp2xep2 -> tp2ep2", 2)
     assert [one["transport"] for one in found] == ["shm", "gloo"]
     for one in found:

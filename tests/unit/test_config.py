@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncmoe.config import Config, load, parse
-from asyncmoe.config.loading import RENAMED
+from asyncmoe.config import Config, elsewhere, load, loading, parse, refusals
+from asyncmoe.config.refusals import RENAMED
 from asyncmoe.errors import ConfigError
+from asyncmoe.simulate.plant import Plant
 
 GOOD: dict[str, Any] = {
     "run": {"dir": "runs/x", "steps": 3},
@@ -57,7 +58,7 @@ def test_defaults_are_valid_and_frozen() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "got", "expected"),
     [
-        ("run.steps", 0, "0", "greater than 0"),
+        ("run.steps", 0, "0", "a number above 0"),
         ("run.steps", True, "True", "a number"),
         ("run.steps", "many", "'many'", "a whole number"),
         ("run.steps", 1.5, "1.5", "a whole number"),
@@ -67,17 +68,17 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("rollout.temperature", float("inf"), "inf", "a finite number"),
         ("rollout.temperature", "nan", "'nan'", "a finite number"),
         ("rollout.temperature", False, "False", "a number"),
-        ("rollout.temperature", 0, "0", "greater than 0"),
+        ("rollout.temperature", 0, "0", "a number above 0"),
         ("trainer.optimizer.lr", True, "True", "a number"),
-        ("trainer.optimizer.lr", -1e-6, "-1e-06", "greater than 0"),
-        ("trainer.optimizer.betas", [0.9, 1.0], "1.0", "less than 1"),
+        ("trainer.optimizer.lr", -1e-6, "-1e-06", "a number above 0"),
+        ("trainer.optimizer.betas", [0.9, 1.0], "1.0", "a number below 1"),
         ("trainer.optimizer.betas", [0.9], "nothing", "a value"),
         ("trainer.dtype", "float16", "'float16'", "'float32', 'bfloat16' or 'auto'"),
         ("task.kind", "gsm8k", "'gsm8k'", "'arithmetic', 'jsonl', 'dataset' or package.module:name"),
         ("task.operations", ["/"], "'/'", "'+', '-' or '*'"),
         ("task.operations", [], "an empty list", "at least one of"),
         ("task.kind", "jsonl", "nothing", "the path of a JSONL file"),
-        ("engines.port", 65536, "65536", "less than or equal to 65535"),
+        ("engines.port", 65536, "65536", "a number, at most 65535"),
         ("engines.args", "--x", "'--x'", "a list"),
         (
             "engines.args",
@@ -88,7 +89,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("engines.args", ["--base-gpu-id=0"], "--base-gpu-id", "none of the arguments asyncmoe gives"),
         ("engines.args", ["--port", "80"], "--port", "none of the arguments asyncmoe gives"),
         ("engines.args", ["--device", "cpu"], "--device", "none of the arguments asyncmoe gives an engine; leave it out"),
-        ("queue.staleness.max_staleness", -1, "-1", "greater than or equal to 0"),
+        ("queue.staleness.max_staleness", -1, "-1", "a number, at least 0"),
         ("queue.staleness.max_staleness", True, "True", "a number"),
         ("queue.staleness.rule", "keep", "'keep'", "'drop'"),
         ("queue.capacity", 127, "127", "at least a step's batch"),
@@ -99,19 +100,19 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("rollout.group_size", 1, "1", "at least 2"),
         ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
         ("objective.proximal", "behaviour", "token", "none because objective.proximal is behaviour"),
-        ("objective.dual_clip", 1.0, "1.0", "greater than 1"),
+        ("objective.dual_clip", 1.0, "1.0", "a number above 1"),
         ("objective.advantage", "gae", "'gae'", "'grpo', 'dr_grpo', 'rloo'"),
         ("objective.correction.token_band", [1.5, 2.0], "[1.5, 2.0]", "one number below 1 and one above"),
         ("objective.correction.sequence_band", [0.5, 0.9], "[0.5, 0.9]", "one number below 1 and one above"),
         ("objective.correction.geometric_band", [1.0, 1.1], "[1.0, 1.1]", "one number below 1 and one above"),
         ("objective.correction.veto", [2.0, 0.5], "[2.0, 0.5]", "one number below 1 and one above"),
-        ("objective.correction.token_band", [-0.5, 2.0], "-0.5", "greater than or equal to 0"),
-        ("objective.correction.cap", 0, "0", "greater than 0"),
+        ("objective.correction.token_band", [-0.5, 2.0], "-0.5", "a number, at least 0"),
+        ("objective.correction.cap", 0, "0", "a number above 0"),
         ("objective.correction.cap", float("inf"), "inf", "a finite number"),
-        ("objective.process.weight", -0.1, "-0.1", "greater than or equal to 0"),
-        ("objective.distill.weight", -0.1, "-0.1", "greater than or equal to 0"),
-        ("objective.distill.clip", 0.0, "0.0", "greater than 0"),
-        ("objective.kl.coefficient", -0.1, "-0.1", "greater than or equal to 0"),
+        ("objective.process.weight", -0.1, "-0.1", "a number, at least 0"),
+        ("objective.distill.weight", -0.1, "-0.1", "a number, at least 0"),
+        ("objective.distill.clip", 0.0, "0.0", "a number above 0"),
+        ("objective.kl.coefficient", -0.1, "-0.1", "a number, at least 0"),
         ("objective.kl.estimator", "k4", "'k4'", "'k1', 'k2', 'k3' or 'unbiased'"),
         ("sync.every", 3, "3", "at most queue.staleness.max_staleness + 1 = 2"),
         ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
@@ -265,12 +266,26 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("run.steps=[1", "command line: run.steps: got '[1', expected a YAML value"),
         ("run.stps=1", "command line: run.stps: got an unknown key, expected one of dir, steps"),
         ("run.steps=", "command line: run.steps: got None, expected a whole number"),
-        ("run={dir: x, steps: 0}", "command line: run.steps: got 0, expected greater than 0"),
+        ("run={dir: x, steps: 0}", "command line: run.steps: got 0, expected a number above 0"),
         ("rung.steps=1", "command line: rung: got an unknown key"),
+        ("rollout.n=8", "got an unknown key, expected one of groups_per_step, "),
+        ("rollout.n=8", "; did you mean rollout.group_size?"),
+        ("trainer.learning_rate=1", "; did you mean trainer.optimizer.lr?"),
+        ("trainer.optimizer.beta=1", "; did you mean trainer.optimizer.betas or objective.kl.coefficient?"),
+        ("algorithm.adv_estimator=grpo", "; algorithm.adv_estimator is objective.advantage here"),
+        ("actor={ppo: {clip_ratio: 1, mu: 2}, eps_clip: 3}", "; actor.ppo.clip_ratio is objective.clip_low here; actor.eps_clip is "),
         ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),
         ("telemetry.profile.steps=3", "command line: telemetry.profile.steps: got 3, expected a list"),
         ("telemetry.profile.steps=[]", "command line: telemetry.profile.steps: got [], expected at least 1 item"),
-        ("telemetry.profile.steps=[0]", "command line: telemetry.profile.steps.0: got 0, expected greater than 0"),
+        ("run.dir=", "command line: run.dir: got None, expected a path, which is text"),
+        ("run.dir=2026-11-23", "command line: run.dir: got datetime.date(2026, 11, 23), expected a path"),
+        ("run.dir={a: b}", "command line: run.dir: got {'a': 'b'}, expected a path"),
+        (r'task.system_prompt="hi \ud83d"', "half a surrogate pair"),
+        ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),
+        ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources: got weights whose sum is no finite number"),
+        ("task={kind: jsonl, path: a.jsonl, difficulty: 2}", "task.difficulty: got 2, expected none because task.kind is jsonl"),
+        ("task={kind: jsonl, path: a.jsonl, operations: ['-']}", "task.operations: got -, expected none because task.kind is jsonl"),
+        ("telemetry.profile.steps=[0]", "command line: telemetry.profile.steps.0: got 0, expected a number above 0"),
     ],
 )
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
@@ -278,6 +293,11 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) ->
         load(good_file(tmp_path), [override])
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_emoji_as_json_writes_it_is_one_character(tmp_path: Path) -> None:
+    file = good_file(tmp_path)
+    assert str(load(file, [r'run.dir="hi \ud83d\ude00"']).run.dir) == "hi \U0001f600"
 
 
 @pytest.mark.parametrize(
@@ -288,6 +308,8 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) ->
         (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
         (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
         (b"run: {steps: 1, steps: 2}\n", "key 'steps' is given twice"),
+        (rb'a: "hi \ude00"', "half a surrogate pair in 'hi \\ude00'"),
+        (b"a: " + b"[" * 3000 + b"]" * 3000, "got sections or lists nested too deeply, expected valid YAML"),
         (b"", "got NoneType, expected a mapping"),
         (b"- a\n", "got list, expected a mapping"),
     ],
@@ -348,7 +370,7 @@ def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
         ({"vpp": 2}, ["trainer.vpp: got 2, expected 1", "trainer.pp is 1"]),
         ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
         ({"last_stage_layers": 1}, ["trainer.last_stage_layers: got 1", "trainer.pp is 1"]),
-        ({"ranks": 2, "pp": 2, "last_stage_layers": 0}, ["trainer.last_stage_layers", "greater than 0"]),
+        ({"ranks": 2, "pp": 2, "last_stage_layers": 0}, ["trainer.last_stage_layers", "a number above 0"]),
     ],
 )
 def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int], words: list[str]) -> None:
@@ -442,3 +464,21 @@ def test_a_checkout_that_was_not_built_reads_the_configuration_first(tmp_path: P
         unbuilt.stderr.splitlines()[-1]
         == "error: asyncmoe.reshard._C: got no compiled extension, expected it beside the package; run: make setup"
     )
+
+
+def test_names_of_other_projects_lead_to_keys_and_values_that_there_are() -> None:
+    known = set(refusals._keys(Config))
+    assert set(elsewhere.KEYS.values()) <= known
+    assert not set(elsewhere.KEYS) & known
+    for value in elsewhere.VALUES.values():
+        key = "loss" if value == "surrogate" else "advantage"
+        parse(with_value(f"objective.{key}", value))
+
+
+def test_a_plant_is_sent_to_the_command_that_takes_it() -> None:
+    file = Path(__file__).parents[2] / "examples" / "plant.yaml"
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["run.steps=3"])
+    said = f"{file}: got a plant, which describes a cluster to simulate, expected the configuration of a run; run: asyncmoe simulate {file}"
+    assert str(caught.value) == said
+    assert set(loading.PLANT_KEYS) <= set(Plant.model_fields) - set(Config.model_fields)

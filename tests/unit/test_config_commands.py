@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from asyncmoe import config as configuration
 from asyncmoe import config_commands
 from asyncmoe.config import Config
-from asyncmoe.errors import UserError
+from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
 from asyncmoe.launch.validate import validate
+from asyncmoe.simulate.plant import Plant
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if path.name != "plant.yaml"]
@@ -61,12 +68,41 @@ def test_examples_fit_the_schema(path: Path, validator: jsonschema.Draft202012Va
         ({"run": {"dir": "r", "steps": "many"}}, "many"),
         ({"sync": {"method": "post"}}, "post"),
         ({"run": {}}, "dir"),
+        ({"run": {"dir": "r", "steps": 0}}, "0 is less than or equal to the minimum of 0"),
+        ({"engines": {"port": 70000}}, "70000 is greater than the maximum of 65535"),
+        ({"trainer": {"optimizer": {"betas": [0.9, 1]}}}, "1 is greater than or equal to the maximum of 1"),
+        ({"task": {"kind": "bogus"}}, "bogus"),
+        ({"task": {"kind": "arithmetic", "filter": "rows"}}, "rows"),
+        ({"objective": {"advantage": "grpoo"}}, "grpoo"),
+        ({"environment": {"kind": "nonsense"}}, "nonsense"),
     ],
 )
 def test_an_editor_underlines_what_is_wrong(change: dict[str, object], word: str, validator: jsonschema.Draft202012Validator) -> None:
     values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
     assert not list(validator.iter_errors(values))
     assert any(word in error.message for error in validator.iter_errors({**values, **change}))
+
+
+def test_the_loader_refuses_what_an_editor_underlines() -> None:
+    for key in ("task.kind=bogus", "objective.advantage=grpoo", "environment.kind=single-turn", "engines.port=70000"):
+        with pytest.raises(UserError, match=key.partition("=")[0]):
+            configuration.load(ROOT / "examples" / "gsm8k.yaml", [key])
+
+
+@pytest.mark.parametrize("schema", [Config, Plant])
+def test_a_schema_has_no_keywords_of_its_own(schema: type[BaseModel]) -> None:
+    # Bounds over a validator are written out as "gt" and the like, which no editor knows.
+    known = {*jsonschema.Draft202012Validator.VALIDATORS, "$defs", "title", "description", "default"}
+    assert set(_keywords(schema.model_json_schema())) <= known
+
+
+def _keywords(schema: dict[str, Any]) -> Iterator[str]:
+    yield from schema
+    for word, value in schema.items():
+        many = value.values() if word in ("properties", "$defs") else value if isinstance(value, list) else [value]
+        for one in many if word not in ("default", "enum", "required") else ():
+            if isinstance(one, dict):
+                yield from _keywords(one)
 
 
 def demo(tmp_path: Path, *overrides: str) -> Config:
@@ -108,6 +144,34 @@ def test_what_would_stop_a_run_is_refused(tmp_path: Path, overrides: tuple[str, 
 
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("taken", "run directory: cannot write {tmp}/taken on "),
+        ("taken/run", "run directory: cannot write {tmp}/taken/run on "),
+        ("/proc/foo", "run.dir: got /proc/foo, and in /proc nothing can be made"),
+    ],
+)
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, path: str, told: str) -> None:
+    (tmp_path / "taken").write_text("")
+    config = demo(tmp_path, f"run.dir={tmp_path / path}")
+    for refuses in (local.check, lambda one: local.claim(one.run.dir)):
+        with pytest.raises(AsyncmoeError, match=re.escape(told.format(tmp=tmp_path))) as refused:
+            refuses(config)
+        assert "\n" not in str(refused.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["taken"]
+
+
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "asyncmoe", "config", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 2
+    assert b"cannot write /dev/stdout" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
     ("facts", "overrides", "told"),
     [
         ({"expert_parallel": False}, (), "expected expert_parallel = True, as the configuration says; set trainer.ep to 1, as when"),
@@ -131,3 +195,31 @@ def test_a_checkpoint_of_another_kind_is_refused_before_anything_starts(
     assert str(refused.value).startswith("step-00000003: optimizer state: got ")
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("telemetry.nvtx=true", "telemetry.nvtx: got true, and this machine has no GPU, expected false; telemetry.profile.steps names "),
+        ("telemetry.profile={steps: [1], trace: false, memory: true}", "telemetry.profile.trace: got false, and this machine has no GPU"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, told: str) -> None:
+    monkeypatch.setattr(local.devices, "none_here", lambda: True)
+    with pytest.raises(UserError) as refused:
+        local.check(demo(tmp_path, section))
+    assert str(refused.value).startswith(told)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_fewer_steps_than_a_run_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = demo(tmp_path, "warmup.steps=2", "run.steps=5")
+    for step, said in ((6, ""), (7, "run.steps: all 5 steps are taken already; a higher number goes on from ")):
+        kept = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        kept.mkdir(parents=True)
+        (kept / "asyncmoe.json").write_text(json.dumps({"step": step, "family": "qwen3_moe", **config.checkpoint_kind}))
+        local.check(config)
+        assert capsys.readouterr().err.startswith(said)
+    with pytest.raises(UserError, match=r"^run\.steps: got 4, expected at least 5, the steps already taken; the run in .* has them, with"):
+        local.check(demo(tmp_path, "warmup.steps=2", "run.steps=4"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.errors import WeightSyncError
+from asyncmoe.errors import RunStopping, WeightSyncError
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
@@ -109,13 +109,10 @@ def asked(said: list[str], devices: bool) -> Engines:
             pass
 
         coordinator = WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None)
-        coordinator.wait_started = published_at_once  # type: ignore[method-assign]
+        coordinator.engines_started()
         reply = await coordinator.handle(EnginesAsk(1.0, devices))
         assert isinstance(reply, Engines)
         return reply
-
-    async def published_at_once() -> None:
-        pass
 
     return asyncio.run(run())
 
@@ -125,6 +122,25 @@ def test_engines_are_asked_what_they_compute_on_when_it_matters() -> None:
     assert device_of(asked(["cuda", "cuda"], devices=False)) == ""
     with pytest.raises(WeightSyncError, match=r"sync\.verify_every: got engines on different devices \(engine\.0 cuda, engine\.1 cpu\)"):
         device_of(asked(["cuda", "cpu"], devices=True))
+
+
+def test_a_trainer_that_waits_for_engines_is_told_that_the_run_stops() -> None:
+    async def run() -> None:
+        coordinator = WeightUpdateCoordinator(Pool([engine(0)], 8, 5.0, lambda *_: None), 5.0, never, lambda *_: None)
+        asking = asyncio.ensure_future(coordinator.handle(EnginesAsk(600.0)))
+        await asyncio.sleep(0)
+        coordinator.stop()
+        for asked_later in (asking, coordinator.handle(EnginesAsk(600.0))):
+            with pytest.raises(RunStopping):
+                await asyncio.wait_for(asked_later, 5.0)
+        coordinator.engines_started()
+        coordinator.stop()
+        assert isinstance(await coordinator.handle(EnginesAsk(1.0)), Engines), "engines that serve take the version under way"
+
+    async def never(version: int) -> None:
+        raise AssertionError(version)
+
+    asyncio.run(run())
 
 
 def test_without_engines_there_is_no_first_rank() -> None:

@@ -29,7 +29,7 @@ from asyncmoe.simulate.command import read_plant
 from asyncmoe.simulate.plant import Plant
 from tests.unit.doc_pages import PAGES, ROOT, blocks, prose, read, spans, tables
 
-BY_NAME = {"evaluation.sets"}
+BY_NAME = {"evaluation.sets", "environment.tools.mcp"}
 """Mappings from names to sections."""
 USAGE: Any = typer.BadParameter.__base__
 COMING: set[str] = set()

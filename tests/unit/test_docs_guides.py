@@ -153,7 +153,7 @@ def play(environment: Environment, tokenizer: Tokenizer, texts: list[str]) -> Tr
 
 def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer) -> None:
     page = doc_pages.read("guides/environment.md")
-    (block,) = doc_pages.blocks(page, "yaml")
+    block = doc_pages.blocks(page, "yaml")[0]
     config = parse(yaml.safe_load(block.text))
     environment = load(config)
     rows = next(table for table in doc_pages.tables(page) if table[0][0] == "`19`")

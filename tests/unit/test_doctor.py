@@ -308,7 +308,7 @@ CASES: list[Case] = [
     (
         "configuration",
         NODE,
-        {"run__trouble": "run.yaml: trainer.tp: got 0, expected greater than 0"},
+        {"run__trouble": "run.yaml: trainer.tp: got 0, expected a number above 0"},
         "error",
         "trainer.tp: got 0",
         "named",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import Generation, ParsedCall, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -41,6 +42,9 @@ class Scripted:
     def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
         self.lines = [(*tokenizer.encode(line), tokenizer.eos) for line in lines]
 
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
+        raise AssertionError("no parser of the engine is asked")
+
     async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = self.lines.pop(0)
         return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
@@ -55,9 +59,10 @@ async def sleeps(argument: str) -> str:
     return "late"
 
 
-def play(environment: WithTools, tokenizer: Tokenizer, *lines: str) -> Trajectory:
+def play(environment: WithTools, tokenizer: Tokenizer, *lines: str, pool: Scripted | None = None) -> Trajectory:
     async def run() -> Trajectory:
-        stage = RolloutContext(Scripted(tokenizer, *lines), Sampling(1.0, 64, (tokenizer.eos,)), tokenizer, Exact(), environment, BOUNDS)  # type: ignore[arg-type]
+        engines: Any = pool or Scripted(tokenizer, *lines)
+        stage = RolloutContext(engines, Sampling(1.0, 64, (tokenizer.eos,)), tokenizer, Exact(), environment, BOUNDS)
         try:
             (made,) = await episode.run(stage, Prompt("6*7=", tokenizer.encode("6*7="), "42"), EpisodeId(0, 0, 0))
         finally:

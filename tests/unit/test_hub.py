@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
+from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.config import Config, parse
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
-from asyncmoe.models import hub
+from asyncmoe.launch import local
+from asyncmoe.launch.validate import validate
+from asyncmoe.models import hub, make
 
 
 def config(path: str) -> Config:
@@ -93,7 +99,8 @@ def refusing(empty: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 
 def test_a_repository_that_is_not_there_is_named(refusing: list[str]) -> None:
     with pytest.raises(
-        DataError, match=r"task\.path: got org/data, and the hub answered .*a dataset that you may read; check the name"
+        DataError,
+        match=r"task\.path: got org/data: no such path here, and as an id the hub answered .*a dataset that you may read; check the name",
     ) as caught:
         hub.check_reachable("dataset", "org/data", "task.path")
     assert refusing == ["/api/datasets/org/data"]
@@ -124,3 +131,111 @@ def test_a_directory_is_never_looked_for_on_the_hub(empty: Path) -> None:
 def test_commands_that_only_read_say_what_an_id_is(empty: Path) -> None:
     with pytest.raises(DataError, match=r"org/name: got no such directory, expected .*; asyncmoe run downloads a model of this id"):
         models.load_hf_config(Path("org/name"))
+
+
+@contextmanager
+def serving(model: Path, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub that has these files of `model` as org/name; the names of the files that were sent."""
+    sent: list[str] = []
+    commit = "1" * 40
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            body, kind = b"", {}
+            if path.startswith("/api/models/org/name"):
+                files = [{"rfilename": name, "size": (model / name).stat().st_size} for name in names]
+                body = json.dumps({"id": "org/name", "sha": commit, "siblings": files}).encode()
+                if "/tree/" in path:
+                    entries = [{"type": "file", "path": file["rfilename"], "size": file["size"], "oid": "2" * 40} for file in files]
+                    body = json.dumps(entries).encode()
+                kind = {"Content-Type": "application/json"}
+            elif "/resolve/" in path:
+                name = path.rpartition("/")[2]
+                body, kind = (model / name).read_bytes(), {"ETag": f'"{name}"', "X-Repo-Commit": commit}
+                if self.command == "GET":
+                    sent.append(name)
+            self.send_response(200)
+            for key, value in {**kind, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    try:
+        yield sent
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("hub") / "model"
+    make.make_model(out, MadeModel(), seed=0)
+    return out
+
+
+def example() -> Config:
+    """A run of org/name."""
+    text = (Path(__file__).parents[2] / "examples" / "demo.yaml").read_text()
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith("  make:"))
+    Path("mine.yaml").write_text(kept)
+    return configuration.load(Path("mine.yaml"), ["model.path=org/name"])
+
+
+def test_a_run_of_an_id_is_checked_without_its_weights(empty: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "check_engine_python", lambda configured: Path("python"))
+    names, config = sorted(path.name for path in model.iterdir()), example()
+    (model / "pytorch_model.bin").write_bytes(b"no run needs it")
+    size = sum(path.stat().st_size for path in model.iterdir() if path.name in names)
+    with serving(model, [*names, "pytorch_model.bin"], monkeypatch) as sent:
+        told = validate(config)
+        assert told.endswith(f"1 engine of 1 rank(s); a run first downloads {len(names)} files of org/name, {size / 1e6:.1f} MB")
+        assert sorted(sent) == [name for name in names if "safetensors" not in name]
+        assert not list((empty / "cache").rglob("*.json")), "a run begins with the cache as it was"
+        local_model = hub.with_local_model(config).model.path
+        assert {path.name for path in local_model.iterdir()} == set(names), "what a run downloads is what was counted"
+        sent.clear()
+        assert validate(config).endswith("1 engine of 1 rank(s)")
+        (local_model / "model.safetensors").unlink()
+        assert "a run first downloads 1 file of org/name, " in validate(config)
+        assert "model.safetensors" not in sent
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"model\.path: got org/name: .* incomplete: 1 file\(s\) are missing \(model\.safetensors\)"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["README.md", "model.gguf"], "got org/name without config.json, expected a repository with config.json, safetensors"),
+        (["config.json", "pytorch_model.bin"], "got org/name without safetensors files"),
+        (["config.json", "huge.json", "model.safetensors"], "got org/name with 300.0 MB besides its weights, expected at most 268.4 MB"),
+    ],
+)
+def test_a_repository_without_a_model_is_refused_before_it_is_fetched(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], told: str
+) -> None:
+    for name in names:
+        with (empty / name).open("wb") as file:
+            file.truncate(300_000_000 if name == "huge.json" else 2)
+    with serving(empty, names, monkeypatch) as sent:
+        with pytest.raises(DataError) as caught:
+            hub.described(config("org/name"), empty / "scratch")
+        assert told in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert sent == []

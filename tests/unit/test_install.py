@@ -54,6 +54,20 @@ def commands(tree: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_other_environments_are_made_without_those_of_a_run(tree: Path) -> None:
+    """The site's and that of another Python: each by itself, with its own requirements."""
+    for target, words in (
+        ("docs-site", ["-m venv --clear .venv-docs", "-r requirements/docs.txt", ".venv-docs/bin/mkdocs build"]),
+        ("test-python", ["-m venv --clear .venv-python-3.", "torch.sh", "-r requirements/dev.txt", "--editable .", "-m pytest -n 2"]),
+    ):
+        done = run("make", "--dry-run", "--no-print-directory", target, cwd=tree)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        places = [place(lines, word) for word in words]
+        assert places == sorted(places)
+        assert not [line for line in lines if ".venv/" in line or ".venv-engine" in line]
+
+
 def installed(tree: Path, gpu: int) -> None:
     """As after a whole `make setup`."""
     stamps = [f".venv/.begun-gpu{gpu}", f".venv/.installed-gpu{gpu}", f".venv-engine/.installed-gpu{gpu}", f".venv/.built-gpu{gpu}"]

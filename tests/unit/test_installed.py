@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +18,11 @@ from asyncmoe import installed
 from asyncmoe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic", "jinja2": "transformers"}
-"""Distribution of each module whose name differs; jinja2 is what transformers' chat templates need, and torch requires it."""
+DISTRIBUTIONS = {
+    **{"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic"},
+    **{"jinja2": "transformers", "huggingface_hub": "transformers", "sympy": "math-verify", "latex2sympy2_extended": "math-verify"},
+}
+"""Distribution of each module whose name differs, or that another distribution brings."""
 SKINNY = {"mlflow": "mlflow-skinny"}
 NOT_OURS = {"benchmarks", "mpi4py"}
 """The checkout's own folder, and what only examples of asyncmoe.reshard under mpirun use."""
@@ -62,7 +66,7 @@ def from_pip(monkeypatch: pytest.MonkeyPatch) -> None:
         ("typer", "asyncmoe plan", "cli"),
         ("yaml", "asyncmoe config", "cli"),
         ("torch", "asyncmoe export", "train"),
-        ("matplotlib", "asyncmoe report", "report"),
+        ("plotly", "asyncmoe report", "report"),
         ("ray", "asyncmoe run", "ray"),
     ],
 )
@@ -125,17 +129,26 @@ def test_without_typer_help_and_version_answer_and_commands_are_refused_in_one_l
     assert refused.stderr.startswith("error: asyncmoe run: got no module typer, expected the extra train; run: ")
 
 
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    """The signal comes from inside of an import, where a user's would land."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "asyncmoe", "run", "x.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped before the command began; repeat it\n")
+
+
 @pytest.mark.usefixtures("from_pip")
 def test_a_run_ends_well_without_the_package_that_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from asyncmoe.launch import watch
+    from asyncmoe.telemetry.report import command
 
-    monkeypatch.setattr(installed, "has", lambda name: name != "matplotlib")
-    watch._report(tmp_path)
+    monkeypatch.setattr(installed, "has", lambda name: name != "plotly")
+    assert command.write_or_explain(tmp_path) is None
     told = capsys.readouterr().err
     assert told == (
-        f'report.html: not written without matplotlib; run: {sys.executable} -m pip install "asyncmoe[report]", '
+        f'report.html: not written without plotly; run: {sys.executable} -m pip install "asyncmoe[report]", '
         f"then asyncmoe report {tmp_path}\n"
     )
     assert list(tmp_path.iterdir()) == []

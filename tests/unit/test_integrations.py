@@ -50,6 +50,15 @@ def test_an_environment_is_made_anew_when_anything_it_comes_from_changes() -> No
     assert len({case.digest("3.11"), case.digest("3.12"), *(other.digest("3.11") for other in others)}) == 4
 
 
+def test_files_of_requirements_that_are_named_belong_to_them(folder: Path) -> None:
+    (folder / "alpha.txt").write_text("-r shared.txt\n")
+    (folder / "shared.txt").write_text("six==1.16.0\n")
+    before = runner.cases(folder, ["alpha"])[0]
+    (folder / "shared.txt").write_text("six==1.17.0\n")
+    after = runner.cases(folder, ["alpha"])[0]
+    assert before.digest("3.11") != after.digest("3.11")
+
+
 def test_every_file_in_the_tree_has_exact_requirements() -> None:
     for case in runner.cases(ROOT / runner.FOLDER, []):
         loose = [line for line in case.requirements.splitlines() if line.strip() and not re.match(r"#|-|[\w.\[\],-]+==\S+$", line)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.environment import Bounds
-from asyncmoe.rollout.episodes.openai_endpoint.chat import Chat
+from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import PolicyRequest, answered, begin, extend
 from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, OnConflict, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
@@ -32,7 +32,7 @@ def request(messages: list[dict[str, Any]], **fields: object) -> bytes:
 
 
 def parse(body: bytes, on_conflict: OnConflict = "refuse") -> CompletionRequest:
-    return Chat().parse(body, SAMPLING, on_conflict)
+    return ChatApi().parse(body, SAMPLING, on_conflict)
 
 
 def user(text: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from openai.types.responses import ResponseFunctionToolCall
 
 from asyncmoe.config import parse
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
@@ -248,7 +249,7 @@ def test_why_an_agents_requests_failed_is_told(known: Tokenizer) -> None:
 
 def test_an_agent_that_swallows_errors_has_no_say_in_whether_the_episode_failed(known: Tokenizer) -> None:
     policy = says(known)
-    episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=1))
+    episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=1, paths=1))
     environment = OpenAIEnvironment(f"{AGENTS}:swallows")
 
     async def run() -> Any:
@@ -464,6 +465,27 @@ def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
     assert policy.asked[2][1] == known.encode("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer) -> None:
+    policy = says(known, '<tool_call>{"name": "maps__find", "arguments": {"x": 1}}</tool_call>')
+    inner: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": False}
+    tools: Any = [{"type": "namespace", "name": "maps", "description": "Maps", "tools": [inner]}, {**inner, "name": "maps__far"}]
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="another", default_headers={"x-api-key": session.key}) as client:
+            first = await client.responses.create(model="m", input="a", tools=tools, extra_body={"client_metadata": {"a": "b"}})
+            (called,) = first.output
+            assert isinstance(called, ResponseFunctionToolCall)
+            assert (called.namespace, called.name) == ("maps", "find")
+            result: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "here"}
+            given: Any = [{"role": "user", "content": "a"}, called.to_dict(), result]
+            events = [event async for event in await client.responses.create(model="m", input=given, tools=tools, stream=True)]
+            (again,) = events[-1].response.output  # type: ignore[union-attr]
+            assert (again.namespace, again.name) == ("maps", "find")  # type: ignore[union-attr]
+
+    served(policy, known, client)
+    assert {name for name, _, _ in policy.asked} == {"policy"}
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "named"),
     [
@@ -477,6 +499,10 @@ def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
         ("responses", {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
         ("responses", {"tools": [{"type": "function", "name": 3}]}, "tools[0]"),
+        ("responses", {"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0]"),
+        ("responses", {"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ("responses", {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
+        ("responses", {"tools": [{**FUNCTION, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}]}, "tools"),
         ("responses", {"background": True}, "background"),
         ("responses", {"conversation": "c"}, "conversation"),
         ("responses", {"text": {"format": {"type": "poem"}}}, "text.format"),

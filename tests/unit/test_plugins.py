@@ -168,7 +168,7 @@ LOSS, WEIGHT, ADVANTAGE = "objective.loss", "objective.correction.weight", "obje
 BAD: list[tuple[str, str, str]] = [
     (LOSS, "no.such.module:f", "ModuleNotFoundError: No module named 'no', expected a function that can be imported"),
     (LOSS, f"{OWN}:missing", "AttributeError.*expected a function that can be imported"),
-    (LOSS, f"{OWN}:NUMBER", "a int, expected a function"),
+    (LOSS, f"{OWN}:NUMBER", "an integer, expected a function"),
     (LOSS, f"{OWN}:Class", "a class, expected a plain function"),
     (LOSS, f"{OWN}:coroutine", "a coroutine function, expected a plain function"),
     (LOSS, f"{OWN}:no_argument", r"the signature \(\) -> 'None' from .*no_argument.*expected one that takes \(rows\)"),
@@ -371,8 +371,9 @@ def test_whatever_the_code_does_the_launcher_goes_on(
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     config = prepared(tmp_path, family="ends:F", loss="stubborn:catches", correction={"weight": "stubborn:exits"})
-    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+    with caplog.at_level(logging.DEBUG), pytest.raises(ConfigError) as caught:
         plugin_probe.check(config)
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG], "a command prints what INFO says"
     assert "trying objective.loss stubborn:catches: at most 2 s for its import, 0.5 s for its trial" in caplog.text
     family, loss, weight = str(caught.value).splitlines()
     assert family.startswith("model.family: got ends:F: the process that tried it ended with status 0, expected code that returns")
@@ -388,7 +389,9 @@ GOOD: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": 
     [
         ({"loss": "gspo"}, "objective.loss: got 'gspo', expected 'surrogate' or package.module:name"),
         ({"loss": "a:b:c"}, "objective.loss: got 'a:b:c'"),
-        ({"advantage": "grpo_no_std"}, "'reinforce_plus_plus_baseline' or package.module:name; did you mean dr_grpo?"),
+        ({"advantage": "group_norm"}, "'reinforce_plus_plus_baseline' or package.module:name; did you mean grpo?"),
+        ({"advantage": "atkmod:"}, "objective.advantage: got 'atkmod:', expected 'grpo', "),
+        ({"advantage": "atkmod:"}, "package.module:name; did you mean atkmod:NAME?"),
         ({"advantage": "Dr-GRPO"}, "; did you mean dr_grpo?"),
         ({"correction": {"weight": "tokens"}}, "; did you mean token?"),
         ({"loss": "my.objective.sapo"}, "'surrogate' or package.module:name; did you mean my.objective:sapo?"),
@@ -438,26 +441,32 @@ def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
     )
 
 
-def test_a_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, thorough: bool) -> None:
+    """Each refusal takes a process; without --thorough only one of the objective's and one of the family's."""
     for config, said in (
         (prepared(tmp_path, loss=f"{OWN}:raises"), r"objective\.loss: got ZeroDivisionError"),
-        (
-            prepared(tmp_path, family=f"{OWN}:BROKEN"),
-            r"model\.family: got KeyError: 'no_such_key' at .*plugin_functions.py:\d+ from router",
-        ),
-        (prepared(tmp_path, family=f"{OWN}:WRONG_TYPE"), r"model\.family: got another type from shape_of of "),
-        (prepared(tmp_path, family=f"{OWN}:NUMBER"), r"model\.family: got .*NUMBER, a int, expected an object of asyncmoe\.models\.Family"),
-        (prepared(tmp_path, family="no.such:F"), r"model\.family: got no\.such:F: ModuleNotFoundError"),
-        (
-            prepared(tmp_path, family=f"{OWN}:OTHER"),
-            r"model\.family: .* for a model of model_type 'qwen3_moe', expected model_type other or",
-        ),
+        *((prepared(tmp_path, family=family), said) for family, said in UNFIT_FAMILIES[: None if thorough else 1]),
     ):
         with pytest.raises(UserError, match=said) as caught:
             local.prepare(config)
         assert "\n" not in str(caught.value)
         assert not config.run.dir.exists()
     local.prepare(prepared(tmp_path, family=f"{OWN}:SAME", loss=f"{OWN}:ppo", advantage=f"{OWN}:centred"))
+
+
+UNFIT_FAMILIES = [
+    (f"{OWN}:BROKEN", r"model\.family: got KeyError: 'no_such_key' at .*plugin_functions.py:\d+ from router"),
+    (f"{OWN}:WRONG_TYPE", r"model\.family: got another type from shape_of of "),
+    (f"{OWN}:NUMBER", r"model\.family: got .*NUMBER, an integer, expected an object of asyncmoe\.models\.Family"),
+    ("no.such:F", r"model\.family: got no\.such:F: ModuleNotFoundError"),
+    (f"{OWN}:OTHER", r"model\.family: .* for a model of model_type 'qwen3_moe', expected model_type other or"),
+]
+
+
+@pytest.mark.parametrize(("family", "said"), UNFIT_FAMILIES)
+def test_an_unfit_family_is_refused_where_it_is_tried(family: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        families.try_family(families.with_family(make.settings(MadeModel()), family))
 
 
 def test_every_process_finds_the_family_of_the_configuration(tmp_path: Path) -> None:
@@ -486,6 +495,7 @@ def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None
 
 def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     config = prepared(tmp_path)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 3})})
     for family, refused in (({}, False), ({"family": "qwen3_moe"}, False), ({"family": "my_moe"}, True)):
         path = checkpoints.directory(config.run.dir, 3)
         path.mkdir(parents=True, exist_ok=True)
@@ -512,7 +522,7 @@ def test_one_loader_refuses_every_kind_of_name() -> None:
         lambda: plugins.load_function("json:__name__", "a.key", forms="some forms"),
     ]
     for call, said in zip(
-        calls, ("a.key: got 'nothing', expected some forms", "a.key: got json:__name__, a str, expected a function"), strict=True
+        calls, ("a.key: got 'nothing', expected some forms", "a.key: got json:__name__, a string, expected a function"), strict=True
     ):
         with pytest.raises(AsyncmoeError, match=re.escape(said)):
             call()

@@ -85,6 +85,29 @@ def test_conditions_and_orders(run_dir: Path) -> None:
         select(found, SampleQuery(step=9, outcome="rejected"))
 
 
+def test_a_step_without_samples_is_explained(run_dir: Path) -> None:
+    with JsonLines(run_dir / METRICS) as metrics:
+        for number in range(1, 8):
+            phase = "warmup" if number < 5 else "rl"
+            metrics.write(Step(step=number, phase=phase, time=float(number), step_seconds=1.0, loss=0.1))  # type: ignore[arg-type]
+    for step, why in ((2, "step 2 is of the warm-up, which trains demonstrations and samples nothing"), (9, "the run has steps 1 to 7")):
+        with pytest.raises(DataError) as caught:
+            select(index(run_dir), SampleQuery(step=step))
+        assert str(caught.value).endswith(f"got no group in step {step}, expected 3 groups: 3 trained (steps 5 to 7); {why}")
+
+
+@pytest.mark.parametrize("text", ["run: [", "run: {dir: x}"], ids=["no YAML", "no configuration"])
+def test_a_broken_configuration_is_said_beside_what_can_be_shown(run_dir: Path, text: str) -> None:
+    assert "note" not in CliRunner().invoke(cli.app, ["show", str(run_dir), "--plain"]).stderr
+    (run_dir / "config.yaml").write_text(text)
+    result = CliRunner().invoke(cli.app, ["show", str(run_dir), "--plain"])
+    assert (result.exit_code, result.stdout.startswith("group\t")) == (0, True)
+    said = f"note: the configuration of the run cannot be read: {run_dir / 'config.yaml'}: "
+    assert result.stderr.startswith(said)
+    assert result.stderr.count("\n") == 1
+    assert CliRunner().invoke(cli.app, ["report", str(run_dir)]).stderr.startswith(said)
+
+
 # ---------------------------------------------------------------- printing
 
 

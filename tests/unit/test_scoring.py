@@ -167,7 +167,7 @@ def test_math_verify_compares_words_and_refuses_a_reference_without_content() ->
         ("nonsense", "package.module:function"),
         ("tests.unit.nowhere:f", "nowhere"),
         (f"{SCORERS}:missing", "missing"),
-        (f"{SCORERS}:not_a_function", "a int"),
+        (f"{SCORERS}:not_a_function", "an integer"),
         (f"{SCORERS}:NoScore", "without a method"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.rollout import controller, scoring
+from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring import trial
 from asyncmoe.rollout.scoring.tracebacks import LOG
 from asyncmoe.rollout.tasks import Gold, Prompt
@@ -51,6 +53,7 @@ class Started(Exception):
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(trial, "_WORKERS", 1)  # each imports sympy
 
 
 def config(run_dir: Path, kind: str = "arithmetic", more: dict[str, Any] | None = None, **section: Any) -> Config:
@@ -68,7 +71,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
     async def run() -> None:
         scorer = scoring.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
-        await controller._serve(made, run_dir, None, Characters(), asked, (), scorer, SimpleNamespace(), ())  # type: ignore[arg-type]
+        loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
+        await controller._serve(made, run_dir, None, loaded, ())
 
     monkeypatch.setattr(controller.backend, "start", start)
     run_dir.mkdir(exist_ok=True)
@@ -86,13 +90,29 @@ def test_a_scorer_that_scores_lets_engines_start(monkeypatch: pytest.MonkeyPatch
 def test_a_scorer_that_raises_ends_the_run_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted = (
         r"^scoring\.scorer: got tests\.unit\.scorers:moody, which raised ValueError: odd answers are not scored "
-        r"\(tests/unit/scorers\.py:\d+\), expected a score of the first prompt's own answer; its traceback is in logs/scoring\.log"
+        r"\(tests/unit/scorers\.py:\d+\), expected a score of the first prompt's own answer; "
+        r"a run writes its traceback to logs/scoring\.log"
     )
     with pytest.raises(ConfigError, match=wanted):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody"))
     assert "in moody" in (tmp_path / LOG).read_text()
     with pytest.raises(Started):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody", try_first=False))
+
+
+def test_exact_without_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unanswered = SimpleNamespace(prompt=lambda group: Prompt("q", (1, 2), ""))
+    for try_first in (True, False):
+        with pytest.raises(ConfigError, match=r"^scoring\.scorer: got exact, and the first prompt has no answer, expected answers"):
+            serve(monkeypatch, tmp_path, config(tmp_path, scorer="exact", try_first=try_first), unanswered)
+
+
+def test_evaluation_sets_that_nothing_asks_are_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Started), caplog.at_level(logging.WARNING):
+        serve(monkeypatch, tmp_path, config(tmp_path, more={"evaluation": {"sets": {"a": {"path": "a.jsonl"}}}}, scorer="exact"))
+    assert "evaluation.sets: none of them is asked, because evaluation.every is 0" in caplog.text
 
 
 def test_an_answer_that_is_no_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -158,6 +178,9 @@ def test_many_wrong_answers_and_long_ones_stay_one_short_line() -> None:
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside this checkout")
-def test_every_answer_of_gsm8k_equals_itself() -> None:
+def test_every_answer_of_gsm8k_equals_itself(monkeypatch: pytest.MonkeyPatch, thorough: bool) -> None:
+    """Without --thorough a sample of them."""
+    monkeypatch.setattr(trial, "_WORKERS", 2 if thorough else 1)
     golds = [Gold(row.where, row.reference) for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")]
+    golds = golds if thorough else Random(23).sample(golds, 100)
     assert asyncio.run(trial.check_golds(golds, 20.0, 120.0)) == trial.Checked([], [], 0)

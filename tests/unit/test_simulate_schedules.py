@@ -68,9 +68,16 @@ def check(plant: Plant, found: SimulatedRun) -> None:
     assert found.engine_rate <= 1 + 1e-9
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(plant=plants, mode=modes, workload=workloads)
 def test_whatever_goes_wrong_the_bound_holds_and_the_counts_add_up(plant: Plant, mode: Mode, workload: str) -> None:
+    check(plant, simulate(plant, parse(workload), mode))
+
+
+@pytest.mark.thorough
+@settings(max_examples=300)
+@given(plant=plants, mode=modes, workload=workloads)
+def test_in_many_more_plants_too(plant: Plant, mode: Mode, workload: str) -> None:
     check(plant, simulate(plant, parse(workload), mode))
 
 
@@ -82,7 +89,8 @@ def test_a_queue_that_is_too_small_only_delays(plant: Plant, mode: Mode, workloa
     check(plant, simulate(plant.having({"queue_capacity": least + int(room * (most - least))}), parse(workload), mode))
 
 
-def test_capacity_law_over_a_million_trajectories() -> None:
+@pytest.mark.parametrize("total", [MILLION // 8, pytest.param(MILLION, marks=pytest.mark.thorough)])
+def test_capacity_law_over_a_million_trajectories(total: int) -> None:
     plant = Plant().having(
         {
             "engines.count": 64,
@@ -96,7 +104,7 @@ def test_capacity_law_over_a_million_trajectories() -> None:
             "scoring.sigma": 1.0,
             "scoring.concurrency": 512,
             "max_staleness": 4,
-            "steps": MILLION // 512 + 1,
+            "steps": total // 512 + 1,
             "failures.scoring": 0.002,
             "failures.engine_mtbf_s": 20_000,
             "failures.engine_restart_s": 120,
@@ -107,7 +115,7 @@ def test_capacity_law_over_a_million_trajectories() -> None:
     )
     found = simulate(plant, parse("lognormal:median=1024,cap=16384,icc=0.3"))
     check(plant, found)
-    assert found.ledger["trained"] >= MILLION
+    assert found.ledger["trained"] >= total
     assert found.releases
     assert set(found.rejected) == {"not_scored", "engine_died"}
     assert found.dropped["stale"]
@@ -243,13 +251,13 @@ def test_lengths_of_one_s_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["engines.count=0"], "engines.count: got 0, expected greater than 0"),
-        (["engines.count=2000000"], "engines.count: got 2000000, expected less than or equal to 1000000"),
+        (["engines.count=0"], "engines.count: got 0, expected a number above 0"),
+        (["engines.count=2000000"], "engines.count: got 2000000, expected a number, at most 1000000"),
         (["trainer.step_s=.nan"], "trainer.step_s: got nan, expected a finite number"),
-        (["trainer.step_s=-1"], "trainer.step_s: got -1, expected greater than 0"),
+        (["trainer.step_s=-1"], "trainer.step_s: got -1, expected a number above 0"),
         (["sync.pause_s=.inf"], "sync.pause_s: got inf, expected a finite number"),
-        (["max_staleness=-1"], "max_staleness: got -1, expected greater than or equal to 0"),
-        (["failures.scoring=1"], "failures.scoring: got 1, expected less than or equal to 0.9"),
+        (["max_staleness=-1"], "max_staleness: got -1, expected a number, at least 0"),
+        (["failures.scoring=1"], "failures.scoring: got 1, expected a number, at most 0.9"),
         (["queue_capacity=7"], "queue_capacity: got 7, expected at least a step's batch"),
         (["--mode", "semi"], "--mode: got 'semi', expected all or one of sync, one_step_off, async"),
         (["sync.landing=stop"], "sync.landing: got 'stop', expected 'pause' or 'drain'"),

@@ -10,7 +10,7 @@ import pytest
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError
+from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted
 from asyncmoe.launch.slurm import control, outcome
 from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
 
@@ -66,10 +66,10 @@ def test_a_time_limit_that_leaves_no_step_is_named_instead_of_tried_for_ever(job
 
 
 def test_a_user_who_stops_it_is_told_where(job: Job) -> None:
-    with pytest.raises(AsyncmoeError, match="stopped at no checkpoint; the same command starts over"):
+    with pytest.raises(Interrupted, match="stopped at no checkpoint; the same command starts over"):
         job.conclude(Asked(save=True))
     job.save(7)
-    with pytest.raises(AsyncmoeError, match="stopped at step-00000007; the same command resumes from there"):
+    with pytest.raises(Interrupted, match="stopped at step-00000007; the same command resumes from there"):
         job.conclude(Asked(save=True))
     assert job.requeued == []
 

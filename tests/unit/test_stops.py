@@ -20,7 +20,7 @@ from asyncmoe.rollout.engines.decode import cut
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.generation import response
-from asyncmoe.rollout.engines.sglang.streaming import Part, Parts, events
+from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.listening import Listening
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -240,6 +240,6 @@ def test_masks_of_parts_add_up(known: Tokenizer) -> None:
 
     parts = Parts("e")
     for piece in (part([a], 1, **one), part([b, c], 3, **END, **two)):
-        parts.add(msgspec.json.decode(piece.removeprefix(b"data: "), type=Part))
+        parts.add(msgspec.json.decode(piece.removeprefix(b"data: "), type=StreamPart))
     made = response("e", parts.whole(), Recording(masks=True, vocabulary=64))
     assert (made.logprobs, made.masks) == ((-0.1, -0.2, -0.3), [[a, b], [b], [c, a]])

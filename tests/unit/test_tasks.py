@@ -139,6 +139,16 @@ GOOD = '{"question": "q", "answer": "1"}'
         ('{"question": 3, "answer": "1"}', "question: got 3"),
         ('{"question": " ", "answer": "1"}', "question: got ' '"),
         ('{"question": "q", "answer": "9 * 2 ####  "}', "nothing after ####"),
+        (r'{"question": "\ud83d x", "answer": "1"}', r"question: got half a surrogate pair, '\ud83d'"),
+        (r'{"question": [{"role": "user", "content": "\ud83d"}], "answer": "1"}', "half a surrogate pair"),
+        (r'{"question": "q", "answer": "\ude00"}', r"answer: got half a surrogate pair, '\ude00'"),
+        (r'{"question": "q", "answer": "1", "hint": ["\ud83d"]}', "column hint: got list (half a surrogate pair"),
+        ('{"question": "q", "answer": NaN}', "NaN is no number in JSON"),
+        ('{"question": "q", "answer": 1e999}', "answer: got inf"),
+        ('{"question": "q", "answer": "1", "level": [-Infinity]}', "-Infinity is no number in JSON"),
+        ('{"question": "q", "answer": "1", "level": -1e999}', "column level: got float (NaN or Infinity"),
+        ('{"question": "q", "answer": "1", "answer": "2"}', "key 'answer' is given twice"),
+        ('{"question": "q", "answer": "1", "of": {"a": 1, "a": 1}}', "key 'a' is given twice"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
@@ -148,6 +158,12 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
         read(path)
     assert f"{path} line 3" in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(r'{"question": "hi \ud83d\ude00", "answer": "1"}')
+    assert read(path)[0].question == "hi \U0001f600"
 
 
 @pytest.mark.parametrize("write", [lambda path: None, lambda path: path.write_text("\n"), lambda path: path.write_bytes(b"\xff\xfe\n")])

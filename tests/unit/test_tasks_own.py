@@ -89,6 +89,10 @@ def test_its_warm_up_imitates_the_answer(tokenizer: Tokenizer) -> None:
         ("Neither", {}, r"task\.kind: got .*Neither, which has neither, expected a class with `draw"),
         ("Both", {}, r"task\.kind: got .*Both, which has both"),
         ("CITIES", {}, r"task\.kind: got .*TypeError: 'tuple' object is not callable"),
+        ("Sized", {"size": -1}, r"Sized, __len__: got -1, expected a whole number of examples"),
+        ("Sized", {"size": "3"}, r"Sized, __len__: got '3', expected a whole number of examples"),
+        ("Wrong", {"form": "nan"}, r"Wrong, example 5, column level: got float \(NaN or Infinity"),
+        ("Wrong", {"form": "half"}, r"Wrong, example 5, prompt: got half a surrogate pair, '\\ud83d'"),
         ("Empty", {}, r"Empty: got no examples, expected at least one"),
         ("Lottery", {}, r"Lottery, draw: got another example when asked again, expected the same, .*draw from the argument `random` only"),
         ("Wrong", {"form": "blank"}, r"Wrong, example 5, prompt: got ' '"),
@@ -115,6 +119,18 @@ def test_a_task_that_breaks_later_names_its_line(tokenizer: Tokenizer, how: str,
         tasks.load(own("Breaks", options={"how": how}), tokenizer)  # the trial is the first two draws, the first prompt the third
 
 
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = rows(tmp_path / "d.jsonl", {"question": "1 + " * 3000, "answer": "1"})
+    line = r"d\.jsonl line 1, prompt: got \d+ tokens, expected fewer than the 2048 of the model's context"
+    with pytest.raises(DataError, match=line):
+        tasks.load(config("jsonl", path=str(path)), tokenizer)
+    few = config("jsonl", path=str(rows(path, {"question": "1 + 1 = ", "answer": "2"})))
+    tasks.load(few, tokenizer)
+    few = few.model_copy(update={"environment": few.environment.model_copy(update={"max_tokens": 4})})
+    with pytest.raises(DataError, match=r"expected fewer than the 4 of environment\.max_tokens, with room for a response"):
+        tasks.load(few, tokenizer)
+
+
 def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
     with pytest.raises(ConfigError, match=r"scoring\.scorer: got auto, expected a scorer by name"):
         own("Capitals", scorer="auto")
@@ -129,8 +145,8 @@ def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
         ({"kind": "jsonl", "path": "x", "split": "test"}, r"task\.kind: got jsonl, expected dataset because a subset, a split"),
         ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),
         ({"kind": "jsonl", "sources": [{"weight": 1}]}, r"task\.sources: got nothing, expected the path of a JSONL file"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected greater than 0"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected greater than 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected a number above 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected a number above 0"),
         ({"kind": "jsonl", "sources": [{"path": "x", "wieght": 1}]}, r"task\.sources\.0\.wieght: got an unknown key, expected one of path"),
         (
             {"kind": "jsonl", "path": "x", "where": {"a": {"b": 1}}},
@@ -186,6 +202,7 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
 
     assert left(where={"level": "easy"}) == ["0", "2", "4", "6", "8"]
     assert left(where={"n": [1, 2, 3], "level": "hard"}) == ["1", "3"]
+    assert left(filter=f"{HERE}:compared") == ["0", "2", "4", "6", "8"], "numpy's booleans are booleans"
     assert left(filter=f"{HERE}:easy", where={"n": [0, 1, 2]}) == ["0", "2"]
 
 
@@ -194,9 +211,21 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
     [
         ({"where": {"level": "grim"}}, r"task\.path .*d\.jsonl: got no row left of 10, expected at least one"),
         ({"where": {"n": True}}, "got no row left of 10"),
+        (
+            {"where": {"n": "3"}},
+            r"d\.jsonl line 4, n: got the number 3, expected the text '3' of task\.where; give both values in task\.where",
+        ),
         ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column of task\.where; columns: question, answer"),
         ({"filter": f"{HERE}:none"}, "got no row left of 10"),
         ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
+        (
+            {"filter": f"{HERE}:leaves"},
+            r"task\.filter, .*line 1: got .*:leaves: SystemExit: 3 at tests/unit/task_sources\.py:\d+, expected",
+        ),
+        (
+            {"filter": f"{HERE}:two"},
+            r"task\.filter, .*line 1: got .*:two: TypeError: .*missing 1 required.*'other', expected true or false",
+        ),
         ({"filter": f"{HERE}:fails"}, r"task\.filter, .*d\.jsonl line 1: got .*KeyError: 'difficulty' at tests/unit/task_sources\.py:\d+"),
         ({"filter": f"{HERE}:nothing"}, r"task\.filter: got .*AttributeError"),
         (
@@ -212,6 +241,35 @@ def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, toke
         tasks.load(config("jsonl", path=str(path), **keys), tokenizer)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"answer": "1"}', "question: got nothing, expected a column of this name; its columns are answer"),
+        ('{"question": "q"}', "answer: got nothing, expected a column of this name"),
+        ('{"question": 5, "answer": "1"}', "question: got 5, expected text, messages"),
+        ('{"question": "q", "answer": ["1"]}', r"answer: got \['1'\], expected non-empty text or a number"),
+        ('{"question": "q", "answer": NaN}', r"got invalid JSON \(NaN is no number in JSON\)"),
+        ('{"question": "q", "answer": 1e999}', "answer: got inf, expected non-empty text or a number"),
+        (r'{"question": "half \ud83d", "answer": "1"}', r"question: got half a surrogate pair, '\\ud83d'"),
+        (r'{"question": [{"role": "user", "content": "\ud83d"}], "answer": "1"}', "question: got half a surrogate pair"),
+        (r'{"question": "q", "answer": "\ud83d"}', r"answer: got half a surrogate pair, '\\ud83d'"),
+        ("[1]", "got list, expected an object"),
+    ],
+)
+def test_a_row_of_another_type_is_one_line_that_names_it(tmp_path: Path, tokenizer: Tokenizer, line: str, said: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "q", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"^{re.escape(str(path))} line 2(, |: ){said}") as caught:
+        tasks.load(config("jsonl", path=str(path)), tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n')
+    assert tasks.load(config("jsonl", path=str(path)), tokenizer).training.prompt(0).text == "q"
 
 
 def test_a_huge_line_and_a_deep_one_are_named(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.loggers import checks, parameters, sender, state
 from asyncmoe.telemetry.loggers.backend import Opened, flat
 from asyncmoe.telemetry.loggers.mlflow_backend import metric_name
-from asyncmoe.telemetry.loggers.points import Point, Points, Sent, batches
-from asyncmoe.telemetry.loggers.sender import LoggerFailed, Sender
+from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent, batches
+from asyncmoe.telemetry.loggers.sender import LoggerFailed, RecordSender
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.samples.index import index, load
@@ -54,7 +54,7 @@ class Fake:
 
     def __init__(self, fails: Sequence[str] = ()) -> None:
         self.fails = list(fails)
-        self.points: list[Point] = []
+        self.points: list[LoggedPoint] = []
         self.opened: list[tuple[str | None, int]] = []
         self.parameters: Mapping[str, Any] = {}
         self.closed: list[bool] = []
@@ -71,7 +71,7 @@ class Fake:
         self.parameters = parameters
         return Opened(id or "id-1", "http://there/id-1")
 
-    def log(self, points: Sequence[Point]) -> str | None:
+    def log(self, points: Sequence[LoggedPoint]) -> str | None:
         self._fail("log")
         self.points += points
         return None
@@ -91,7 +91,7 @@ def _stopped() -> threading.Event:
     return stop
 
 
-def _steps(points: Sequence[Point]) -> list[int]:
+def _steps(points: Sequence[LoggedPoint]) -> list[int]:
     return [point.step for point in points if point.evaluation is None]
 
 
@@ -130,7 +130,7 @@ def test_of_steps_read_together_only_the_valid_ones_are_points() -> None:
 
 
 def test_batches_are_bounded_and_keep_points_whole() -> None:
-    made = [Point(n, 0.0, {str(i): 0.0 for i in range(size)}) for n, size in enumerate((3, 3, 9, 1, 2))]
+    made = [LoggedPoint(n, 0.0, {str(i): 0.0 for i in range(size)}) for n, size in enumerate((3, 3, 9, 1, 2))]
     assert [[one.step for one in batch] for batch in batches(made, 6)] == [[0, 1], [2], [3, 4]]
 
 
@@ -147,7 +147,7 @@ def test_every_step_is_sent_once_with_configuration_and_versions(tmp_path: Path)
     config = config_of(tmp_path / "run")
     write_run(config.run.dir, warmup=2, rl=8)
     fake = Fake()
-    Sender(config, "mlflow", lambda: fake, _stopped()).run()
+    RecordSender(config, "mlflow", lambda: fake, _stopped()).run()
     assert _steps(fake.points) == list(range(1, 11))
     recorded = read_steps(config.run.dir / METRICS)
     assert [point.values["loss"] for point in fake.points if point.evaluation is None] == [step.loss for step in recorded]
@@ -156,7 +156,7 @@ def test_every_step_is_sent_once_with_configuration_and_versions(tmp_path: Path)
     assert fake.parameters["versions"]["torch"]
     assert flat(fake.parameters)["run.steps"] == 8
     again = Fake()
-    Sender(config, "mlflow", lambda: again, _stopped()).run()
+    RecordSender(config, "mlflow", lambda: again, _stopped()).run()
     assert (again.opened, again.points) == ([("id-1", len(fake.points))], [])
 
 
@@ -164,7 +164,7 @@ def test_a_logger_that_was_down_gets_what_it_missed_and_nothing_twice(tmp_path: 
     config = config_of(tmp_path / "run")
     write_run(config.run.dir, warmup=2, rl=3)
     fake, stop = Fake(["open", "open", "log"]), threading.Event()
-    thread = threading.Thread(target=Sender(config, "mlflow", lambda: fake, stop, retry_s=0.01).run, daemon=True)
+    thread = threading.Thread(target=RecordSender(config, "mlflow", lambda: fake, stop, retry_s=0.01).run, daemon=True)
     thread.start()
     _until(lambda: len(_steps(fake.points)) == 5)
     assert state.read(config.run.dir, "mlflow").problem is None
@@ -181,7 +181,7 @@ def test_once_the_run_has_ended_a_logger_that_is_down_is_given_up(tmp_path: Path
     config = config_of(tmp_path / "run")
     write_run(config.run.dir, warmup=2, rl=3)
     with pytest.raises(LoggerFailed, match=r"^mlflow: open: refused by the server$"):
-        Sender(config, "mlflow", lambda: Fake(["open"]), _stopped(), retry_s=0.01).run()
+        RecordSender(config, "mlflow", lambda: Fake(["open"]), _stopped(), retry_s=0.01).run()
     assert state.read(config.run.dir, "mlflow").problem == "mlflow: open: refused by the server"
 
 
@@ -203,9 +203,9 @@ def test_samples_are_sent_only_on_request_and_once(sampled: Path) -> None:
     assert trained
     silent, asked = config_of(sampled, trackio={}), config_of(sampled, mlflow={"uri": "http://h:1"}, loggers={"samples": True})
     fake = Fake()
-    Sender(silent, "trackio", lambda: fake, _stopped()).run()
+    RecordSender(silent, "trackio", lambda: fake, _stopped()).run()
     assert fake.tables == []
-    Sender(asked, "mlflow", lambda: fake, _stopped()).run()
+    RecordSender(asked, "mlflow", lambda: fake, _stopped()).run()
     rows = [row for _, table in fake.tables for row in table]
     assert sorted((row["step"], row["group"], row["question"], row["reward"]) for row in rows) == sorted(
         (one.entry.step, one.group.group, one.group.question, member.reward)
@@ -215,7 +215,7 @@ def test_samples_are_sent_only_on_request_and_once(sampled: Path) -> None:
     )
     assert all(isinstance(row["response"], str) and row["tokens"] > 0 for row in rows)
     again = Fake()
-    Sender(asked, "mlflow", lambda: again, _stopped()).run()
+    RecordSender(asked, "mlflow", lambda: again, _stopped()).run()
     assert again.tables == []
 
 
@@ -229,7 +229,7 @@ def test_another_server_gets_a_run_of_its_own(tmp_path: Path) -> None:
     write_run(config.run.dir, warmup=2, rl=3)
     state.write(config.run.dir, "mlflow", state.State(id="old", target="elsewhere", sent=Sent(5, {}, 5)))
     fake = Fake()
-    Sender(config, "mlflow", lambda: fake, _stopped()).run()
+    RecordSender(config, "mlflow", lambda: fake, _stopped()).run()
     assert (fake.opened, len(_steps(fake.points)), fake.closed) == ([(None, 0)], 5, [False])
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -18,12 +19,15 @@ import pytest
 import torch
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.telemetry import metric, report
+from asyncmoe.queue.group_buffer import describe
+from asyncmoe.telemetry import metric
 from asyncmoe.telemetry.metric import Metric, declared
+from asyncmoe.telemetry.report import run_page
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer import objective
-from asyncmoe.trainer.records import combined
+from asyncmoe.trainer.records import combined, step_record
+from tests.unit import kept_trajectory
 
 ROOT = Path(__file__).parents[2]
 KINDS: tuple[type[msgspec.Struct], ...] = (Step, Rollout, Evaluation, Scoring, Calls)
@@ -42,12 +46,9 @@ def test_a_declaration_alone_brings_a_metric_to_every_reader(tmp_path: Path) -> 
     assert "# HELP asyncmoe_step_surprise Mean surprise." in shown["prometheus"]
     assert "asyncmoe_step_surprise 3.5" in shown["prometheus"]
     assert 'asyncmoe_rollout_stalls{engine="engine.0"} 3.0' in shown["prometheus"]
-    drawn = [base64.b64decode(data).decode() for data in re.findall(r'base64,([^"]*)"', shown["report"])]
-    assert [sum(f"<!-- {text} -->" in picture for picture in drawn) for text in ("Surprise", "nats a token", "Stalls of engines")] == [
-        1,
-        1,
-        1,
-    ]
+    drawn = {figure["title"]: figure for section in shown["report"]["sections"] for figure in section["figures"]}
+    assert (drawn["Surprise"]["y"], drawn["Surprise"]["curves"][0]["y"]) == ("nats a token", [1.5, 2.5, 3.5])
+    assert [curve["name"] for curve in drawn["Stalls of engines"]["curves"]] == ["engine.0"]
 
 
 def test_every_number_of_a_record_is_declared_and_described() -> None:
@@ -79,9 +80,8 @@ def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
         assert found.source is None or kind is Rollout, f"{name}: only rollout records are copied"
         if found.plot is not None:
             assert found.unit, f"{name}: the axis of a figure needs a unit"
-            assert found.plot.section in [title for title, _, _ in report._SECTIONS]
+            assert found.plot.section in run_page.SECTIONS
             assert found.plot.bars is None or "Mapping[int" in str(hints[name]), f"{name}: bars are for mappings from whole numbers"
-            assert not (found.plot.smooth and found.key), f"{name}: a running mean is for plain numbers"
 
 
 def test_metrics_that_share_a_figure_agree_on_it() -> None:
@@ -89,15 +89,26 @@ def test_metrics_that_share_a_figure_agree_on_it() -> None:
     for title, group in groupby(sorted(plots, key=lambda drawn: drawn[0].figure), key=lambda drawn: drawn[0].figure):
         members = list(group)
         assert len({(plot.section, plot.from_zero, found.unit, kind) for plot, found, kind in members}) == 1, title
-        assert len(members) == 1 or all(plot.curve and not plot.bars and not plot.smooth for plot, _, _ in members), title
+        assert len(members) == 1 or all(plot.curve and not plot.bars for plot, _, _ in members), title
     titles = {plot.figure for plot, _, _ in plots}
-    assert [first for _, _, firsts in report._SECTIONS for first in firsts if isinstance(first, str) and first not in titles] == []
+    assert [first for firsts in run_page.FIRST.values() for first in firsts if first not in titles] == []
 
 
 def test_figures_of_the_objective_are_recorded() -> None:
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in objective.SUMS.items()}
     figures = objective.metrics(sums)
     assert set(combined([figures, figures])) == set(figures) <= set(declared(Step))
+
+
+def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:
+    """Sampled tokens of trajectory n: n - 2 of n; the first of four ended at its limit."""
+    made = [kept_trajectory.trajectory(length, length)[0] for length in (3, 4, 6, 10)]
+    items = [describe(replace(one, finish="length" if number == 0 else "stop")) for number, one in enumerate(made)]
+    update = SimpleNamespace(loss=0.5, grad_norm=1.0, lr=0.1, rows=23, tokens=15, entropy=0.1, routing_mismatch={}, figures={})
+    leased = SimpleNamespace(items=items, queue_depth=1, dropped={})
+    record = step_record(1, leased, "rl", [update], None, 0.0, (0.0, 1.0, 2.0))  # type: ignore[arg-type, list-item]
+    assert record.truncated_fraction == 0.25
+    assert record.response_tokens_quantiles == pytest.approx({"0.1": 1.3, "0.5": 3.0, "0.9": 6.8, "1.0": 8.0})  # linear, by hand
 
 
 def test_figures_of_several_updates_become_one() -> None:

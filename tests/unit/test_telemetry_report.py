@@ -1,91 +1,110 @@
-"""The report: every section is there and drawn, whatever the state of the run; the timeline's columns are exact."""
+"""The report's data: every recorded series is there, whatever the state of the run; the timeline's columns are exact."""
 
 from __future__ import annotations
 
-import base64
+import math
 import random
-import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from telemetry_runs import START, write_run
+from report_pages import figures_of
+from telemetry_runs import START, evaluation, write_run
 
 from asyncmoe.errors import DataError
+from asyncmoe.telemetry.metric import declared, numbers
 from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.report import html, report
-from asyncmoe.telemetry.rollout_schema import Rollout, Scoring
+from asyncmoe.telemetry.report import figures, series
+from asyncmoe.telemetry.report.run_page import SECTIONS, SampleList, run_page
+from asyncmoe.telemetry.report.series import MOST_POINTS, MOST_ROWS, Series
+from asyncmoe.telemetry.report.timeline import timeline
+from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
 from asyncmoe.telemetry.run import RunRecords, load
-from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Span, Step
-from asyncmoe.telemetry.series import MOST_POINTS, Series
-from asyncmoe.telemetry.timeline import merge_equal, timeline
+from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Span, Step
 
-SECTIONS = [
-    "Summary",
-    "Timeline",
-    "Learning",
-    "Staleness",
-    "Agreement of engines and trainer",
-    "Idle time and queue",
-    "Weight updates",
-    "Throughput",
-]
+NO_SAMPLES = SampleList((), 0, ())
 
 
-def _sections(page: str) -> dict[str, str]:
-    return {part.split("</h2>")[0]: part for part in page.split("<h2>")[1:]}
+def _page(run_dir: Path) -> dict[str, Any]:
+    import msgspec
+
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run_page(run_dir, run_dir.name, NO_SAMPLES)))
+    return found
 
 
-def _images(part: str) -> list[str]:
-    return [base64.b64decode(data).decode() for data in re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', part)]
+def test_a_whole_run_has_every_figure(tmp_path: Path) -> None:
+    end = write_run(tmp_path, rl=30)
+    write_run(tmp_path, rl=40, first=45, start=end + 1000)
+    page = _page(tmp_path)
+    assert page["what"].startswith("40 RL steps in ")
+    assert page["what"].endswith("started 2 times")
+    drawn = figures_of(page)
+    assert list(drawn) == [*SECTIONS, figures.REST]
+    learning = ["Mean reward", "Evaluation", "Response length", "Policy loss", "Entropy", "Reward spread", "Gradient norm", "Learning rate"]
+    assert list(drawn["Learning"])[:8] == learning
+    assert {"Clipped tokens", "Truncated responses", "Warm-up loss"} <= set(drawn["Learning"])
+    assert {"Effective sample size", "Importance ratio, quantiles"} <= set(drawn["Agreement of engines and trainer"])
+    assert list(drawn["Idle time and queue"])[:2] == ["Idle", "Queue"]
+    lengths = drawn["Learning"]["Response length"]
+    assert [curve["name"] for curve in lengths["curves"]] == ["mean", "quantile 0.1", "quantile 0.5", "quantile 0.9", "quantile 1.0"]
+    rows = {row[0]: row[1:] for row in page["summary"]}
+    assert rows["Evaluation"] == ["0.2 → 0.54 ± 0.05", "mean reward of versions 20 and 54; 64 episodes, 25 % failed"]
+    recent, whole = page["timelines"]
+    assert recent["title"].startswith("Last 10 steps: during ")
+    assert [lane["name"] for lane in recent["lanes"]] == ["trainer", "engine 0", "engine 1", "both at once"]
+    assert [mark["text"] for mark in recent["marks"]][-1] == "step 40"
+    assert recent["pauses"]
+    assert [mark["text"] for mark in whole["marks"]] == ["RL begins", "resumed"]
 
 
-def _texts(picture: str) -> set[str]:
-    # The texts are drawn as outlines; matplotlib leaves each as a comment beside its outline.
-    return set(re.findall(r"<!-- (.*?) -->", picture))
+def test_every_recorded_number_is_in_a_figure(tmp_path: Path) -> None:
+    """The oracle are the records themselves: each finite number of a step, and each metric of the other records."""
+    write_run(tmp_path, warmup=2, rl=6)
+    with JsonLines(tmp_path / ROLLOUT) as rollout:
+        at = START + 3
+        rollout.write(Rollout(time=at, scoring={"scorer": Scoring(scored=3, failed={"a": 1, "b": 1})}, tools={"add": Calls(calls=2)}))
+    run = load(tmp_path)
+    lines = [figure for part in figures_of(_page(tmp_path)).values() for figure in part.values() if figure["kind"] == "lines"]
+    curves = [curve["y"] for figure in lines for curve in figure["curves"]]
+    flat = [value for values in curves for value in values]
+    for step in run.rl:
+        for one in numbers(step):
+            if declared(Step)[one.name].plot is None or declared(Step)[one.name].plot.bars is None:  # type: ignore[union-attr]
+                scale = 100 if declared(Step)[one.name].is_share else 1
+                assert any(math.isclose(scale * one.value, value, rel_tol=1e-5) for value in flat), one
+    titles = {figure["title"]: figure for figure in lines}
+    assert titles["rollout: scoring failed"]["curves"][0]["y"] == [2.0]
+    assert titles["rollout: tools calls"]["curves"][0]["name"] == "add"
 
 
-def test_a_whole_run_has_every_plot(tmp_path: Path) -> None:
-    end = write_run(tmp_path / "a <run>", rl=30)
-    write_run(tmp_path / "a <run>", rl=40, first=45, start=end + 1000)
-    path = report(tmp_path / "a <run>")
-    page = path.read_text()
-    assert path.name == "report.html"
-    assert len(page) < 2_000_000
-    assert "a &lt;run&gt;" in page
-    assert "a <run>" not in page
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)
-    assert "40 RL steps" in page
-    assert "started 2 times" in page
-    sections = _sections(page)
-    assert list(sections) == SECTIONS
-    assert {title: len(_images(part)) for title, part in sections.items()} == dict(zip(SECTIONS, (0, 2, 5, 2, 5, 2, 2, 2), strict=True))
-    pictures = [picture for part in sections.values() for picture in _images(part)]
-    for picture in pictures:
-        ElementTree.fromstring(picture)
-    drawn = set().union(*map(_texts, pictures))
-    for title in (
-        "Mean reward",
-        "Evaluation",
-        "Policy loss",
-        "Age of the trained tokens",
-        "Queue",
-        "Idle",
-        "Weight sync",
-        "Trained tokens",
-        "Sampled tokens",
-    ):
-        assert title in drawn
-    assert "0.2 → 0.54 ± 0.05" in sections["Summary"]
-    assert "versions 20 and 54; 64 episodes, 25 % failed" in sections["Summary"]
-    recent, whole = map(_texts, _images(sections["Timeline"]))
-    assert {"trainer", "engine 0", "engine 1", "both at once", "step 40", "generate", "paused"} <= recent
-    assert {"RL begins", "resumed"} <= whole
-    assert any(re.fullmatch(r"Whole run: during \S+ % of the RL training time an engine generates", text) for text in whole)
+def test_ages_and_layers_are_heat_maps_over_the_steps(tmp_path: Path) -> None:
+    ages = [{0: 3, 2: 1}, None, {1: 4}]
+    with JsonLines(tmp_path / METRICS) as metrics:
+        for step, each in enumerate(ages, 5):
+            routing = {0: 0.5, 3: 0.25} if step == 5 else None
+            metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, ages=each, routing_mismatch=routing))
+    drawn = figures_of(_page(tmp_path))
+    heat = drawn["Staleness"]["Age of the trained tokens, over the steps"]
+    assert (heat["kind"], heat["columns"], heat["keys"]) == ("heat", [1, 3], [0, 1, 2])
+    assert heat["values"] == [[75, 0], [0, 100], [25, 0]]
+    assert drawn["Staleness"]["Age of the trained tokens, all steps"]["heights"] == [37.5, 50, 12.5]
+    routing_map = drawn["Agreement of engines and trainer"]["Tokens the trainer's router would send elsewhere, over the steps"]
+    assert (routing_map["keys"], routing_map["values"]) == ([0, 1, 2, 3], [[50], [None], [None], [25]])
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 1200), st.integers(1, 400), st.integers(0, 9))
+def test_heat_maps_are_bounded_and_keep_shares(steps: int, highest: int, seed: int) -> None:
+    draw = random.Random(seed)
+    rl = [Step(step=n, phase="rl", time=float(n), ages={draw.randrange(highest): 3, 0: 1}) for n in range(1, steps + 1)]
+    grid = series.grid(RunRecords("x", [rl], [], []), Step, "ages", declared(Step)["ages"])
+    assert len(grid.keys) == len(grid.values) <= MOST_ROWS
+    assert {len(row) for row in grid.values} == {len(grid.x)}
+    assert len(grid.x) <= MOST_POINTS
+    assert all(sum(column) == pytest.approx(100) for column in zip(*grid.values, strict=True))  # type: ignore[arg-type]
 
 
 def test_metrics_of_ones_own_functions_are_drawn_each_on_its_own_scale(tmp_path: Path) -> None:
@@ -93,49 +112,70 @@ def test_metrics_of_ones_own_functions_are_drawn_each_on_its_own_scale(tmp_path:
         for step in range(1, 5):
             own = {"loss/gate $x_{": 0.5 / step, "advantage/deviation": None if step == 2 else 1e6 * step}
             metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, loss=0.1, plugin_metrics=own))
-    drawn = [_texts(picture) for picture in _images(_sections(report(tmp_path).read_text())["Learning"])]
-    titles = ["Your function's advantage/deviation", "Your function's loss/gate $x_{"]
-    assert [sum(title in texts for texts in drawn) for title in titles] == [1, 1]
-    assert not any(set(titles) <= texts for texts in drawn)
+    learning = figures_of(_page(tmp_path))["Learning"]
+    assert [curve["x"] for curve in learning["Your function's advantage/deviation"]["curves"]] == [[1, 3, 4]]
+    assert [curve["y"] for curve in learning["Your function's loss/gate $x_{"]["curves"]] == [[0.5, 0.25, 0.166667, 0.125]]
 
 
-def test_the_words_for_an_image_say_what_it_shows(tmp_path: Path) -> None:
-    write_run(tmp_path, rl=30)
-    shown = re.findall(r'<img alt="([^"]*)"', report(tmp_path).read_text())
-    assert len(set(shown)) == len(shown)
-    assert "Idle: share of the step, % over RL step (trainer, engines)" in shown
-    assert any(re.match(r"Last 10 steps: .*: trainer, engine 0, engine 1, both at once over seconds \(train, ", text) for text in shown)
+def test_evaluation_sets_are_curves_of_their_own(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=1, rl=2)
+    with JsonLines(tmp_path / EVALUATION) as evaluations:
+        for name, reward in (("gsm", 0.5), ("math", 0.25)):
+            evaluations.write(evaluation(3, reward, name=name, pass_at={"1": reward, "4": 1.0}))
+    drawn = figures_of(_page(tmp_path))
+    assert [(curve["name"], curve["y"][-1]) for curve in drawn["Learning"]["Evaluation"]["curves"]][-2:] == [("gsm", 0.5), ("math", 0.25)]
+    passes = {curve["name"]: curve["y"] for curve in drawn[figures.REST]["evaluation: pass at"]["curves"]}
+    assert passes == {"gsm 1": [50], "gsm 4": [100], "math 1": [25], "math 4": [100]}
 
 
 def test_only_warmup(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=3, rl=0)
-    page = report(tmp_path).read_text()
-    sections = _sections(page)
-    assert "no RL step yet" in page
-    assert "Warm-up loss" in _texts(_images(sections["Learning"])[0])
-    assert "Nothing recorded." in sections["Throughput"]
+    page = _page(tmp_path)
+    assert page["what"].startswith("no RL step yet")
+    assert list(figures_of(page)["Learning"]) == ["Warm-up loss"]
+    assert figures_of(page)["Throughput"] == {}
 
 
 def test_a_single_step_without_anything_else(tmp_path: Path) -> None:
     with JsonLines(tmp_path / METRICS) as metrics:
         metrics.write({"step": 1, "phase": "rl", "time": 5.0})
-    assert "The loss of step 1 is not a finite number" in report(tmp_path).read_text()
+    page = _page(tmp_path)
+    assert "The loss of step 1 is not a finite number" in page["advice"][0]
+    assert (page["timelines"], page["settings"], page["versions"]) == ([], {}, {})
+
+
+def test_records_of_older_versions_are_read(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / METRICS) as metrics:
+        metrics.write(
+            {"step": 1, "phase": "rl", "time": START, "step_seconds": 5.0, "kl_engine": 0.5, "routing_differs": {"0": 0.25}, "gone": 3}
+        )
+    with JsonLines(tmp_path / ROLLOUT) as rollout:
+        rollout.write({"time": START - 1, "dropped": 7})
+    drawn = figures_of(_page(tmp_path))
+    assert drawn["Agreement of engines and trainer"]["KL(engine ‖ trainer)"]["curves"][0]["y"] == [0.5]
+    assert drawn[figures.REST]["rollout: dropped"]["curves"][0]["y"] == [7]
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="got no step"):
-        report(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        _page(tmp_path)
 
 
-def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
-    write_run(tmp_path, warmup=2, rl=3)
-    assert html(load(tmp_path)) == html(load(tmp_path))
+def test_many_curves_are_bounded_and_the_page_says_so(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / METRICS) as metrics:
+        metrics.write(Step(step=1, phase="rl", time=START, rejected_by_rule={f"rule {n}": 0.1 for n in range(50)}))
+    figure = figures_of(_page(tmp_path))["Agreement of engines and trainer"]["Rejected tokens"]
+    assert len(figure["curves"]) == figures.MOST_CURVES
+    assert figure["about"].endswith("The first 32 of 50 are drawn.")
 
 
-def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    write_run(tmp_path, warmup=10, rl=1500, engines=12)
-    assert report(tmp_path).stat().st_size < 2_000_000
+def test_sawtoothed_curves_are_found() -> None:
+    draw = random.Random(0)
+    noisy = Series([float(x) for x in range(40)], [draw.random() for _ in range(40)])
+    assert noisy.jagged
+    assert not Series(noisy.x, [x * x for x in noisy.x]).jagged
+    assert not Series(noisy.x, [1.0] * 40).jagged
+    assert not Series(noisy.x[:8], noisy.y[:8]).jagged
 
 
 def _run(spans: list[Span], *windows: tuple[float, float]) -> RunRecords:
@@ -164,16 +204,6 @@ def test_overlap_in_the_timeline_leaves_out_the_warmup(tmp_path: Path) -> None:
     assert timeline(run, [(START, START + 5)]).overlap is None
 
 
-@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=30))
-def test_merged_columns_draw_the_same(shares: list[float]) -> None:
-    edges = [0.25 * i for i in range(len(shares) + 1)]
-    values, merged = merge_equal(shares, edges)
-    assert len(merged) == len(values) + 1
-    assert all(one != other for one, other in pairwise(values))
-    drawn = [values[max(i for i, edge in enumerate(merged[:-1]) if edge <= x)] for x in edges[:-1]]
-    assert drawn == shares
-
-
 @given(st.integers(0, 4 * MOST_POINTS), st.integers(0, 9))
 def test_long_curves_are_thinned_without_bias(points: int, seed: int) -> None:
     draw = random.Random(seed)
@@ -183,7 +213,6 @@ def test_long_curves_are_thinned_without_bias(points: int, seed: int) -> None:
     size = -(-points // MOST_POINTS)
     sizes = [min(size, points - size * i) for i in range(len(thin.y))]
     assert sum(y * n for y, n in zip(thin.y, sizes, strict=True)) == pytest.approx(sum(y for _, y in values))
-    assert len(thin.smooth().y) == len(thin.y)
 
 
 def test_scoring_and_rejections_are_rows_over_all_starts(tmp_path: Path) -> None:
@@ -192,8 +221,6 @@ def test_scoring_and_rejections_are_rows_over_all_starts(tmp_path: Path) -> None
         for started in (100, 40):
             judge = Scoring(scored=started, seconds=started / 2, failed={"scorer_<nan>": 10}, retried=1)
             rollout.write(Rollout(time=START, started=started, rejected={"scorer_<nan>": 14}, scoring={"scorer": judge}))
-    summary = _sections(html(load(tmp_path)))["Summary"]
-    assert (
-        "<td>Scoring: scorer</td><td>140</td><td>140 scored in 0.44 s each   20 failed (scorer_&lt;nan&gt; 20)   2 retried</td>" in summary
-    )
-    assert "<td>Rejected</td><td>20 %</td><td>trajectories: 20 % of 140 started (scorer_&lt;nan&gt; 28)</td>" in summary
+    rows = {row[0]: row[1:] for row in _page(tmp_path)["summary"]}
+    assert rows["Scoring: scorer"] == ["140", "140 scored in 0.44 s each   20 failed (scorer_<nan> 20)   2 retried"]
+    assert rows["Rejected"] == ["20 %", "trajectories: 20 % of 140 started (scorer_<nan> 28)"]

@@ -281,7 +281,7 @@ def test_options_of_a_function_are_named_by_the_tool_or_by_the_function(key: str
     [
         (["abacus"], {}, "abacus"),
         (["tests.unit.tool_functions:nothing"], {}, "nothing"),
-        (["tests.unit.tool_functions:NUMBER"], {}, "a int, expected a function"),
+        (["tests.unit.tool_functions:NUMBER"], {}, "an integer, expected a function"),
         (["calculator", "calculator"], {}, "two tools named calculator"),
         (["calculator"], {"python": {}}, "python: got no such tool, expected calculator"),
         (["calculator"], {"calculater": {}}, "did you mean calculator"),

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools import sandbox, seccomp
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, PythonTool
+from asyncmoe.rollout.episodes.tools import seccomp
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
+from asyncmoe.rollout.episodes.tools.sandboxes import guarded, own, python_tool
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 
 def possible(namespaces: bool) -> bool:
     try:
-        PythonTool(PythonLimits(namespaces=namespaces))
+        python_tool(PythonLimits(namespaces=namespaces))
     except ConfigError:
         return False
     return True
@@ -38,7 +42,7 @@ def run(code: str, namespaces: bool, **limits: float) -> str:
     """What it printed, or the reason and the detail why there is no result."""
 
     async def call() -> str:
-        python = PythonTool(PythonLimits(namespaces=namespaces, **limits))  # type: ignore[arg-type]
+        python = python_tool(PythonLimits(namespaces=namespaces, **limits))  # type: ignore[arg-type]
         try:
             return await python.call(code)
         except ToolError as error:
@@ -53,12 +57,14 @@ def mine() -> set[int]:
     """Processes with a sandbox's directory as theirs, or a guard's command line."""
     found = set()
     for entry in Path("/proc").iterdir():
+        place = ""
         if entry.name.isdecimal():
             try:
                 command = (entry / "cmdline").read_bytes()
-                place = os.readlink(entry / "cwd")
             except OSError:
                 continue
+            with suppress(OSError):  # the guard's is nobody's to read
+                place = os.readlink(entry / "cwd")
             if b"guard.py" in command or "/tool-" in place:
                 found.add(int(entry.name))
     return found
@@ -120,10 +126,10 @@ def test_a_flood_is_cut(namespaces: bool) -> None:
 @BOTH
 def test_nobody_waits_for_a_flood_to_be_read(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More output than asyncio keeps lies unread when the program is ended; a wait for its end alone never ends."""
-    monkeypatch.setattr(sandbox, "_GRACE_S", 3600.0)
+    monkeypatch.setattr(guarded, "_GRACE_S", 3600.0)
 
     async def flood() -> None:
-        python = PythonTool(PythonLimits(namespaces=namespaces, output_bytes=3000))
+        python = python_tool(PythonLimits(namespaces=namespaces, output_bytes=3000))
         with pytest.raises(ToolError, match="cut at 3000 bytes"):
             await python.call("import os\nwhile True: os.write(1, b'x' * 65536)")
         await python.close()
@@ -201,7 +207,7 @@ def test_files_of_its_own_are_bounded_and_gone_afterwards(namespaces: bool) -> N
     assert "OSError" in run("with open('a', 'wb') as f: f.write(bytes(2**20 + 1))", namespaces, file_bytes=2**20)
     assert "Too many open files" in run("x = [open('main.py') for _ in range(99)]", namespaces)
     assert run("import tempfile\nprint(tempfile.TemporaryFile().read())", namespaces) == "b''\n"
-    assert not list(Path(sandbox.tempfile.gettempdir()).glob("tool-*"))
+    assert not list(Path(tempfile.gettempdir()).glob("tool-*"))
 
 
 @NAMESPACES
@@ -230,7 +236,7 @@ def test_with_namespaces_other_files_can_be_read_and_not_written(tmp_path: Path)
 @BOTH
 def test_a_cancelled_call_leaves_nothing(namespaces: bool) -> None:
     async def call() -> None:
-        python = PythonTool(PythonLimits(namespaces=namespaces))
+        python = python_tool(PythonLimits(namespaces=namespaces))
         calling = asyncio.create_task(python.call("import time\ntime.sleep(60)"))
         while len(mine()) < 2:
             await asyncio.sleep(0.01)
@@ -240,14 +246,15 @@ def test_a_cancelled_call_leaves_nothing(namespaces: bool) -> None:
         await python.close()
 
     asyncio.run(call())
-    assert not list(Path(sandbox.tempfile.gettempdir()).glob("tool-*"))
+    assert not list(Path(tempfile.gettempdir()).glob("tool-*"))
 
 
 @BOTH
 def test_programs_end_with_the_controller(namespaces: bool) -> None:
     code = f"""import asyncio
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, PythonTool
-python = PythonTool(PythonLimits(namespaces={namespaces}, wall_s=60.0))
+from asyncmoe.rollout.episodes.tools import sandboxes
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
+python = sandboxes.python_tool(PythonLimits(namespaces={namespaces}, wall_s=60.0))
 print("made", flush=True)
 asyncio.run(python.call("import time\\ntime.sleep(60)"))
 """
@@ -262,16 +269,16 @@ asyncio.run(python.call("import time\\ntime.sleep(60)"))
         controller.send_signal(signal.SIGKILL)
         controller.wait()
     assert gone(mine)
-    for left in Path(sandbox.tempfile.gettempdir()).glob("tool-*"):
-        sandbox.shutil.rmtree(left)
+    for left in Path(tempfile.gettempdir()).glob("tool-*"):
+        shutil.rmtree(left)
 
 
 def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     guard = tmp_path / "guard.py"
     guard.write_text("raise OSError(1, 'Operation not permitted', 'unshare')")
-    monkeypatch.setattr(sandbox, "_GUARD", guard)
+    monkeypatch.setattr(own, "GUARD", guard)
     with pytest.raises(ConfigError, match=r"Operation not permitted.*namespaces=false"):
-        PythonTool(PythonLimits())
+        python_tool(PythonLimits())
     with pytest.raises(ConfigError, match="riscv64"):
         seccomp.program("riscv64")
 

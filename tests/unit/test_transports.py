@@ -109,7 +109,7 @@ def test_what_opening_raised_is_said_once_with_one_place_and_its_traceback_is_lo
     place = rf"\(trainer rank 0 on {re.escape(socket.gethostname())}, cpu\)"
     for function, said, logged in (
         ("raises", f"OSError: no device of mine {place}", 'bad_opener.py", line 3, in raises'),
-        ("nothing", f"sync.transport: got a NoneType from bad_opener:nothing, expected a Transport or SharedTransport .* {place}", ""),
+        ("nothing", f"sync.transport: got None from bad_opener:nothing, expected a Transport or SharedTransport .* {place}", ""),
     ):
         monkeypatch.setitem(TRANSPORTS, "mine", TransportEntry("nothing", f"bad_opener:{function}", gpu=False))
         terms, stores = meeting("mine")

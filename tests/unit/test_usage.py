@@ -39,12 +39,17 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
             "asyncmoe plan: got examples/demo.yaml run.steps=1, expected options only; the YAML file of a run is given as asyncmoe plan "
             "--config FILE",
         ),
-        (["report", "a", "b"], "asyncmoe report: got b, expected no further arguments; see asyncmoe report --help"),
+        (["stacks", "a", "b"], "asyncmoe stacks: got b, expected no further arguments; see asyncmoe stacks --help"),
+        (["report", "a", "b"], "asyncmoe report RUN: got a, which is no directory, expected the run.dir of a run"),
         (["run"], "asyncmoe run: got no CONFIG, expected YAML file that describes the run; see asyncmoe run --help"),
         (["plan", "--gpu-gb", "much"], "asyncmoe plan: --gpu-gb: got "),
         (["plan", "--json"], "--json: got no value, expected one after it"),
         (["doctor", "--json=x"], "--json: got a value, expected none"),
         (["rum", "a.yaml"], "asyncmoe: got an unknown command rum, expected one of run, rollout, "),
+        (["show", "x", "--limit", "0"], "asyncmoe show: --limit: got '0', expected a number, at least 1; see asyncmoe show --help"),
+        (["show", "x", "--tokens", "many"], "asyncmoe show: --tokens: got 'many', expected a whole number; see asyncmoe show --help"),
+        (["run", "a.yaml", "--n-samples-per-prompt", "8"], "did you mean rollout.group_size=VALUE?"),
+        (["run", "run.steps=3"], "run.steps=3: got no such file, expected a YAML configuration; the file comes first: CONFIG run.steps=3"),
         (["bench", "--x"], "asyncmoe bench: got an unknown option --x"),
     ],
 )

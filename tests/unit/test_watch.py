@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -12,9 +13,10 @@ import pytest
 
 from asyncmoe import config
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import Interrupted
 from asyncmoe.launch import local, preflight, watch
 from asyncmoe.process import Child
+from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
 from tests.unit.telemetry_runs import write_run
 
@@ -29,7 +31,7 @@ def configured(tmp_path: Path) -> Config:
 def checkpoint(run_dir: Path) -> Path:
     path = run_dir / "checkpoints" / "step-00000003"
     path.mkdir(parents=True)
-    (path / "asyncmoe.json").write_text("{}")
+    (path / "asyncmoe.json").write_text('{"step": 3}')
     return path
 
 
@@ -46,20 +48,68 @@ def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path
         return watch.Processes(controller, (trainer,))
 
     began = time.monotonic()
-    with pytest.raises(AsyncmoeError, match=r"^stopped before the first step; the same command starts over$") as caught:
+    with pytest.raises(Interrupted, match=r"^stopped before the first step; the same command starts over$") as caught:
         watch.supervise(configured, start)
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 130
     assert time.monotonic() - began < watch.STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
 
 
-def test_what_the_same_command_does_next_depends_on_what_is_there(tmp_path: Path) -> None:
-    assert watch._stopped(tmp_path) == "stopped before the first step; the same command starts over"
-    path = checkpoint(tmp_path)
-    assert watch._stopped(tmp_path) == f"stopped at a checkpoint; the same command resumes from {path}"
-    write_run(tmp_path / "run", rl=3)
-    assert (tmp_path / "run" / METRICS).exists()
-    assert watch._stopped(tmp_path / "run") == "stopped before the first checkpoint; the same command starts over"
-    assert (tmp_path / "run" / "report.html").exists()
+def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -> None:
+    run_dir, total = configured.run.dir, configured.warmup.steps + configured.run.steps
+    assert watch.saved("stopped", configured) == "stopped before the first step; the same command starts over"
+    path = checkpoint(run_dir)
+    assert watch.saved("stopped", configured) == f"stopped at step 3 of {total}, which is saved; the same command resumes from {path}"
+    write_run(run_dir, rl=3)
+    last = read_steps(run_dir / METRICS)[-1].step
+    assert last > 3
+    said = f"ended at once at step {last} of {total}, saved up to step 3; the same command resumes from {path}"
+    assert watch.saved("ended at once", configured) == said
+    (path / "asyncmoe.json").write_text(f'{{"step": {total}}}')
+    assert watch.saved("stopped", configured) == f"stopped after the last step: the run is complete, and saved in {path}"
+    shutil.rmtree(path)
+    assert watch.saved("stopped", configured) == "stopped before the first checkpoint; the same command starts over"
+
+
+def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int) -> Interrupted:
+    """Supervise shell scripts as a run that receives signals; what it says in the end. Each script says `ready` when it listens."""
+
+    def start(ending: ExitStack) -> watch.Processes:
+        children = []
+        for name, script in (("controller", controls), ("trainer", trains)):
+            children.append(Child(name, ["sh", "-c", script], tmp_path / f"{name}.log"))
+            ending.callback(children[-1].end, 1.0)
+        while any("ready" not in child.log.read_text() for child in children):
+            time.sleep(0.01)
+        for number in signals:
+            os.kill(os.getpid(), number)
+        return watch.Processes(children[0], (children[1],))
+
+    with pytest.raises(Interrupted) as caught:
+        watch.supervise(configured, start)
+    return caught.value
+
+
+def test_a_trainer_that_loses_a_stopping_controller_has_not_failed(configured: Config, tmp_path: Path) -> None:
+    controls = 'trap "sleep 1; exit 0" INT; echo ready; while :; do sleep 0.1; done'
+    trains = "echo ready; sleep 0.5; echo 'error: waited 1.0 s for the controller: the connection was lost'; exit 1"
+    said = stops(configured, tmp_path, controls, trains, signal.SIGINT)
+    assert (str(said), said.exit_code) == ("stopped before the first step; the same command starts over", 130)
+
+
+def test_sigterm_stops_like_ctrl_c_with_a_status_of_its_own(configured: Config, tmp_path: Path) -> None:
+    said = stops(configured, tmp_path, 'trap "exit 0" INT; echo ready; sleep 600 & wait', "echo ready", signal.SIGTERM)
+    assert said.exit_code == 143
+
+
+@pytest.mark.parametrize("pressed", [2, 3])
+def test_ctrl_c_again_ends_at_once(configured: Config, tmp_path: Path, pressed: int) -> None:
+    checkpoint(configured.run.dir)
+    began = time.monotonic()
+    deaf = 'trap "" INT TERM; echo ready; sleep 600 & wait'
+    said = stops(configured, tmp_path, deaf, "echo ready; exec sleep 600", *[signal.SIGINT] * pressed)
+    assert str(said).startswith("ended at once at step 3 of ")
+    assert said.exit_code == 130
+    assert time.monotonic() - began < 30
 
 
 def test_ctrl_c_during_the_checks(configured: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +117,22 @@ def test_ctrl_c_during_the_checks(configured: Config, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(preflight, "check", interrupted)
-    with pytest.raises(AsyncmoeError, match=r"^stopped before the run was started; repeat the command to start it$"):
+    with pytest.raises(Interrupted, match=r"^stopped before the run was started; repeat the command to start it$"):
         local.run(configured)
     assert [path.name for path in configured.run.dir.iterdir()] == [".lock"]
+
+
+def test_a_finished_run_names_what_it_wrote(configured: Config) -> None:
+    run_dir = configured.run.dir
+    assert watch.written(configured) == []
+    path = checkpoint(run_dir)
+    for folder, file in (("samples", "rollout.jsonl"), ("profile", "step-3-rank-0.trace.json.gz"), (".", "report.html")):
+        (run_dir / folder).mkdir(exist_ok=True)
+        (run_dir / folder / file).touch()
+    profiled = config.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", "telemetry.profile.steps=[3]"])
+    assert watch.written(profiled) == [
+        f"report: {run_dir / 'report.html'}",
+        f"samples: asyncmoe show {run_dir}",
+        f"profile: {run_dir / 'profile'} has step-3-rank-0.trace.json.gz",
+        f"checkpoint: {path}; asyncmoe export {run_dir} OUT writes a model of it",
+    ]

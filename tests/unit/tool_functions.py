@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import Literal
 
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 
@@ -43,3 +44,29 @@ def process(argument: str) -> str:
     if argument == "hang":
         time.sleep(60)
     return str(os.getpid())
+
+
+def find_flight(origin: str, day: int, copy: list[str] | None = None, cabin: Literal["economy", "first"] = "economy") -> str:
+    """Finds a flight.
+
+    Args:
+        origin: the airport it leaves,
+            by its code.
+        day (int): of the year
+
+    Returns:
+        nothing: useful
+    """
+    return f"{origin!r} {day + 1} {copy} {cabin}"
+
+
+async def find_flight_later(origin: str, day: int = 7) -> str:
+    return f"{origin} {day}"
+
+
+def anything(*arguments: str) -> str:
+    return ""
+
+
+def mystery(module: type(os), number: int) -> str:  # type: ignore[valid-type]
+    return ""

@@ -65,7 +65,7 @@ def _try(encoded: bytes, directory: str) -> None:
     request = msgspec.json.decode(encoded, type=Request)
     left = request.targets
     for key, target in left.items():
-        log.info("trying %s %s: at most %g s for its import, %g s for its trial", key, target, request.import_s, request.call_s)
+        log.debug("trying %s %s: at most %g s for its import, %g s for its trial", key, target, request.import_s, request.call_s)
     refused: list[UserError] = []
     while left:
         given = msgspec.json.encode(msgspec.structs.replace(request, targets=left)).decode()

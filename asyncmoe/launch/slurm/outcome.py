@@ -9,11 +9,11 @@ import msgspec
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.telemetry.report import report
+from asyncmoe.telemetry.report import command
 from asyncmoe.telemetry.summary import write_summary
 
 Action = Literal["requeue", "fail"]
@@ -48,15 +48,15 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     else:
         with storage.writing("summary and report of the run", config.run.dir):
             write_summary(config.run.dir)
-            report(config.run.dir)
-        _say(f"finished; the report is {config.run.dir / 'report.html'}")
+            written = command.write_or_explain(config.run.dir)
+        _say("finished" if written is None else f"finished; the report is {written}")
 
 
 def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:
     at = "no checkpoint" if newest is None else newest.name
     if not stop.requeue:
         then = "starts over" if newest is None else "resumes from there"
-        raise AsyncmoeError(f"stopped at {at}; the same command {then}")
+        raise Interrupted(f"stopped at {at}; the same command {then}")
     if newest == before:
         hint = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
         raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {hint}")

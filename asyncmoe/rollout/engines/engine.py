@@ -15,12 +15,12 @@ Calls without a `timeout_s` have the implementation's own limit, about a minute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncmoe.receiver.command import Command
-from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
 
 
 class AdapterHost(Protocol):
@@ -104,6 +104,16 @@ class Engine(AdapterHost, Protocol):
             EngineLost: the connection failed.
             EngineError: the engine refused or itself aborted the request, or its answer is malformed.
             WaitTimeout: no answer within `timeout_s`.
+        """
+        ...
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+        """Return the tool calls in a response's text.
+
+        Args:
+            text: the response with its special tokens, without the token that ended it.
+            parser: name of one of the engine's parsers.
+            tools: OpenAI's function schemas of the tools there are.
         """
         ...
 

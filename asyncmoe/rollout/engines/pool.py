@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from asyncmoe.config.rollout import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
@@ -26,7 +27,7 @@ from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attribute
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, Sampling
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -155,6 +156,19 @@ class Pool:
         if answer.generation.finish != ABORTED:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
         return answer
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+        """Return the tool calls in a response; any engine can say. See `Engine.parse_calls`. Raises as `generate`."""
+        await self._some()
+        member = min(self.serving, key=lambda member: member.in_flight)
+        try:
+            return await member.engine.client.parse_calls(text, parser, tools)
+        except EngineLost as error:
+            raise TrajectoryRejected("engine_died", str(error)) from error
+        except WaitTimeout as error:
+            raise TrajectoryRejected("engine_timeout", str(error)) from error
+        except EngineError as error:
+            raise TrajectoryRejected("engine_error", str(error)) from error
 
     def join(self, engine: EngineHandle) -> Member:
         """Add an engine; it receives requests after its first version."""

@@ -76,6 +76,13 @@ class Generation:
     masks: Sequence[Sequence[int]] | None = None
 
 
+class ParsedCall(msgspec.Struct, frozen=True):
+    """A tool call in a response, as the engine's parser reads it; `parameters`: its arguments as JSON text."""
+
+    name: str
+    parameters: str
+
+
 class Listener(Protocol):
     """Hears a response while it is sampled, and may end it.
 

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from random import Random
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.types import Listener, Sampling
+from asyncmoe.rollout.engines.types import Listener, ParsedCall, Sampling
+from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
@@ -34,9 +36,12 @@ ERROR, TIMEOUT, TOO_LONG = "environment_error", "environment_timeout", "episode_
 
 _NOTED = 2000
 """Characters noted of a tool's argument and of its answer."""
+_ORDER = count()
+"""Numbers the responses of all episodes as they end."""
 
 Rewards = float | Mapping[str, float] | None
-"""One reward for all agents; or rewards by agent name; or None: the configured scorer scores every agent."""
+"""One reward for all agents; or rewards by name, where a path without one has its agent's; or None: the configured scorer scores every
+agent."""
 
 
 class Environment(Protocol):
@@ -76,34 +81,56 @@ class Response:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of an episode: responses and tokens of one agent, and the number of agents."""
+    """Limits of an episode: responses and tokens of one path, the number of agents, and of the paths of one agent."""
 
     turns: int = 8
     tokens: int = 1 << 20
     agents: int = 8
+    paths: int = 32
 
 
 Speak = Callable[["Agent", tuple[int, ...], Sampling, Listener | None], Awaitable[list[Turn]]]
 """(agent, tokens given since its last response, sampling, listener) -> the turns of one response."""
 
 
+Parse = Callable[[str, str, Sequence[Mapping[str, Any]]], Awaitable[Sequence[ParsedCall]]]
+"""(text, parser, schemas of the tools) -> the tool calls in a response, as an engine's parser reads them."""
+
+
 class Agent:
-    """One conversation of the policy; becomes one trajectory.
+    """One conversation of the policy, or one path of a conversation that was forked (`Episode.fork`); becomes one trajectory.
 
     Attributes:
         name: its name in the environment.
-        number: its index among the agents of the episode; a group compares the responses of equal numbers.
+        number: its index among the agents of the episode, the same for all paths of a tree; a group compares the responses of equal
+            numbers.
+        tree: the name of the agent whose tree it is a path of; its own if it was not forked from another.
+        branch: its index among the paths of its tree.
         turns: tokens given and sampled so far, as the engines answered.
         responses: its responses so far, decoded.
         credits: {index of a sampled token: reward} of the steps that the environment rewarded.
         calls: tool calls that the environment made for it, for readers of samples.
         why: what the scorer says about its reward, for readers of samples.
+        spoke_last: greater the later its last response ended; -1 before the first.
+        parse: the engines' parsers of tool calls; None without engines.
         failure: its first failure, or None.
     """
 
-    def __init__(self, name: str, number: int, tokenizer: Tokenizer, sampling: Sampling, bounds: Bounds, speak: Speak) -> None:
-        self.name, self.number = name, number
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        bounds: Bounds,
+        speak: Speak,
+        tree: str | None = None,
+        branch: int = 0,
+    ) -> None:
+        self.name, self.number, self.tree, self.branch = name, number, tree or name, branch
+        self.spoke_last = -1
         self.turns: list[Turn] = []
+        self._ends: list[int] = []
         self.responses: list[Response] = []
         self.credits: dict[int, float] = {}
         self.calls: list[ToolCall] = []
@@ -111,6 +138,7 @@ class Agent:
         self._tokenizer, self._sampling, self._bounds, self._speak = tokenizer, sampling, bounds, speak
         self._given: list[int] = []
         self._speaking = False
+        self.parse: Parse | None = None
         self.failure: TrajectoryRejected | None = None
 
     @property
@@ -133,6 +161,16 @@ class Agent:
     def text(self) -> str:
         """The whole conversation, decoded without special tokens."""
         return self._tokenizer.decode(self.tokens)
+
+    def forked(self, name: str, branch: int, responses: int) -> Agent:
+        """Return a new path that begins with this one's first `responses` responses and the tokens given before them."""
+        if not 0 <= responses <= len(self.responses):
+            raise self._failed(ERROR, f"fork: got {responses} responses, expected at most its {len(self.responses)}")
+        made = Agent(name, self.number, self._tokenizer, self._sampling, self._bounds, self._speak, self.tree, branch)
+        made.parse = self.parse
+        made._ends, made.responses = self._ends[:responses], self.responses[:responses]
+        made.turns = self.turns[: made._ends[-1]] if responses else []
+        return made
 
     def see(self, what: str | Sequence[int]) -> None:
         """Give the agent text or tokens; they are not trained on."""
@@ -183,7 +221,8 @@ class Agent:
         finally:
             self._speaking = False
         self.turns += made
-        self._given = []
+        self._ends.append(len(self.turns))
+        self._given, self.spoke_last = [], next(_ORDER)
         tokens = tuple(token for turn in made for token in turn.generation.tokens)
         logprobs = tuple(value for turn in made for value in turn.generation.logprobs)
         stopped_by = None if listening is None else listening.stopped_by
@@ -250,26 +289,56 @@ class Episode:
     speak: Speak
     agents: dict[str, Agent] = field(default_factory=dict)
     failure: TrajectoryRejected | None = None
+    parse: Parse | None = None
 
     def agent(self, name: str = "policy") -> Agent:
         """Return the agent of this name, created on the first call."""
         if name not in self.agents:
-            if len(self.agents) >= self.bounds.agents:
-                self.failure = TrajectoryRejected(TOO_LONG, f"more than environment.max_agents = {self.bounds.agents} conversations")
-                raise self.failure
-            self.agents[name] = Agent(name, len(self.agents), self.tokenizer, self.sampling, self.bounds, self.speak)
+            number = sum(not agent.branch for agent in self.agents.values())
+            if number >= self.bounds.agents:
+                raise self._failed(f"more than environment.max_agents = {self.bounds.agents} agents")
+            self.agents[name] = Agent(name, number, self.tokenizer, self.sampling, self.bounds, self.speak)
+            self.agents[name].parse = self.parse
+        return self.agents[name]
+
+    def fork(self, agent: Agent, responses: int | None = None, name: str | None = None) -> Agent:
+        """Return a new path of an agent's tree: it shares the agent's first responses, and all that was given before them.
+
+        A shared response is trained once, with the mean advantage of the paths that share it.
+
+        Args:
+            responses: number of shared responses; None: all so far.
+            name: name of the new path; None: the tree's name and the path's number, like "policy/2".
+
+        Raises:
+            TrajectoryRejected: the tree has too many paths, the name is taken, or the agent has not responded as often.
+        """
+        tree = [one for one in self.agents.values() if one.number == agent.number]
+        if len(tree) >= self.bounds.paths:
+            raise self._failed(f"more than environment.max_paths = {self.bounds.paths} paths of {tree[0].name}")
+        name = f"{tree[0].name}/{len(tree) + 1}" if name is None else name
+        if name in self.agents:
+            raise self._failed(f"fork: there is an agent {name} already", ERROR)
+        shared = len(agent.responses) if responses is None else responses
+        self.agents[name] = agent.forked(name, len(tree), shared)
         return self.agents[name]
 
     @property
     def spoke(self) -> list[Agent]:
-        """The agents that responded, in the order they were first requested. Read it only after the environment has ended.
+        """The agents that responded, in the order they were first requested; of a tree, the leaves. Read it only after the environment has
+        ended.
 
         Raises:
             TrajectoryRejected: an agent failed, even if the environment caught the failure, or is still responding.
         """
-        for agent in self.agents.values():
+        agents = list(self.agents.values())
+        for agent in agents:
             agent.rest()
-        failures = [self.failure, *(agent.failure for agent in self.agents.values())]
+        failures = [self.failure, *(agent.failure for agent in agents)]
         if failed := [failure for failure in failures if failure is not None]:
             raise failed[0]
-        return [agent for agent in self.agents.values() if agent.turns]
+        return [agents[i] for i in turn_tree.leaves([agent.turns for agent in agents])]
+
+    def _failed(self, detail: str, reason: str = TOO_LONG) -> TrajectoryRejected:
+        self.failure = self.failure or TrajectoryRejected(reason, detail)
+        return self.failure

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,11 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
-from asyncmoe.rollout.episodes import environment
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
+from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, Teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
@@ -63,7 +64,8 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     """Run and score one episode.
 
     Returns:
-        One trajectory per agent that responded, in the order in which the environment first requested the agents.
+        One trajectory per agent that responded, in the order in which the environment first requested the agents; of a forked agent, one
+        per leaf of its tree.
 
     Raises:
         TrajectoryRejected: the environment raised ("environment_error") or took too long ("environment_timeout"), no agent responded
@@ -76,8 +78,11 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
         request = ScheduledRequest(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
         return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request, listener)
 
+    async def parse(text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
+        return await stage.pool.parse_calls(text, parser, tools)
+
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
-    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak)
+    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, parse=parse)
     if stage.opened is not None:
         stage.opened(made)
     rewards = await _play(stage.environment, made, stage.timeout_s)
@@ -85,14 +90,14 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
-    worth = await _worth(rewards, agents, prompt, stage.scorer)
+    worth = await _worth(rewards, agents, prompt, stage.scorer, stage.sampling.recording.rewards)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
     # Routes of a long response are megabytes: assemble in a thread, because other responses wait for the event loop.
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
-    for agent, score in zip(agents, worth, strict=True):
-        credited, agent.why = step_rewards(agent.turns, agent.credits), score.why
-        made_of = partial(record, agent.turns, reward=score.reward, agent=agent.number, teacher=score.teacher)
+    for agent, path, score in zip(agents, _places(agents), worth, strict=True):
+        credited, agent.why = step_rewards(agent.turns, _credits(agent, made.agents.values())), score.why
+        made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher)
         trajectories.append(await asyncio.to_thread(made_of, rewards=score.rewards if credited is None else credited))
     return tuple(trajectories)
 
@@ -110,15 +115,43 @@ async def _play(environment_: Environment, made: Episode, timeout_s: float) -> R
         raise TrajectoryRejected(environment.ERROR, f"{type(error).__name__}: {error}") from error
 
 
-async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer) -> list[Score]:
-    """Return one score per agent. A teacher is queried even if the environment provides the rewards."""
-    samples = [_sample(agent, prompt) for agent in agents]
+def _places(agents: Sequence[Agent]) -> list[PlaceInTree]:
+    """Return each path's place. Agents that were not forked from each other share no turns."""
+    found = []
+    for agent, fork in zip(agents, turn_tree.forks([agent.turns for agent in agents]), strict=True):
+        parent = agents[fork.parent].branch if fork.turns else 0
+        found.append(PlaceInTree(agent.number, agent.branch, parent, fork.turns))
+    return found
+
+
+def _credits(path: Agent, agents: Iterable[Agent]) -> dict[int, float]:
+    """Return the rewards of a path's steps: a shared response may have been rewarded as another path's latest one."""
+    found: dict[int, float] = {}
+    for agent in agents:
+        size = sum(map(len, agent.turns[: turn_tree.common(agent.turns, path.turns)]))
+        found |= {at: reward for at, reward in agent.credits.items() if at < size}
+    return found | path.credits
+
+
+async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer, steps: bool) -> list[Score]:
+    """Return one score per path. A teacher is queried even if the environment provides the rewards.
+
+    Args:
+        steps: the scorer scores steps, so that it must see every path.
+    """
     if rewards is None:
-        return await together([scorer.score(sample) for sample in samples])
+        last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
+        asked = [agent for agent in agents if steps or isinstance(scorer, Teaches) or agent is last[agent.number]]
+        scores = await together([scorer.score(_sample(agent, prompt)) for agent in asked])
+        found = {agent.name: score for agent, score in zip(asked, scores, strict=True)}
+        # A tree is worth what its last response is worth: that is where the conversation ended.
+        worth = [found[last[agent.number].name] for agent in agents]
+        unseen = Score(0.0)
+        return [replace(found.get(a.name, unseen), reward=one.reward, why=one.why) for a, one in zip(agents, worth, strict=True)]
     given = _given(rewards, agents)
     if not isinstance(scorer, Teaches):
         return [Score(reward) for reward in given]
-    taught = await together([scorer.teach(sample) for sample in samples])
+    taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
     return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
 
 
@@ -129,16 +162,15 @@ def _sample(agent: Agent, prompt: Prompt) -> Sample:
 
 
 def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
-    """Return the environment's reward for each agent."""
-    if isinstance(rewards, Mapping):
+    """Return the environment's reward for each path: the path's own, or its tree's."""
+    if not isinstance(rewards, Mapping):
+        return [_finite(rewards)] * len(agents)
+    known = {name for agent in agents for name in (agent.name, agent.tree)}
+    if set(rewards) - known or any(agent.name not in rewards and agent.tree not in rewards for agent in agents):
         names = [agent.name for agent in agents]
-        if set(rewards) != set(names):
-            detail = f"rewards of {sorted(map(str, rewards))}, expected those of the agents that spoke, {sorted(names)}"
-            raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}")
-        found: list[object] = [rewards[name] for name in names]
-    else:
-        found = [rewards] * len(agents)
-    return [_finite(value) for value in found]
+        detail = f"rewards of {sorted(map(str, rewards))}, expected those of the agents that spoke, {sorted(names)}"
+        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}")
+    return [_finite(rewards.get(agent.name, rewards.get(agent.tree))) for agent in agents]
 
 
 def _finite(value: object) -> float:
@@ -175,22 +207,26 @@ class Teaching:
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
         made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
         await _play(self._environment, made, _TEACHING_S)
-        return tuple(_shown(index, agent) for agent in made.spoke)
+        agents = made.spoke
+        return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))
 
 
-def _shown(index: int, agent: Agent) -> Trajectory:
+def _shown(index: int, agent: Agent, path: PlaceInTree) -> Trajectory:
     tokens = [token for turn in agent.turns for token in (*turn.given, *turn.generation.tokens)]
-    return demonstration(index, Demonstration(tuple(tokens), agent.sampled[: len(tokens)]), agent.number)
+    forked = sum(map(len, agent.turns[: path.shared]))
+    sampled = (*(False,) * forked, *agent.sampled[forked : len(tokens)])
+    return replace(demonstration(index, Demonstration(tuple(tokens), sampled), path), parent=path.parent, forked=forked)
 
 
-def demonstration(index: int, made: Demonstration, agent: int = 0) -> Trajectory:
+def demonstration(index: int, made: Demonstration, path: PlaceInTree = FIRST) -> Trajectory:
     """Return a solved question as a trajectory that no version sampled."""
     size = len(made.tokens)
     return Trajectory(
-        key=f"d{index}.a{agent}",
+        key=f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else ""),
         group=index,
         episode=0,
-        agent=agent,
+        agent=path.agent,
+        branch=path.branch,
         tokens=np.array(made.tokens, dtype=np.int32),
         loss_mask=np.array(made.loss_mask, dtype=bool),
         logprobs=np.zeros(size, dtype=np.float32),

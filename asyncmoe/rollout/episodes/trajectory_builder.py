@@ -22,9 +22,29 @@ class EpisodeId:
     episode: int
     attempt: int
 
-    def key(self, agent: int = 0) -> str:
-        """Return the name of one agent's trajectory."""
-        return f"g{self.group}.e{self.episode}.a{agent}.t{self.attempt}"
+    def key(self, agent: int = 0, branch: int = 0) -> str:
+        """Return the name of the trajectory of one agent, or of one path of its tree."""
+        path = f".b{branch}" if branch else ""
+        return f"g{self.group}.e{self.episode}.a{agent}{path}.t{self.attempt}"
+
+
+@dataclass(frozen=True)
+class PlaceInTree:
+    """The place of a trajectory in its episode.
+
+    Attributes:
+        agent, branch, parent: as in `Trajectory`.
+        shared: number of its first turns that it shares with the parent, which trains them.
+    """
+
+    agent: int = 0
+    branch: int = 0
+    parent: int = 0
+    shared: int = 0
+
+
+FIRST = PlaceInTree()
+"""The only path of the only agent."""
 
 
 @dataclass(frozen=True)
@@ -75,45 +95,58 @@ def assemble(
     recording: Recording,
     reward: float,
     seconds: dict[str, float],
-    agent: int = 0,
+    path: PlaceInTree = FIRST,
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
-    """Build the trajectory of one agent's part in an episode. Each turn's routes start at `routed_tokens` of the earlier turns.
+    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at `routed_tokens` of the earlier turns. Shared
+    turns become context: no token of theirs counts as sampled here.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
     everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later
     version computes entries under it only after the first token was sampled.
 
     Args:
-        rewards, teacher: as in `Trajectory`.
+        rewards, teacher: as in `Trajectory`, but also of shared turns.
 
     Raises:
         TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts`, `encode_routes` and
             `sampling_masks`.
     """
-    key = place.key(agent)
+    key, forked = place.key(path.agent, path.branch), sum(map(len, turns[: path.shared]))
     versions = [_versions(turn, key) for turn in turns]
     salts = {turn.salt for turn in turns} | {int(v[len(turn.given)]) for turn, v in zip(turns, versions, strict=True)}
     return Trajectory(
         key=key,
         group=place.group,
         episode=place.episode,
-        agent=agent,
+        agent=path.agent,
+        branch=path.branch,
+        parent=path.parent,
+        forked=forked,
         attempt=place.attempt,
         tokens=np.array([token for turn in turns for token in (*turn.given, *turn.generation.tokens)], dtype=np.int32),
-        loss_mask=np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]),
-        logprobs=np.array([x for turn in turns for x in (*(0.0,) * len(turn.given), *turn.generation.logprobs)], dtype=np.float32),
-        versions=np.concatenate(versions),
+        loss_mask=_without(np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]), forked, False),
+        logprobs=_without(_logprobs(turns), forked, 0.0),
+        versions=_without(np.concatenate(versions), forked, NOT_SAMPLED),
         reward=reward,
         finish=turns[-1].generation.finish,
         prefix_version=salts.pop() if len(salts) == 1 else NOT_SAMPLED,
         seconds=seconds,
         routes=_routes(turns, recording, key),
-        masks=_masks(turns, recording, key),
-        rewards=rewards,
-        teacher=teacher,
+        masks=_masks(turns, recording, key, path.shared),
+        rewards=None if rewards is None else _without(rewards, forked, np.nan),
+        teacher=None if teacher is None else _without(teacher, forked, 0.0),
     )
+
+
+def _without(values: np.ndarray, forked: int, blank: float) -> np.ndarray:
+    """Return `values` with its first `forked` ones blank. An answer may have too few values, which the queue refuses."""
+    return np.concatenate([np.full(min(forked, len(values)), blank, values.dtype), values[forked:]])
+
+
+def _logprobs(turns: Sequence[Turn]) -> np.ndarray:
+    return np.array([x for turn in turns for x in (*(0.0,) * len(turn.given), *turn.generation.logprobs)], dtype=np.float32)
 
 
 def _versions(turn: Turn, key: str) -> np.ndarray:
@@ -136,12 +169,12 @@ def _routes(turns: Sequence[Turn], recording: Recording, key: str) -> Routes | N
     return encode_routes(parts[0] if len(parts) == 1 else np.concatenate(parts), routing, key)
 
 
-def _masks(turns: Sequence[Turn], recording: Recording, key: str) -> EncodedMasks | None:
+def _masks(turns: Sequence[Turn], recording: Recording, key: str, shared: int) -> EncodedMasks | None:
     if not recording.masks:
         return None
     assert recording.vocabulary is not None
-    counts, ids = [], []
-    for turn in turns:
+    counts, ids = [np.zeros(sum(map(len, turns[:shared])), np.int32)], [np.zeros(0, np.int32)]
+    for turn in turns[shared:]:
         response = np.array(turn.generation.tokens, dtype=np.int32)
         part = sampling_masks(turn.generation.masks, response, recording.vocabulary, before=len(turn.given), after=0, key=key)
         counts.append(part.counts)

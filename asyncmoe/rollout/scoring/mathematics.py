@@ -32,7 +32,7 @@ _ANSWER_CHARS = 1000
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedAnswer:
     """What a text means as an answer.
 
     Attributes:
@@ -82,14 +82,14 @@ def self_score(prompt: str, response: str, answer: str) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _gold(answer: str) -> Reading:
+def _gold(answer: str) -> ParsedAnswer:
     found = _read(answer, prose=False)
     if not found.text:
         raise ValueError(f"the reference {answer[:100]!r} has no content to compare")
     return found
 
 
-def _final(response: str) -> Reading:
+def _final(response: str) -> ParsedAnswer:
     _, marked, rest = notation.plain(response).rpartition(MARK)
     first = rest.strip().partition("\n")[0]
     # The mark is also that of a heading in Markdown.
@@ -97,24 +97,24 @@ def _final(response: str) -> Reading:
     return _read(first if marked and not heading else rest, prose=True)
 
 
-def _read(text: str, prose: bool) -> Reading:
+def _read(text: str, prose: bool) -> ParsedAnswer:
     """Read a text that is an answer or ends in one. `prose`: a sentence holds an answer, rather than being one."""
     text = text.strip()
     if notation.in_box(text):
         return _read_answer(extract_boxed_content(text, "last"))
     sentence = "\n" in text or len(text) > _ANSWER_CHARS or (prose and notation.is_prose(text))
     if sentence or notation.in_latex(text):
-        return Reading(_parse(text), notation.bare(text), words=False)
+        return ParsedAnswer(_parse(text), notation.bare(text), words=False)
     return _read_answer(text)
 
 
-def _read_answer(text: str) -> Reading:
+def _read_answer(text: str) -> ParsedAnswer:
     """Read a text that is one answer, without an environment."""
     text = notation.tidy(text)
     bare = notation.bare(text)
     choice, words = notation.choice(text), notation.is_words(text)
     found = () if choice or words or not text else _parse(rf"\boxed{{{notation.unambiguous(text)}}}")
-    return Reading(found, bare, choice, words)
+    return ParsedAnswer(found, bare, choice, words)
 
 
 def _parse(text: str) -> tuple[object, ...]:

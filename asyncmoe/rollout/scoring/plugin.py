@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from asyncmoe import plugins
-from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
+from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError, an
 from asyncmoe.plugins import takes
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, raised_by
 from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of, said
@@ -82,7 +82,7 @@ def find(target: str) -> Loaded:
             raise ConfigError("scoring.scorer", got=f"{target}, a class without a method score", expected="a class with score(sample)")
         return Loaded(target, found, inspect.iscoroutinefunction(method))
     if not callable(found):
-        raise ConfigError("scoring.scorer", got=f"{target}, a {type(found).__name__}", expected="a function or a class")
+        raise ConfigError("scoring.scorer", got=f"{target}, {an(type(found).__name__)}", expected="a function or a class")
     return Loaded(target, found, inspect.iscoroutinefunction(found))
 
 

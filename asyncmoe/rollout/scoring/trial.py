@@ -41,7 +41,7 @@ async def before_engines(
 
     Raises:
         DataError: an answer does not equal itself.
-        ConfigError: scorer or teacher does not return a score.
+        ConfigError: scorer or teacher does not return a score, or the scorer compares with an answer that the first prompt does not have.
     """
     section = config.scoring
     kind = scoring.scorer_kind(section, config.task)
@@ -51,9 +51,14 @@ async def before_engines(
         for key, source in {"task.path": task, **own_sets}.items():
             if isinstance(source, HasGolds):
                 report(await check_golds(source.golds(), section.timeout_s, _CHECK_S), source.golds(), key)
+    if config.evaluation.sets and not config.evaluation.every:
+        log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
+    prompt = task.prompt(0)
+    if asked and kind == "exact" and not prompt.answer:
+        hint = "name the column in task.columns.answer, or another scorer"
+        raise ConfigError("scoring.scorer", got="exact, and the first prompt has no answer", expected="answers to compare with", hint=hint)
     if not section.try_first:
         return
-    prompt = task.prompt(0)
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
     stages = {name: stage for name, stage in scoring.stages(scorer).items() if asked or name == "teacher"}
@@ -85,7 +90,7 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     detail = str(rejected).removeprefix(f"{rejected.reason}: ")
     hint = None
     if isinstance(rejected, ScorerRaised):
-        hint = "its traceback is in logs/scoring.log of the run directory"
+        hint = "a run writes its traceback to logs/scoring.log of the run directory"
     if rejected.reason in OUT_OF_ORDER:
         limit = "scoring.teacher.timeout_s" if stage == "teacher" else "scoring.timeout_s"
         wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {limit}"

@@ -5,6 +5,7 @@ A data set in whole is memory-mapped: only the indices of the kept rows are in m
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
 
-class Rows:
+class DatasetRows:
     """The kept rows of a data set in whole. See `Finite`.
 
     Args:
@@ -44,6 +45,10 @@ class Rows:
         row = self._kept[index]
         return line_of(f"{self._name} row {row}", self._data[row], self._columns).example
 
+    def where(self, index: int) -> str:
+        """See `Placed`."""
+        return f"{self._name} row {self._kept[index]}"
+
     def golds(self) -> Iterator[Gold]:
         """See `HasGolds`."""
         for row in self._kept:
@@ -59,7 +64,7 @@ class Rows:
                 yield row
 
 
-def read(source: WeightedSource, key: str) -> Rows:
+def read(source: WeightedSource, key: str) -> DatasetRows:
     """Read and check a data set in whole.
 
     Args:
@@ -72,7 +77,7 @@ def read(source: WeightedSource, key: str) -> Rows:
     """
     data = load(source, key, streaming=False)
     columns = source.columns or ColumnsSection()
-    return Rows(only(data, columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
+    return DatasetRows(only(data, columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
 
 
 def only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:
@@ -106,15 +111,25 @@ def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
     except UserError:
         raise
     except Exception as error:
+        if _without_rows(error, path):
+            raise none_left(f"{key}.path {path}", 0) from error
         raise DataError(
             f"{key}.path {path}", got=_reason(error), expected="a data set, subset and split that `datasets` can read"
         ) from error
 
 
+def _without_rows(error: Exception, path: Path) -> bool:
+    """Return whether `datasets` failed because there are no rows, which it says in words of its own."""
+    if isinstance(error, ValueError):
+        return "corresponds to no data" in str(error)
+    states = (*path.glob("state.json"), *path.glob("*/state.json"))
+    return isinstance(error, IndexError) and any(json.loads(file.read_text()).get("_data_files") == [] for file in states)
+
+
 def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     if path.is_dir():
         return (str(path),), {}
-    builder = BUILDERS.get(path.suffix)
+    builder = BUILDERS.get(path.suffix.lower())
     if builder is None:
         raise DataError(f"{key}.path {path}", got=f"the suffix {path.suffix!r}", expected=", ".join(BUILDERS))
     if path.stat().st_size == 0:
@@ -128,7 +143,7 @@ def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...
 
 
 def _on_hub(path: Path, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    if not hub.is_id(path) or path.suffix in BUILDERS:
+    if not hub.is_id(path) or path.suffix.lower() in BUILDERS:
         raise DataError(f"{key}.path {path}", got="no such file or directory", expected="one that exists, or org/name on the hub")
     hub.check_reachable("dataset", str(path), f"{key}.path")
     return (str(path),), {}

@@ -43,13 +43,15 @@ class Encoder:
             outside = [token for token in tokens if not 0 <= token < self._tokenizer.vocabulary]
             if outside:
                 raise DataError(f"{where}, prompt", got=f"token {outside[0]}", expected=f"ids below {self._tokenizer.vocabulary}")
-            return Prompt(self._tokenizer.decode(tokens), tokens, example.answer, example.columns)
+            return Prompt(self._tokenizer.decode(tokens), tokens, example.answer, example.columns, where=where)
         if isinstance(example.prompt, str) and not self._chat:
             text = example.prompt
-            return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns)
+            return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns, where=where)
         messages = self._messages(example.prompt)
-        tokens = self._tokenizer.encode(self._tokenizer.render(messages))
-        return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages)
+        rendered = self._tokenizer.render(messages)
+        check_text(rendered, f"{where}, prompt")  # a call of a tool is text too
+        tokens = self._tokenizer.encode(rendered)
+        return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages, where)
 
     def demonstration(self, example: Example, where: str) -> Demonstration:
         """Return the example with its solution, which the end-of-sequence token ends. Raises as `prompt`, or if there is no solution."""
@@ -84,6 +86,8 @@ def check(example: object, where: str) -> None:
         raise DataError(f"{where}, answer", got=repr(example.answer)[:100], expected="text")
     if not isinstance(example.solution, str | None):
         raise DataError(f"{where}, solution", got=repr(example.solution)[:100], expected="text or None")
+    check_text(example.answer, f"{where}, answer")
+    check_text(example.solution or "", f"{where}, solution")
     check_columns(example.columns, where)
 
 
@@ -91,6 +95,7 @@ def check_prompt(prompt: object, where: str) -> None:
     """Refuse a prompt that is neither non-blank text, nor messages, nor token ids; raises DataError."""
     expected = 'text, messages ([{"role": ..., "content": ...}, ...]) or token ids'
     if isinstance(prompt, str) and prompt.strip():
+        check_text(prompt, where)
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         raise DataError(where, got=repr(prompt)[:100], expected=f"{expected}, not empty")
@@ -99,14 +104,24 @@ def check_prompt(prompt: object, where: str) -> None:
     for one in prompt:
         if not (isinstance(one, Mapping) and isinstance(one.get("role"), str) and _said(one)):
             raise DataError(where, got=repr(one)[:100], expected=expected)
+        check_text(one["content"] or "", where)
     if prompt[-1]["role"] == "assistant" or not prompt[-1]["content"].strip():
         got = "an empty last message" if prompt[-1]["role"] != "assistant" else "a last message of the assistant"
         raise DataError(where, got=got, expected="a last message that asks the assistant something")
 
 
+def check_text(text: str, where: str) -> None:
+    """Refuse a text that UTF-8 cannot hold, such as JSON's "\\ud83d" without the other half of the pair; raises DataError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(where, got=f"half a surrogate pair, {text[error.start]!r}", expected="text that UTF-8 can hold") from error
+
+
 def _said(message: Message) -> bool:
     content = message.get("content")
-    return isinstance(content, str) or (content is None and message["role"] == "assistant")  # which may only call tools
+    only_calls = content is None and message["role"] == "assistant"
+    return only_calls or isinstance(content, str)
 
 
 def check_columns(columns: object, where: str) -> None:
@@ -116,13 +131,20 @@ def check_columns(columns: object, where: str) -> None:
     size = 0
     for name, value in columns.items():
         try:
-            size += len(json.dumps({str(name): value}))
+            size += len(json.dumps({str(name): value}, ensure_ascii=False, allow_nan=False).encode())
         except (TypeError, ValueError, RecursionError) as error:
             hint = "leave it out of task.columns.keep, or convert it"
-            raise DataError(f"{where}, column {name}", got=f"{type(value).__name__} ({error})", expected="JSON", hint=hint) from error
+            got = f"{type(value).__name__} ({_why_no_json(error)})"
+            raise DataError(f"{where}, column {name}", got=got, expected="JSON", hint=hint) from error
     if size > MAX_COLUMN_BYTES:
         hint = "name the columns that rewards need in task.columns.keep"
         raise DataError(f"{where}, columns", got=f"{size} bytes as JSON", expected=f"at most {MAX_COLUMN_BYTES}", hint=hint)
+
+
+def _why_no_json(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"half a surrogate pair, {error.object[error.start]!r}"
+    return "NaN or Infinity, which JSON does not have" if "Out of range float" in str(error) else str(error)
 
 
 def identity(prompt: str | Sequence[Message] | Sequence[Any]) -> bytes:

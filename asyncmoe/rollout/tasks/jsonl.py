@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.encode import check_columns, check_prompt
+from asyncmoe.rollout.tasks.encode import check_columns, check_prompt, check_text
 from asyncmoe.rollout.tasks.rows import Keep, none_left
 from asyncmoe.rollout.tasks.types import Example, Gold, Message
 
@@ -58,6 +61,10 @@ class JsonlFile:
     def __getitem__(self, index: int) -> Example:
         return self._rows[index].example
 
+    def where(self, index: int) -> str:
+        """See `Placed`."""
+        return self._rows[index].where
+
     def golds(self) -> Iterator[Gold]:
         """See `HasGolds`."""
         return (Gold(row.where, row.reference) for row in self._rows if row.reference)
@@ -96,6 +103,8 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             number = 0
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                if number == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)  # which editors on Windows write
                 if len(raw) > MAX_LINE_BYTES:
                     raise DataError(f"{path} line {number}", got=f"more than {MAX_LINE_BYTES} bytes", expected="a shorter line")
                 if raw.strip():
@@ -107,12 +116,24 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _object(path: Path, number: int, raw: bytes) -> Mapping[str, Any]:
     where = f"{path} line {number}"
     try:
-        values = json.loads(raw.decode())
+        values = json.loads(raw.decode(), parse_constant=_no_number, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...}') from error
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
     return values
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number in JSON")
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = next(name for name, many in Counter(name for name, _ in pairs).items() if many > 1)
+        raise ValueError(f"key {twin!r} is given twice")
+    return found
 
 
 def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> JsonLine:
@@ -142,10 +163,11 @@ def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
 
 def _answer(where: str, values: Mapping[str, Any], name: str) -> str:
     value = _value(where, values, name)
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # NaN: a table's empty cell
         return str(value)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number")
+    check_text(value, f"{where}, {name}")
     return value
 
 

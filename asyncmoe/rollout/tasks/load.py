@@ -10,14 +10,16 @@ from typing import cast
 from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.config.task import READ, TaskSection, WeightedSource
+from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
+from asyncmoe.rollout.tasks.curriculum import Curriculum
 from asyncmoe.rollout.tasks.encode import Encoder, identity
 from asyncmoe.rollout.tasks.held_out import Share, identities, quotas, split
 from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
 from asyncmoe.rollout.tasks.rows import keeps
 from asyncmoe.rollout.tasks.streamed import RowStream, StreamedTask
-from asyncmoe.rollout.tasks.types import Endless, Example, Finite, Task
+from asyncmoe.rollout.tasks.types import Endless, Example, Finite, Prompt, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -65,7 +67,8 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
 
     Raises:
         ConfigError: a class or function of the user's cannot be loaded, or a package is missing.
-        DataError: a source is unusable, too small, or has questions of an evaluation set; names file and line, or row, and column.
+        DataError: a source is unusable, too small, or has questions of an evaluation set, or its first prompt leaves no room for a
+            response; names file and line, or row, and column.
     """
     seed = config.run.seed
     parts = _open(config.task, "task", config.warmup.wrong_share)
@@ -74,7 +77,9 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
     held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
     parts = _divided(parts, held, _common(sets, of_their_own), seed)
     training = _task(config.task, parts, tokenizer, seed)
-    training.prompt(0)
+    if config.task.curriculum.enabled:
+        training = Curriculum(training, config.task.curriculum, seed)
+    _check_room(config, tokenizer, training.prompt(0))
     if config.warmup.steps and config.environment.kind == "single_turn":
         training.demonstration(0)
     found = []
@@ -84,9 +89,24 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
             task = _task(one.task(config.task), of_their_own[name], tokenizer, seed)
             source = of_their_own[name][0].source
             count = min(count, len(source)) if isinstance(source, Sized) else count
-        task.prompt(0, EVALUATION)
+        _check_room(config, tokenizer, task.prompt(0, EVALUATION))
         found.append(EvaluationQuestions(name, task, count, one))
     return Tasks(training, tuple(found))
+
+
+def _check_room(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    """Refuse a first prompt that fills the context. A later one is rejected when it is asked, and counted as too long."""
+    if config.environment.kind not in ("single_turn", "tools"):
+        return  # what the policy is asked is up to the user's own code
+    limits = {"the model's context": tokenizer.positions, "environment.max_tokens": config.environment.max_tokens}
+    for name, limit in limits.items():
+        if limit is not None and len(prompt.tokens) >= limit:
+            raise DataError(
+                f"{prompt.where}, prompt",
+                got=f"{len(prompt.tokens)} tokens",
+                expected=f"fewer than the {limit} of {name}, with room for a response",
+                hint="leave such rows out by task.filter",
+            )
 
 
 def _key(name: str) -> str:
@@ -107,7 +127,7 @@ def _read(kind: str, source: WeightedSource, key: str) -> _Part:
     path, name = cast(Path, source.path), f"{key}.path {source.path}"
     if source.streaming:
         return _Part(RowStream(source, key), name, source.weight)
-    if kind == "jsonl" or (path.suffix == ".jsonl" and source.split is None):
+    if kind == "jsonl" or (path.suffix.lower() == ".jsonl" and source.split is None):
         return _Part(jsonl.JsonlFile(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))), name, source.weight)
     return _Part(datasets_reader.read(source, key), name, source.weight)
 

@@ -7,7 +7,7 @@ from itertools import chain
 from random import Random
 
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Placed, Prompt, Task
 
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
@@ -64,14 +64,28 @@ class ListedTask:
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
-        index = self._index(stream, group)
+        index = self.index(stream, group)
         source = self._held if stream == EVALUATION else self._source
-        return self._encoder.prompt(source[index], f"{self._name}, example {index}")
+        return self._encoder.prompt(source[index], self._where(source, index))
+
+    @property
+    def source(self) -> Finite:
+        """The source itself, evaluation questions included."""
+        return self._source
+
+    @property
+    def epoch(self) -> int:
+        """Number of examples that training visits in an epoch."""
+        return len(self._trained)
+
+    def asking(self, index: int) -> Prompt:
+        """Return the prompt of the source's example `index`. Raises as `prompt`."""
+        return self._encoder.prompt(self._source[index], self._where(self._source, index))
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        at = self._index("demonstration", index)
-        return self._encoder.demonstration(self._source[at], f"{self._name}, example {at}")
+        at = self.index("demonstration", index)
+        return self._encoder.demonstration(self._source[at], self._where(self._source, at))
 
     def golds(self) -> Iterable[Gold]:
         """See `HasGolds`."""
@@ -80,7 +94,11 @@ class ListedTask:
         named = ((f"{self._name}, example {index}", self._source[index].answer) for index in range(len(self._source)))
         return (Gold(where, answer) for where, answer in named if answer)
 
-    def _index(self, stream: str, number: int) -> int:
+    def _where(self, source: Finite, index: int) -> str:
+        return source.where(index) if isinstance(source, Placed) else f"{self._name}, example {index}"
+
+    def index(self, stream: str, number: int) -> int:
+        """Return the index that a number of a stream asks: of the source, or for `EVALUATION` of the held-out examples."""
         every = range(len(self._held)) if stream == EVALUATION else self._trained
         epoch, place = divmod(number, len(every))
         if self._orders.get(stream, (-1,))[0] != epoch:
@@ -97,21 +115,21 @@ class MixedTask:
     """
 
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int) -> None:
-        self._tasks, self._draws = tasks, MixedDraws(weights, seed)
+        self.tasks, self.draws = tasks, MixedDraws(weights, seed)
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
-        part, number = self._draws.at(stream, group)
-        return self._tasks[part].prompt(number, stream)
+        part, number = self.draws.at(stream, group)
+        return self.tasks[part].prompt(number, stream)
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        part, number = self._draws.at("demonstration", index)
-        return self._tasks[part].demonstration(number)
+        part, number = self.draws.at("demonstration", index)
+        return self.tasks[part].demonstration(number)
 
     def golds(self) -> Iterable[Gold]:
         """See `HasGolds`; of the tasks that know theirs."""
-        return chain.from_iterable(task.golds() for task in self._tasks if isinstance(task, HasGolds))
+        return chain.from_iterable(task.golds() for task in self.tasks if isinstance(task, HasGolds))
 
 
 class MixedDraws:

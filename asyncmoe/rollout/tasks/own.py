@@ -68,7 +68,7 @@ class _Drawn:
 
 
 def _finite(source: Finite, name: str) -> Finite:
-    size = _called(lambda: len(source), f"{name}, __len__")
+    size = _size(source, f"{name}, __len__")
     if not size:
         raise DataError(name, got="no examples", expected="at least one")
     listed = _Listed(source, name, size)
@@ -76,6 +76,14 @@ def _finite(source: Finite, name: str) -> Finite:
         if listed[index] != listed[index]:
             raise _differs(f"{name}, example {index}", "return equal examples for equal indices")
     return listed
+
+
+def _size(source: Finite, where: str) -> int:
+    # len() would refuse a wrong number in words of its own, without a line.
+    size = _called(lambda: type(source).__len__(source), where)
+    if not hasattr(size, "__index__") or size < 0:
+        raise DataError(where, got=repr(size)[:100], expected="a whole number of examples")
+    return int(size)
 
 
 def _endless(source: Endless, name: str) -> Endless:
@@ -100,6 +108,5 @@ def _called(ask: Callable[[], T], where: str) -> T:
         return ask()
     except UserError:
         raise
-    except Exception as error:
-        got = f"{plugins.told(error)} at {plugins.raised_at(error)}"
-        raise DataError(where, got=got, expected="a value, not an exception") from error
+    except (Exception, SystemExit) as error:
+        raise DataError(where, got=plugins.told_at(error), expected="a value, not an exception") from error

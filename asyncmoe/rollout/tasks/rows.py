@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from asyncmoe import plugins
 from asyncmoe.config.task import SourceSection
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, UserError
 
 Row = Mapping[str, Any]
 Keep = Callable[[str, Row], bool]
@@ -37,23 +39,37 @@ def keeps(source: SourceSection, key: str) -> Keep | None:
 def _one_of(row: Row, column: str, values: list[Any], name: str, key: str) -> bool:
     if column not in row:
         raise DataError(f"{name}, {column}", got="nothing", expected=f"the column of {key}.where", hint=f"columns: {', '.join(row)}"[:300])
+    found = row[column]
     # Python's 1 == True would mix numbers and booleans.
-    return any(row[column] == value and isinstance(row[column], bool) == isinstance(value, bool) for value in values)
+    if any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in values):
+        return True
+    if alike := [value for value in values if str(value) == str(found) and isinstance(value, str) != isinstance(found, str)]:
+        got, expected = ("the text", "the number") if isinstance(found, str) else ("the number", "the text")
+        hint = f"give both values in {key}.where if the column holds both"
+        raise DataError(f"{name}, {column}", got=f"{got} {found!r}", expected=f"{expected} {alike[0]!r} of {key}.where", hint=hint)
+    return False
 
 
 def _asked(function: Callable[..., object], target: str, row: Row, name: str, key: str) -> bool:
     try:
         found = function(row)
-    except Exception as error:
-        got = f"{target}: {plugins.told(error)} at {plugins.raised_at(error)}"
-        raise DataError(f"{key}.filter, {name}", got=got, expected="true or false") from error
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # SystemExit would end the process without a word
+        raise DataError(f"{key}.filter, {name}", got=f"{target}: {plugins.told_at(error)}", expected="true or false") from error
+    if isinstance(found, np.bool_):
+        return bool(found)
     if not isinstance(found, bool):
         raise DataError(f"{key}.filter, {name}", got=f"{target}: {found!r}"[:200], expected="true or false")
     return found
 
 
 def none_left(where: str, rows: int) -> DataError:
-    """Return the error for a source of which no row is kept."""
+    """Return the error for a source of which no row is kept.
+
+    Args:
+        rows: number of rows that were read.
+    """
     if rows:
         return DataError(where, got=f"no row left of {rows}", expected="at least one row that where and filter keep")
-    return DataError(where, got="no lines", expected='at least one {"question": ..., "answer": ...}')
+    return DataError(where, got="no rows", expected='at least one {"question": ..., "answer": ...}')

@@ -60,7 +60,7 @@ class RowStream:
         Raises:
             DataError: there are fewer.
         """
-        found = list(islice(self._examples(self._data), size))
+        found = list(islice((one for one in self._examples(self._data) if one is not None), size))
         if len(found) < size:
             raise DataError(self.name, got=f"{len(found)} rows", expected=f"more than the {size} held out for evaluation.prompts")
         return found
@@ -74,20 +74,21 @@ class RowStream:
         shuffled = self._data.shuffle(seed=seed, buffer_size=WINDOW)
         for epoch in count():
             shuffled.set_epoch(epoch)
-            yielded = False
+            rows, yielded = 0, False
             for example in self._examples(shuffled):
-                if not self._left_out or identity(example.prompt) not in self._left_out:
+                rows += 1
+                if example is not None and (not self._left_out or identity(example.prompt) not in self._left_out):
                     yielded = True
                     yield example
             if not yielded:
-                raise none_left(self.name, 1)
+                raise none_left(self.name, rows)
 
-    def _examples(self, data: Any) -> Iterator[Example]:
+    def _examples(self, data: Any) -> Iterator[Example | None]:
+        """Yield each row, None if it is not kept."""
         keep: Keep = self._keep or (lambda where, values: True)
         for row, values in enumerate(data):
             where = f"{self.name}, row {row} of the shuffled stream"
-            if keep(where, values):
-                yield line_of(where, values, self._columns).example
+            yield line_of(where, values, self._columns).example if keep(where, values) else None
 
 
 class Numbered:

@@ -48,6 +48,15 @@ class Finite(Protocol):
         ...
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """A finite source that knows where its examples are."""
+
+    def where(self, index: int) -> str:
+        """Return the name of an example, for messages: file and line, or data set and row."""
+        ...
+
+
 class Endless(Protocol):
     """A source without end."""
 
@@ -66,6 +75,7 @@ class Prompt:
         answer: the reference answer.
         columns: the example's other columns.
         messages: the conversation, with the system prompt; empty if the prompt is no conversation.
+        where: name of the example, for messages.
     """
 
     text: str
@@ -73,6 +83,7 @@ class Prompt:
     answer: str
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from asyncmoe.telemetry.loggers.points import Point
+from asyncmoe.telemetry.loggers.points import LoggedPoint
 
 NAMES = ("wandb", "mlflow", "trackio")
 """Keys of `telemetry`, names of the packages, and names of our extras."""
@@ -35,7 +35,7 @@ class Backend(Protocol):
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> Opened:
         """Begin a run, or continue run `id`, to which `points` points were sent. `parameters` is nested; its keys are texts."""
 
-    def log(self, points: Sequence[Point]) -> str | None:
+    def log(self, points: Sequence[LoggedPoint]) -> str | None:
         """Take points; after it returns they are not given again. Returns a trouble that the client itself deals with, in one line."""
 
     def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncmoe.config.telemetry import MlflowSection
 from asyncmoe.telemetry.loggers.backend import Opened, flat
-from asyncmoe.telemetry.loggers.points import Point
+from asyncmoe.telemetry.loggers.points import LoggedPoint
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
 """Largest batches that the server takes (mlflow/utils/validation.py)."""
@@ -69,7 +69,7 @@ class Mlflow:
         for i in range(0, len(tags), _MOST_PARAMS):
             self._client.log_batch(self._id, tags=tags[i : i + _MOST_PARAMS])
 
-    def log(self, points: Sequence[Point]) -> str | None:
+    def log(self, points: Sequence[LoggedPoint]) -> str | None:
         """See `Backend`. The server's SQL store keeps equal figures of equal time once, so a repeated request does not repeat figures."""
         from mlflow.entities import Metric
 

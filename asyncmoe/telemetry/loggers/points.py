@@ -17,7 +17,7 @@ from asyncmoe.telemetry.schema import Resume, Step
 
 
 @dataclass(frozen=True)
-class Point:
+class LoggedPoint:
     """Figures of one step.
 
     Attributes:
@@ -41,12 +41,12 @@ class Sent(msgspec.Struct, frozen=True):
     versions: dict[str, int] = {}
     points: int = 0
 
-    def has(self, point: Point) -> bool:
+    def has(self, point: LoggedPoint) -> bool:
         """True if the point, or a later one of its kind, was sent."""
         last = self.step if point.evaluation is None else self.versions.get(point.evaluation, -1)
         return point.step <= last
 
-    def plus(self, point: Point) -> Sent:
+    def plus(self, point: LoggedPoint) -> Sent:
         """What has been sent once this point is sent too."""
         if point.evaluation is None:
             return Sent(point.step, self.versions, self.points + 1)
@@ -65,7 +65,7 @@ class Points:
         self._rollout: deque[Rollout] = deque()
         self._newest: Rollout | None = None
 
-    def take(self, records: Sequence[Followed]) -> list[Point]:
+    def take(self, records: Sequence[Followed]) -> list[LoggedPoint]:
         """Return the points of new records, by time."""
         self._rollout.extend(record for record in records if isinstance(record, Rollout))
         steps = chain.from_iterable(sessions(record for record in records if isinstance(record, Step | Resume)))
@@ -77,18 +77,18 @@ class Points:
                 found.append(point)
         return found
 
-    def _step(self, record: Step) -> Point:
+    def _step(self, record: Step) -> LoggedPoint:
         while self._rollout and self._rollout[0].time <= record.time:
             self._newest = self._rollout.popleft()
         values = _named("", numbers(record))
         if self._newest is not None:
             values |= _named("rollout/", numbers(self._newest))
-        return Point(record.step, record.time, values)
+        return LoggedPoint(record.step, record.time, values)
 
 
-def batches(points: Sequence[Point], most: int) -> Iterator[list[Point]]:
+def batches(points: Sequence[LoggedPoint], most: int) -> Iterator[list[LoggedPoint]]:
     """Split points into batches of at most `most` figures; a larger point is a batch of its own."""
-    batch: list[Point] = []
+    batch: list[LoggedPoint] = []
     for point in points:
         if batch and sum(len(one.values) for one in (*batch, point)) > most:
             yield batch
@@ -98,11 +98,11 @@ def batches(points: Sequence[Point], most: int) -> Iterator[list[Point]]:
         yield batch
 
 
-def _evaluation(record: Evaluation) -> Point:
+def _evaluation(record: Evaluation) -> LoggedPoint:
     # A text of an evaluation names the set of questions; each set is a series of its own.
     name = "/".join(value for value in msgspec.structs.astuple(record) if isinstance(value, str))
     prefix = f"evaluation/{name}/" if name else "evaluation/"
-    return Point(record.version, record.time, _named(prefix, numbers(record)), name)
+    return LoggedPoint(record.version, record.time, _named(prefix, numbers(record)), name)
 
 
 def _named(prefix: str, found: Iterator[Number]) -> dict[str, float]:

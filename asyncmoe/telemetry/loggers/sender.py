@@ -43,7 +43,7 @@ class LoggerFailed(AsyncmoeError):
     """A logger's client failed."""
 
 
-class Sender:
+class RecordSender:
     """Sends the records of one run to one logger.
 
     Args:
@@ -182,7 +182,7 @@ def send(run_dir: Path, names: list[str]) -> dict[str, state.State]:
         backend(config, name)
     for name in wanted:
         with state.claim(run_dir, name):
-            Sender(config, name, partial(backend, config, name), stop).run()
+            RecordSender(config, name, partial(backend, config, name), stop).run()
     return {name: state.read(run_dir, name) for name in wanted}
 
 
@@ -192,7 +192,7 @@ def follow(run_dir: Path, name: str, stop: threading.Event) -> None:
     os.nice(_NICE)
     config = configuration_of(run_dir)
     with _claimed(run_dir, name, stop):
-        Sender(config, name, partial(backend, config, name), stop).run()
+        RecordSender(config, name, partial(backend, config, name), stop).run()
 
 
 def _claimed(run_dir: Path, name: str, stop: threading.Event) -> IO[str]:

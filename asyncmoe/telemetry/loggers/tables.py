@@ -20,14 +20,14 @@ Row = tuple[str | int | float | None, ...]
 
 
 @dataclass(frozen=True)
-class Table:
+class LoggedTable:
     """Rows of `COLUMNS`, by step; `step` is the last one's."""
 
     step: int
     rows: list[Row]
 
 
-def tables(run_dir: Path, after: int, through: int) -> Iterator[Table]:
+def tables(run_dir: Path, after: int, through: int) -> Iterator[LoggedTable]:
     """Yield the samples of the steps after `after` up to `through`, the steps whole, about 500 rows a table.
 
     Raises:
@@ -41,10 +41,10 @@ def tables(run_dir: Path, after: int, through: int) -> Iterator[Table]:
         rows += [row for entry in entries for row in _rows(load(found, entry), step)]
         last = step
         if len(rows) >= _MOST_ROWS:
-            yield Table(step, rows)
+            yield LoggedTable(step, rows)
             rows = []
     if rows:
-        yield Table(last, rows)
+        yield LoggedTable(last, rows)
 
 
 def _rows(sample: GroupSample, step: int) -> Iterator[Row]:

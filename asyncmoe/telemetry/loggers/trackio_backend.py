@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncmoe.config.telemetry import TrackioSection
 from asyncmoe.telemetry.loggers.backend import Opened, flat
-from asyncmoe.telemetry.loggers.points import Point
+from asyncmoe.telemetry.loggers.points import LoggedPoint
 
 
 class Trackio:
@@ -55,7 +55,7 @@ class Trackio:
         )
         return Opened(name, "")
 
-    def log(self, points: Sequence[Point]) -> str | None:
+    def log(self, points: Sequence[LoggedPoint]) -> str | None:
         """See `Backend`."""
         for point in points:
             self._run.log(dict(point.values), step=point.step)

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncmoe.config.telemetry import WandbSection
 from asyncmoe.telemetry.loggers.backend import Opened
-from asyncmoe.telemetry.loggers.points import Point
+from asyncmoe.telemetry.loggers.points import LoggedPoint
 from asyncmoe.telemetry.loggers.state import folder
 
 STEP = "step"
@@ -65,7 +65,7 @@ class Wandb:
         self._run.define_metric("*", step_metric=STEP)
         return Opened(self._run.id, self._run.url or "")
 
-    def log(self, points: Sequence[Point]) -> str | None:
+    def log(self, points: Sequence[LoggedPoint]) -> str | None:
         """See `Backend`."""
         for point in points:
             axis = {STEP: point.step} if point.evaluation is None else {}

@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 from rich.console import Console
 
 from asyncmoe.errors import UserError
+from asyncmoe.telemetry.run import broken_configuration
 from asyncmoe.telemetry.samples import plain, terminal
 from asyncmoe.telemetry.samples.colours import COLOURS, Colour
 from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index, load
@@ -47,7 +48,7 @@ def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens:
     found = index(run_dir)
     chosen = select(found, wanted)
     console = Console(highlight=False, markup=False, emoji=False)
-    for note in found.notes:
+    for note in (*found.notes, *filter(None, [broken_configuration(run_dir)])):
         print(f"note: {visible(note)}", file=sys.stderr)
     try:
         _print(found, chosen, form, colour, tokens, console)

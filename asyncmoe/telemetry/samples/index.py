@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, an
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, SampledGroup, Stale, Trained
 from asyncmoe.telemetry.schema import METRICS
@@ -250,7 +250,7 @@ def _record(path: Path, place: Place, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.DecodeError as error:
-        raise DataError(f"{path} byte {place.begin}", got=str(error)[:200], expected=f"a {kind.__name__} record") from error
+        raise DataError(f"{path} byte {place.begin}", got=str(error)[:200], expected=f"{an(kind.__name__)} record") from error
 
 
 def _none(run_dir: Path, notes: Sequence[str]) -> DataError:

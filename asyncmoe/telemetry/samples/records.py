@@ -83,10 +83,12 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One agent's part in an episode: T tokens, S of them sampled.
+    """One agent's part in an episode, or one path of its tree of turns: T tokens, S of them sampled. Responses that another path trains
+    count as observations.
 
     Attributes:
         key: name of the trajectory.
+        branch: number of the path in the agent's tree.
         name: the agent's name in its environment.
         shared: it begins with the group's prompt, whose tokens are not repeated in `rest`.
         rest: its tokens, without the shared ones.
@@ -106,6 +108,7 @@ class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     key: str
     episode: int
     agent: int = 0
+    branch: int = 0
     attempt: int = 0
     name: str = ""
     shared: bool = False

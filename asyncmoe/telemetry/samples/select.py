@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from asyncmoe.errors import DataError
+from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.samples.index import Entry, Index, Outcome
+from asyncmoe.telemetry.schema import METRICS
 
 DEFAULT_LIMIT = 3
 
@@ -42,7 +45,8 @@ def select(found: Index, wanted: SampleQuery) -> list[Entry]:
     """
     chosen = [entry for entry in found.entries if _is(entry, wanted)]
     if not chosen:
-        raise DataError(f"samples of {found.run_dir}", got=f"no group {_words(wanted)}", expected=summary(found))
+        hint = None if wanted.step is None else _why_none(found.run_dir, wanted.step)
+        raise DataError(f"samples of {found.run_dir}", got=f"no group {_words(wanted)}", expected=summary(found), hint=hint)
     free = (wanted.step, wanted.group, wanted.version, wanted.outcome) == (None,) * 4
     if free and wanted.order == "newest" and found.steps:
         chosen = [entry for entry in chosen if entry.step == found.steps[-1]]
@@ -81,6 +85,15 @@ def _is(entry: Entry, wanted: SampleQuery) -> bool:
         (wanted.version, lambda: wanted.version in entry.versions),
     )
     return all(asked is None or test() for asked, test in tests)
+
+
+def _why_none(run_dir: Path, step: int) -> str | None:
+    """Return why a step has no samples; None if it may have some."""
+    steps = read_steps(run_dir / METRICS)
+    found = next((one for one in steps if one.step == step), None)
+    if found is None:
+        return f"the run has steps {steps[0].step} to {steps[-1].step}" if steps else None
+    return f"step {step} is of the warm-up, which trains demonstrations and samples nothing" if found.phase == "warmup" else None
 
 
 def _words(wanted: SampleQuery) -> str:

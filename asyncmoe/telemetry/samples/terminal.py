@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncmoe.telemetry.format import number, percent
-from asyncmoe.telemetry.samples.choice import kept
 from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_legend
 from asyncmoe.telemetry.samples.index import GroupSample
 from asyncmoe.telemetry.samples.plain import advantage, state_words, trained_share
 from asyncmoe.telemetry.samples.records import SampledMember, Trained
-from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, tokens_of
 from asyncmoe.telemetry.samples.visible import visible
 
 _BORDERS = {"trained": "green", "queued": "blue", "dropped": "yellow", "requeued": "yellow", "lost": "yellow", "rejected": "red"}
@@ -37,7 +36,7 @@ def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> 
     console.print(_title(sample))
     prompts = [_prompt(one) for one in every if _prompt(one)]
     if prompts:
-        body = _text(_shortened(prompts[0], tokens), colour, versions, 0)
+        body = _text(shortened(prompts[0], tokens), colour, versions, 0)
         console.print(Panel(body, title="prompt", title_align="left", border_style="dim"))
     if group.answer:
         console.print(Text.assemble(("answer ", "bold"), visible(group.answer)))
@@ -71,7 +70,7 @@ def _response(
     member: SampledMember, tokens: Sequence[TokenView | Gap], trained: Trained | None, colour: Colour, versions: Sequence[int], most: int
 ) -> Panel:
     said = list(tokens[len(_prompt(tokens)) :])
-    parts: list[RenderableType] = [_text(_shortened(said, most), colour, versions, 0 if trained is None else trained.layers)]
+    parts: list[RenderableType] = [_text(shortened(said, most), colour, versions, 0 if trained is None else trained.layers)]
     for call in member.calls:
         named = call.name or "not a valid call"
         line = Text.assemble(("⚙ ", "bold"), visible(f"{named}({call.argument}) → {call.observation}"), f" ({call.seconds:.2f} s)")
@@ -117,15 +116,6 @@ def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Tr
     if trained.mismatch:
         parts.append(f"{differs} routed otherwise")
     return " · ".join(parts)
-
-
-def _shortened(tokens: list[TokenView | Gap], most: int) -> list[TokenView | Gap]:
-    if not most or len(tokens) <= most:
-        return tokens
-    head, tail = kept(len(tokens), most)
-    cut = tokens[head : len(tokens) - tail]
-    count = sum(one.count if isinstance(one, Gap) else 1 for one in cut)
-    return [*tokens[:head], Gap(cut[0].place, count, cut[0].role), *tokens[len(tokens) - tail :]]
 
 
 def _text(tokens: Sequence[TokenView | Gap], colour: Colour, versions: Sequence[int], layers: int) -> Text:

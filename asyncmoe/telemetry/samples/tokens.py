@@ -83,6 +83,16 @@ def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | Non
     return found
 
 
+def shortened(tokens: list[TokenView | Gap], most: int) -> list[TokenView | Gap]:
+    """Return at most `most` of the tokens, from both ends, with a gap for the middle. 0: all."""
+    if not most or len(tokens) <= most:
+        return tokens
+    head, tail = kept(len(tokens), most)
+    cut = tokens[head : len(tokens) - tail]
+    count = sum(one.count if isinstance(one, Gap) else 1 for one in cut)
+    return [*tokens[:head], Gap(cut[0].place, count, cut[0].role), *tokens[len(tokens) - tail :]]
+
+
 class _Kept:
     """Values of S sampled tokens of which the middle may be left out."""
 

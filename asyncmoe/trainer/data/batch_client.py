@@ -15,8 +15,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
-from asyncmoe.trainer import objective
-from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch, Schedule
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
@@ -50,10 +49,7 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
         Update(
             tuple(part),
             batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid),
-            objective.token_weights(
-                [items[i].sampled for i in part], aggregation, [items[i].group for i in part], config.rollout.max_new_tokens
-            )
-            * np.array([items[i].weight for i in part]),
+            trees.token_weights([items[i] for i in part], aggregation, config.rollout.max_new_tokens),
         )
         for part in parts
     ]
@@ -120,6 +116,14 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
             return reply
         if time.monotonic() >= until:
             raise WaitTimeout("the engines", f"{count} episodes for step {step}", config.queue.lease_timeout_s)
+
+
+def stopping(client: Client, config: Config, step: int, phase: Phase) -> bool:
+    """Return whether the run is to stop before step `step`; waits for nothing. The same answer on every rank."""
+    count = config.rollout.batch if phase == "rl" else config.warmup.batch
+    reply = client.ask(Lease(step, phase, count, version=step, wait_s=0.0), ANSWER_S)[0]
+    assert isinstance(reply, Leased)
+    return reply.stop
 
 
 def fetch(

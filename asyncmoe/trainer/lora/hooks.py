@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, an
 from asyncmoe.models.lora.halves import LINEARS
 from asyncmoe.platform import megatron
 from asyncmoe.trainer.lora.module import Adapters
@@ -66,7 +66,7 @@ def _hook_experts(experts: Any, name: str, pairs: ExpertPairs, adapters: Adapter
     else:
         raise ConfigError(
             "lora.targets",
-            got=f"experts that are a {type(experts).__name__}",
+            got=f"experts that are {an(type(experts).__name__)}",
             expected="SequentialMLP or TEGroupedMLP",
             hint="take gate_proj, up_proj and down_proj out",
         )
@@ -117,7 +117,7 @@ def _input_of(linear: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: x
     raise ConfigError(
         "lora.targets",
-        got=f"a {name} that is a {type(linear).__name__}",
+        got=f"a {name} that is {an(type(linear).__name__)}",
         expected=f"one of {', '.join(sorted(_PLAIN | _NORMED))}",
         hint="remove its projections from lora.targets",
     )

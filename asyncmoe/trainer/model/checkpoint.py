@@ -7,6 +7,7 @@ load, megatron-core 0.16 and 0.19).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 writer.install()
 
 
-def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
+def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, others_part: Callable[[], None] = lambda: None) -> Path:
     """Write the checkpoint of `step` and return its final path. Collective over all ranks.
+
+    Args:
+        others_part: has other processes write their files into the temporary directory; called on rank 0, before the checkpoint is whole.
 
     Raises:
         StorageError: a rank could not write its part; every rank that learns of it raises the same error. The failed checkpoint is removed,
@@ -39,7 +43,7 @@ def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) 
     writer.results.failure = None
     gather_weights(model)
     try:
-        return _write(config, step, model, optimizer)
+        return _write(config, step, model, optimizer, others_part)
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         failure = _explain(config, step, error)
         if model.mesh.rank == 0:
@@ -62,7 +66,7 @@ def _explain(config: Config, step: int, error: BaseException) -> StorageError | 
     return StorageError(line) if line else None
 
 
-def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
+def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, others_part: Callable[[], None]) -> Path:
     directory = config.run.dir
     first = model.mesh.rank == 0
     if first:
@@ -71,6 +75,7 @@ def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer
     dist_checkpointing.save(_state(model, optimizer, loading=False), str(checkpoints.temporary(directory, step)))
     collectives.barrier()
     if first:
+        others_part()
         facts = {"step": step, "family": family_of(model.hf).name, **_kind(config, model)}
         checkpoints.finish(directory, step, facts, config.trainer.keep_checkpoints)
     collectives.barrier()

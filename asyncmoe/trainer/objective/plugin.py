@@ -211,6 +211,7 @@ class Plugins:
 
 
 NO_PLUGINS = Plugins()
+"""The objective as it is built in."""
 
 
 def _told(value: object) -> str:

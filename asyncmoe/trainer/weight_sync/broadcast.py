@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
 from asyncmoe.receiver import failing
 from asyncmoe.reshard import device_threads
 from asyncmoe.rpc import address
@@ -81,13 +81,17 @@ class BroadcastPublisher(AtOnce):
         Raises:
             WeightSyncError: an engine refused the version or its checksums differ; engines that hold a part of the version are fenced.
             WaitTimeout: an engine or the controller did not answer in time.
+            RunStopping: on rank 0, if the run is stopped before engines have started.
         """
         begin = time.perf_counter()
         if self._mesh.rank != 0:
-            for _ in self._gatherer.run():
-                pass
+            self._only_gather()
             return Published(version, time.perf_counter() - begin, 0.0)
-        group = self._join()
+        try:
+            group = self._join()
+        except RunStopping:
+            self._only_gather()  # the other ranks are in it
+            raise
         try:
             committed = self._send(version, group)
         except Exception as error:
@@ -101,6 +105,10 @@ class BroadcastPublisher(AtOnce):
             raise WeightSyncError(why) from error
         self._updates += 1
         return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
+
+    def _only_gather(self) -> None:
+        for _ in self._gatherer.run():
+            pass
 
     def _send(self, version: int, group: dist.ProcessGroup) -> Committed:
         verify = self._sync.verify_every > 0 and self._updates % self._sync.verify_every == 0

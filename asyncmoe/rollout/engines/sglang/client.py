@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,21 @@ import msgspec
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
 from asyncmoe.rollout.engines.sglang.generation import Generated, request_body, response
-from asyncmoe.rollout.engines.sglang.streaming import Part, Parts, events
+from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
-from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
 
 
 class _ServerInfo(msgspec.Struct):
     """The part of `/server_info` used here (sglang 0.5.23, srt/entrypoints/http_server.py `server_info`)."""
 
     device: str
+
+
+class _Parsed(msgspec.Struct):
+    """The part of an answer of `/parse_function_call` used here (srt/entrypoints/http_server.py `parse_function_call_request`)."""
+
+    calls: tuple[ParsedCall, ...]
 
 
 class SGLangClient(WeightEndpoints):
@@ -87,13 +93,17 @@ class SGLangClient(WeightEndpoints):
                     if event == b"[DONE]":
                         continue
                     try:
-                        tokens = parts.add(msgspec.json.decode(event, type=Part))
+                        tokens = parts.add(msgspec.json.decode(event, type=StreamPart))
                     except msgspec.DecodeError as error:
                         raise EngineError(f"{self.name}: /generate: unexpected part of an answer: {error}") from error
                     if not ended and tokens and listener.hear(tokens):
                         ended = True
                         await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
         return parts.whole()
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+        body = {"text": text, "tool_call_parser": parser, "tools": [dict(tool) for tool in tools]}
+        return (await self._post("/parse_function_call", body, _Parsed)).calls
 
     async def abort(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)

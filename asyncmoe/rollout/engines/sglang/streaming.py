@@ -29,7 +29,7 @@ class _PartMeta(msgspec.Struct, frozen=True):
     output_token_sampling_logprobs: list[float] | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
+class StreamPart(msgspec.Struct, frozen=True):
     """One server-sent event."""
 
     output_ids: list[int] = []
@@ -51,7 +51,7 @@ class Parts:
         self._mask_logprobs: list[float] = []
         self._last: _PartMeta | None = None
 
-    def add(self, part: Part) -> Sequence[int]:
+    def add(self, part: StreamPart) -> Sequence[int]:
         """Take the next part, and return the tokens that are new in it.
 
         Raises:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncmoe.config.rollout import Interruption
-from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard
@@ -55,7 +55,7 @@ class WeightUpdateCoordinator:
         self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished)
         self._pool, self._timeout_s, self._published = pool, timeout_s, published
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting = 0
+        self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
 
@@ -70,10 +70,10 @@ class WeightUpdateCoordinator:
             # Mark the exception as retrieved: asyncio warns about a future whose exception nobody retrieves.
             self._started.exception()
 
-    @property
-    def awaited(self) -> bool:
-        """Whether the trainer waits for engines that have not started."""
-        return self._waiting > 0
+    def stop(self) -> None:
+        """Report that the run is being stopped: a trainer that waits for engines to start gets `RunStopping`. Idempotent."""
+        if not self._stopping.done():
+            self._stopping.set_result(None)
 
     async def wait_started(self) -> None:
         """Return when all engines accept requests.
@@ -96,6 +96,7 @@ class WeightUpdateCoordinator:
 
         Raises:
             WeightSyncError: an engine refused, died or has different checksums, or the request is out of order.
+            RunStopping: see `stop`.
             WaitTimeout: the engines did not start, or responses did not end, in time.
         """
         match request:
@@ -122,13 +123,13 @@ class WeightUpdateCoordinator:
         return Done()
 
     async def _engines(self, request: EnginesAsk) -> Engines:
-        self._waiting += 1
-        try:
-            await asyncio.wait_for(self.wait_started(), request.wait_s)
-        except TimeoutError:
-            raise WaitTimeout("the engines", "start", request.wait_s) from None
-        finally:
-            self._waiting -= 1
+        await asyncio.wait((self._started, self._stopping), timeout=request.wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._started.done():
+            self._started.result()
+        elif self._stopping.done():
+            raise RunStopping("the run is being stopped, and its engines have not started")
+        else:
+            raise WaitTimeout("the engines", "start", request.wait_s)
         self._pool.fence_dead()
         driver = self.driver
         concerned = driver.roster.members if driver.current is None else driver.current.members

@@ -11,6 +11,7 @@ from asyncmoe.rollout.episodes.environment import Bounds, Demonstrator, Environm
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.tokenizer import Tokenizer
 
 
 def bounds(config: Config) -> Bounds:
@@ -18,20 +19,34 @@ def bounds(config: Config) -> Bounds:
     section = config.environment
     positions = models.load_hf_config(config.model.path).get("max_position_embeddings")
     tokens = [limit for limit in (section.max_tokens, positions) if limit is not None]
-    return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents)
+    return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents, section.max_paths)
 
 
-def load(config: Config) -> Environment:
-    """Return the environment that a configuration names.
+def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
+    """Return the environment that a configuration names; with a tokenizer, also check that its chat template describes tools.
 
     Raises:
-        ConfigError: no such class, `environment.options` cannot construct it, or it cannot demonstrate and the run has a warm-up.
+        ConfigError: no such class, `environment.options` cannot construct it, or it cannot demonstrate and the run has a warm-up; see also
+            `WithTools.described`.
     """
     section = config.environment
     if section.kind == "single_turn":
         return SingleTurn()
     if section.kind == "tools":
-        made: Environment = WithTools(section.tools.names, section.tools.style, config.task.chats, section.tools.options)
+        given = section.tools
+        with_tools = WithTools(
+            given.names,
+            given.style,
+            config.task.chats,
+            given.options,
+            schemas=given.schemas,
+            mcp=given.mcp,
+            sessions=given.mcp_sessions,
+            sandbox=section.sandbox,
+        )
+        if tokenizer is not None:
+            with_tools.described(tokenizer)
+        made: Environment = with_tools
     elif section.kind == "openai":
         assert section.agent is not None
         made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, on_conflict=section.on_conflict)

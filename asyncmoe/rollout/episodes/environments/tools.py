@@ -11,53 +11,117 @@ hangs, crashes or floods ends the episode with that reason.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
+from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.environment import ERROR as CALLS_ERROR
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
-from asyncmoe.rollout.episodes.tools.calls import Call, Malformed, Style, find
+from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
-from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
+from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
+from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class WithTools:
     """An environment with tools; see the module.
 
     Args:
-        names, options: as for `asyncmoe.rollout.episodes.tools.load`.
-        style: syntax of a tool call in a response.
+        names, options, sandbox: as for `asyncmoe.rollout.episodes.tools.load`.
+        style: as environment.tools.style.
         chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
+        schemas: as environment.tools.schemas.
+        mcp, sessions: as for `asyncmoe.rollout.episodes.tools.mcp.McpTools`.
 
     Attributes:
         runners: the tools by name; a call without a name goes to the first.
     """
 
     def __init__(
-        self, names: Sequence[str], style: Style = "hermes", chat: bool = True, options: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        names: Sequence[str],
+        style: str = "hermes",
+        chat: bool = True,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        schemas: bool | None = None,
+        mcp: Mapping[str, McpServer | Mapping[str, Any]] | None = None,
+        sessions: int = 64,
+        sandbox: SandboxSection | Mapping[str, Any] | None = None,
     ) -> None:
-        self.runners: dict[str, Runner] = tools.load(names, options)
-        self._style, self._chat = style, chat
+        placed = sandbox if sandbox is None else SandboxSection.model_validate(sandbox)
+        self._mcp = McpTools(mcp or {}, sessions)
+        self.runners: dict[str, Runner] = merged(tools.load(names, options, placed), self._mcp.runners, style)
+        self._style, self._chat, self._wanted = style, chat, schemas
+        self._schemas: tuple[Mapping[str, Any], ...] | None = None
 
     async def run(self, episode: Episode) -> float | None:
         """See `Environment`."""
         agent = episode.agent()
-        agent.see(episode.prompt.tokens)
+        agent.see(self.asked(episode.prompt, episode.tokenizer))
         await self.converse(agent, episode.tokenizer)
         return None
 
+    def asked(self, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the tokens of a prompt; those of messages with the tools' schemas, where the chat template puts them."""
+        schemas = self.described(tokenizer)
+        return tokenizer.encode(tokenizer.render(prompt.messages, schemas)) if schemas and prompt.messages else prompt.tokens
+
+    def described(self, tokenizer: Tokenizer) -> tuple[Mapping[str, Any], ...]:
+        """Return the schemas for the chat template, () if it is not to describe the tools.
+
+        Raises:
+            ConfigError: the template leaves tools out, but `schemas` is true; if it is None, this is logged once.
+        """
+        if self._schemas is None:
+            self._schemas = ()
+            if self._wanted or (self._wanted is None and self._chat and self._style != "brackets"):
+                self._schemas = self._in_template(tokenizer)
+        return self._schemas
+
+    def _in_template(self, tokenizer: Tokenizer) -> tuple[Mapping[str, Any], ...]:
+        every, messages = tuple(map(schema, self.runners.values())), [{"role": "user", "content": "?"}]
+        if tokenizer.render(messages, every) != tokenizer.render(messages):
+            return every
+        if self._wanted:
+            expected, hint = "a chat template that describes tools", "set it to false and describe the tools in task.system_prompt"
+            raise ConfigError("environment.tools.schemas", got="true, but the chat template leaves tools out", expected=expected, hint=hint)
+        log.warning("the chat template leaves tools out: the prompt must describe them to the policy (environment.tools.schemas)")
+        return ()
+
     async def converse(self, agent: Agent, tokenizer: Tokenizer) -> Response:
         """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit."""
-        while True:
-            response = await agent.respond()
-            calls = find(response.text, self._style)
-            if not calls or response.finish == "length":
-                return response
-            observations = await asyncio.gather(*(self._noted(agent, call) for call in calls))
-            agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+        async with self.sessions():
+            while True:
+                response = await agent.respond()
+                calls = await self._calls(agent, response, tokenizer)
+                if not calls or response.finish == "length":
+                    return response
+                observations = await together([self._noted(agent, call) for call in calls])
+                agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+
+    def sessions(self) -> AbstractAsyncContextManager[None]:
+        """Keep sessions with MCP servers open until the end of the block; for an episode of several conversations."""
+        return self._mcp.episode()
+
+    async def _calls(self, agent: Agent, response: Response, tokenizer: Tokenizer) -> Sequence[Call | Malformed]:
+        if (own := STYLES.get(self._style)) is not None:
+            return find(response.text, own)
+        if agent.parse is None:
+            raise TrajectoryRejected(CALLS_ERROR, f"environment.tools.style={self._style} needs an engine, and there is none")
+        ended = response.finish == "stop" and not tokenizer.decode(response.tokens[-1:])
+        text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)
+        return parsed(await agent.parse(text, self._style, tuple(map(schema, self.runners.values()))))
 
     @property
     def counts(self) -> dict[str, Counts]:
@@ -66,7 +130,7 @@ class WithTools:
 
     async def close(self) -> None:
         """End everything the tools started."""
-        await asyncio.gather(*(runner.close() for runner in self.runners.values()))
+        await asyncio.gather(self._mcp.close(), *(runner.close() for runner in self.runners.values()))
 
     async def _noted(self, agent: Agent, call: Call | Malformed) -> str:
         """Return the observation, and note the call."""
@@ -87,7 +151,7 @@ class WithTools:
         if runner is None:
             return f"error: no tool named {call.name}; there are {', '.join(self.runners)}"
         try:
-            return await runner.call(call.argument)
+            return await runner.call(call.arguments if runner.takes_json or runner.name in self._mcp.runners else call.argument)
         except ToolError as error:
             if error.reason == ERROR:
                 return error.detail

@@ -5,18 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
-from asyncmoe.rollout.episodes.openai_endpoint.request import ToolCall
+from asyncmoe.rollout.episodes.openai_endpoint.request import AnswerCall
 from asyncmoe.rollout.episodes.tools.calls import OPEN, Call, find
 
 
-def split(text: str, calls: bool) -> tuple[str, tuple[ToolCall, ...]]:
+def split(text: str, calls: bool) -> tuple[str, tuple[AnswerCall, ...]]:
     """Return a response's text and its "hermes" tool calls, which are taken out of the text if `calls` is true."""
     found = [call for call in find(text, "hermes") if isinstance(call, Call) and call.name is not None] if calls else []
     if not found:
         return text, ()
     starts, ends = [call.start for call in found], [call.end for call in found]
     rest = "".join(text[a:b] for a, b in zip([0, *ends], [*starts, len(text)], strict=True)).rstrip()
-    return rest, tuple(ToolCall(f"call_{secrets.token_hex(12)}", str(call.name), call.arguments) for call in found)
+    return rest, tuple(AnswerCall(f"call_{secrets.token_hex(12)}", str(call.name), call.arguments) for call in found)
 
 
 def before(text: str, stop: str | None) -> str:

@@ -39,7 +39,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORMATS = ("json_object", "json_schema")
 
 
-class Chat:
+class ChatApi:
     """The API: `parse` a request, and answer it `whole` or as a `stream`."""
 
     def parse(self, body: bytes, sampling: Sampling, on_conflict: OnConflict) -> CompletionRequest:

@@ -5,8 +5,8 @@ sampled tokens of that conversation stay as they are, and only the text after th
 conversation if
 - its messages begin with the conversation's messages, including the answers exactly as returned; and
 - the chat template renders its messages and tools to text that begins with the conversation's rendered text, including the last answer.
-  With a template that rewrites history (strips white space, drops thoughts), this fails and no sampled token can be reused: another
-  conversation begins.
+  With a template that rewrites history (strips white space, drops thoughts), this fails and the tokens of that answer cannot be reused;
+  those of earlier answers may be.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NewContent:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Conversation:
     """An answered request.
 

@@ -41,7 +41,7 @@ _TOOL = frozenset({"name", "description", "input_schema", "type", "strict", "cac
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
-class Messages:
+class MessagesApi:
     """The API: `parse` a request, and answer it `whole` or as a `stream`."""
 
     def parse(self, body: bytes, sampling: Sampling, on_conflict: OnConflict) -> CompletionRequest:
@@ -125,7 +125,7 @@ class MessagesStream:
 
     def failed(self, refused: RequestRefused) -> bytes:
         """Return the events of an answer that cannot be completed."""
-        return event(Messages().error(refused), "error")
+        return event(MessagesApi().error(refused), "error")
 
     def _start(self, block: Mapping[str, Any]) -> bytes:
         self._blocks += 1

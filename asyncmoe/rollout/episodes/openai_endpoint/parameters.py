@@ -24,6 +24,7 @@ NO_MATTER = frozenset(
     {
         "user",
         "metadata",
+        "client_metadata",
         "store",
         "safety_identifier",
         "prompt_cache_key",

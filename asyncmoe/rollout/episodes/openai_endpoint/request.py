@@ -33,7 +33,7 @@ def wrong(parameter: str, message: str) -> RequestRefused:
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class AnswerCall:
     """A call as the client gets it; `arguments` is JSON text."""
 
     id: str
@@ -85,15 +85,17 @@ class Completion:
         prompt_tokens, sampled_tokens: counts.
         stopped_by: the client's stop text that ended it, or None.
         logprobs: (text, natural log-probability) of every sampled token if the request asks for them.
+        path: name of the path of the tree of turns that the answer belongs to.
     """
 
     text: str
-    calls: tuple[ToolCall, ...]
+    calls: tuple[AnswerCall, ...]
     finish: str
     prompt_tokens: int
     sampled_tokens: int
     stopped_by: str | None = None
     logprobs: tuple[tuple[str, float], ...] = ()
+    path: str = ""
 
     @property
     def message(self) -> Message:

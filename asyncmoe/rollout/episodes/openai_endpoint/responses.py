@@ -17,7 +17,6 @@ from asyncmoe.rollout.episodes.openai_endpoint.parameters import (
     Conflicts,
     body_fields,
     check_sampling,
-    function,
     limit,
     refuse_rest,
     taken,
@@ -32,6 +31,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.request import (
     policy_request,
     wrong,
 )
+from asyncmoe.rollout.episodes.openai_endpoint.responses_tools import client_name, full_name, tools_of
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text")
@@ -40,7 +40,7 @@ _REMEMBERED = 32
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Responses:
+class ResponsesApi:
     """The API for one episode: it remembers the episode's last answers for `previous_response_id`."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Responses:
         instructions = taken(fields, "instructions", str, "text")
         history = (*self._before(fields), *_items(fields.pop("input", None)))
         first: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-        tools = [_tool(tool, f"tools[{i}]", conflicts) for i, tool in enumerate(taken(fields, "tools", list, "a list", []))]
+        tools = tools_of(taken(fields, "tools", list, "a list", []), conflicts)
         calls = check_choice(fields.pop("tool_choice", "auto"), conflicts) and bool(tools)
         one_call = calls and not taken(fields, "parallel_tool_calls", bool, "true or false", True)
         most = limit(fields, "max_output_tokens")
@@ -125,7 +125,7 @@ class Responses:
 class ResponsesStream:
     """Writes one answer as server-sent events."""
 
-    def __init__(self, api: Responses, request: CompletionRequest) -> None:
+    def __init__(self, api: ResponsesApi, request: CompletionRequest) -> None:
         self._api, self._request, self._head = api, request, _head(request)
         self._item = f"msg_{secrets.token_hex(12)}"
         self._number = 0
@@ -211,8 +211,8 @@ def _output(request: CompletionRequest, answer: Completion, item: str) -> list[d
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": logprobs}
         made.append({"id": item, "type": "message", "role": "assistant", "status": status, "content": [part]})
     for call in answer.calls:
-        named = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed", "call_id": call.id}
-        made.append({**named, "name": call.name, "arguments": call.arguments})
+        begun = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed", "call_id": call.id}
+        made.append({**begun, **client_name(request.fields.get("tools"), call.name), "arguments": call.arguments})
     return made
 
 
@@ -230,6 +230,8 @@ def _items(given: object) -> list[Message]:
             messages.append(_message(item, where))
         elif kind == "function_call":
             call = {key: text_of(item.get(name), f"{where}.{name}") for key, name in (("id", "call_id"), ("name", "name"), _ARGUMENTS)}
+            if item.get("namespace") is not None:
+                call["name"] = full_name(text_of(item["namespace"], f"{where}.namespace"), call["name"])
             last: Message = messages.pop() if messages and messages[-1]["role"] == "assistant" else {"content": ""}
             messages.append(assistant(last["content"], [*last.get("tool_calls", ()), call]))
         elif kind == "function_call_output":
@@ -249,16 +251,6 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     if unknown := set(item) - {"type", "role", "content", "id", "status", "phase"}:
         raise wrong(f"{where}.{min(unknown)}", "is not supported")
     return {"role": item["role"], "content": text_of(item.get("content"), f"{where}.content", _TEXTS)}
-
-
-def _tool(tool: object, where: str, conflicts: Conflicts) -> Message:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise wrong(where, "must be a function; tools that a server would run are not supported")
-    if unknown := set(tool) - {"type", "name", "description", "parameters", "strict", "allowed_callers"}:
-        raise wrong(f"{where}.{min(unknown)}", "is not supported. Leave it out")
-    if tool.get("strict"):
-        conflicts.note("tools.strict", "cannot force arguments to a schema")
-    return function(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
 
 
 def _check_text(fields: dict[str, Any], conflicts: Conflicts) -> None:

@@ -15,11 +15,13 @@ from aiohttp import web
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
-from asyncmoe.rollout.episodes.openai_endpoint.messages import Messages
+from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.request import Api, Completion, CompletionRequest, OnConflict, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 
 log = logging.getLogger(__name__)
+PATH = "asyncmoe-path"
+"""Header of an answer that is not streamed: the names of the paths to which its choices belong, by which an agent may reward them."""
 OVERRIDDEN = "asyncmoe-overridden"
 """Header of an answer that names the parameters of the request that the run's own sampling overrides."""
 
@@ -112,7 +114,8 @@ class OpenAIEndpoint:
             headers = {OVERRIDDEN: ", ".join(asked.overridden)} if asked.overridden else {}
             if asked.stream:
                 return await _stream(request, session, api, asked, headers)
-            return web.json_response(api.whole(asked, await session.answers(asked)), headers=headers)
+            answers = await session.answers(asked)
+            return web.json_response(api.whole(asked, answers), headers={**headers, PATH: ", ".join(one.path for one in answers)})
 
         return handle
 
@@ -131,8 +134,10 @@ class OpenAIEndpoint:
         """
         session = self._sessions.get(request.match_info["name"])
         expected = session.key if session else _NOBODY
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode()) or session is None:
+        # Some clients send a key of their own in one header and what they were configured with in the other.
+        given = (request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
+        known = [hmac.compare_digest(key.encode(errors="surrogateescape"), expected.encode()) for key in given]
+        if not any(known) or session is None:
             raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
         session.requests += 1
         if session.requests > self._limits.requests:
@@ -150,7 +155,7 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
     except web.HTTPException as error:
         refused = RequestRefused(error.status, error.text or error.reason)
     # Errors of paths that no API has are in OpenAI's form.
-    api: Api = Messages() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.Chat()
+    api: Api = MessagesApi() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.ChatApi()
     return web.json_response(api.error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
 

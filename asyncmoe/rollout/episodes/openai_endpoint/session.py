@@ -5,46 +5,50 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.openai_endpoint import answers, conversation
 from asyncmoe.rollout.episodes.openai_endpoint.answers import Speech
-from asyncmoe.rollout.episodes.openai_endpoint.chat import Chat
-from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, NewContent
-from asyncmoe.rollout.episodes.openai_endpoint.messages import Messages
+from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, Message, NewContent
+from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Api, Completion, CompletionRequest, OnConflict, RequestRefused
-from asyncmoe.rollout.episodes.openai_endpoint.responses import Responses
+from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.tools.calls import CLOSE
 
 
 @dataclass(eq=False)
 class _Line:
-    """A conversation and the agent it is trained as.
+    """One path of a conversation, and the agent it is trained as.
 
     Attributes:
-        known: the conversation up to the last answer; None before the first answer.
+        first: messages of the first request of its tree.
+        known: the conversation up to each of its answers, in order; those before a fork are the same objects in all paths.
         seen: tokens that an unanswered request gave the agent; only the same request may be repeated, no other.
         busy: True while a request is being answered.
     """
 
     agent: Agent
-    known: Conversation | None = None
+    first: tuple[Message, ...]
+    known: list[Conversation] = field(default_factory=list)
     seen: tuple[int, ...] | None = None
     busy: bool = False
 
-    def takes(self, given: NewContent) -> bool:
-        """Return True if this conversation can answer a request that adds `given` to it."""
-        return self.seen in (None, given.tokens)
+    def takes(self, given: NewContent, count: int) -> bool:
+        """Return True if this path can answer a request that adds `given` after its first `count` answers."""
+        return not self.busy and len(self.known) == count and self.seen in (None, given.tokens)
 
 
 class Session:
     """The requests of one episode.
 
-    The first conversation belongs to the agent "policy". A request that continues no known conversation begins the next, "policy/2" and so
-    on; the episode limits their number and length (`environment.max_agents`, `max_turns`, `max_tokens`). A cancelled request can be
-    repeated; a different request in its place begins another conversation.
+    The first conversation belongs to the agent "policy". A request continues the longest recorded beginning that it repeats: at its end the
+    path goes on; elsewhere, or while another request goes on there, it forks and a new path begins, "policy/2" and so on. A request that
+    repeats no answer but the first request's messages is a path of the same tree, which shares no response; any other request begins
+    another agent. The episode limits agents, paths and their length (`environment.max_agents`, `max_paths`, `max_turns`, `max_tokens`). A
+    cancelled request can be repeated; a different request in its place forks.
 
     Attributes:
         name: its name in the URL.
@@ -56,7 +60,7 @@ class Session:
     def __init__(self, episode: Episode, on_conflict: OnConflict = "run") -> None:
         self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self.requests = 0
-        self.chat, self.responses, self.messages = Chat(), Responses(), Messages()
+        self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
         self._episode, self._on_conflict = episode, on_conflict
         self._lines: list[_Line] = []
         self._answering: set[asyncio.Task[Completion]] = set()
@@ -151,8 +155,8 @@ class Session:
             raise _unrendered(error) from error
         answer = self._completion(request, response, seen, speech)
         line.seen = None
-        line.known = conversation.answered(given, answer.message, response.tokens, response.finish, self._episode.tokenizer)
-        return answer
+        line.known.append(conversation.answered(given, answer.message, response.tokens, response.finish, self._episode.tokenizer))
+        return replace(answer, path=line.agent.name)
 
     def _completion(self, request: CompletionRequest, response: Response, seen: int, speech: Speech | None) -> Completion:
         stopped_by = response.stopped_by if response.stopped_by in request.stops else None
@@ -169,21 +173,43 @@ class Session:
         return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, logprobs)
 
     def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
-        """Return the longest conversation that a request continues, or a new conversation, and the request's new content."""
-        tokenizer = self._episode.tokenizer
-        free = [line for line in self._lines if not line.busy]
-        for line in sorted(free, key=lambda line: len(line.known.text) if line.known else 0, reverse=True):
-            more = conversation.extend(line.known, request.asked, tokenizer) if line.known else None
-            if more is not None and line.takes(more):
-                return line, more
-        given = conversation.begin(request.asked, tokenizer)
-        for line in free:
-            if line.known is None and line.takes(given):
-                return line, given
-        number = len(self._lines) + 1
-        line = _Line(self._episode.agent(MODEL if number == 1 else f"{MODEL}/{number}"))
+        """Return the path that answers a request, and the request's new content."""
+        asked, tokenizer = request.asked, self._episode.tokenizer
+        for known, (line, count) in self._recorded().items():
+            more = conversation.extend(known, asked, tokenizer)
+            if more is not None:
+                return self._free(more, count, known) or self._fork(line, count), more
+        given = conversation.begin(asked, tokenizer)
+        if (free := self._free(given, 0)) is not None:
+            return free, given
+        same = [line for line in self._lines if asked.messages[: len(line.first)] == line.first]
+        if same:
+            return self._fork(max(same, key=lambda line: len(line.first)), 0), given
+        line = _Line(self._episode.agent(self._next_name()), asked.messages)
         self._lines.append(line)
         return line, given
+
+    def _recorded(self) -> dict[Conversation, tuple[_Line, int]]:
+        """Return all conversations up to an answer, the longest first, each with a path that has it and the number of its answers."""
+        found: dict[Conversation, tuple[_Line, int]] = {}
+        for line in self._lines:
+            for number, known in enumerate(line.known, start=1):
+                found.setdefault(known, (line, number))
+        return dict(sorted(found.items(), key=lambda one: len(one[0].text), reverse=True))
+
+    def _free(self, given: NewContent, count: int, known: Conversation | None = None) -> _Line | None:
+        """Return a path that ends with `known` (None: that has no answer yet) and can answer a request that adds `given` to it."""
+        ends = (line for line in self._lines if line.takes(given, count) and (known is None or line.known[-1] is known))
+        return next(ends, None)
+
+    def _fork(self, line: _Line, count: int) -> _Line:
+        """Begin a path that shares the first `count` answers of `line`."""
+        made = _Line(self._episode.fork(line.agent, count, self._next_name()), line.first, line.known[:count])
+        self._lines.append(made)
+        return made
+
+    def _next_name(self) -> str:
+        return MODEL if not self._lines else f"{MODEL}/{len(self._lines) + 1}"
 
 
 def _over() -> RequestRefused:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import Tool
@@ -14,13 +15,16 @@ from asyncmoe.rollout.episodes.tools.tool import Tool
 _BUILT_IN = ("calculator", "python")
 
 
-def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Runner]:
+def load(
+    names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None, sandbox: SandboxSection | None = None
+) -> dict[str, Runner]:
     """Return the tools that a configuration names, keyed by the names that a model uses in its calls.
 
     Args:
         names: "calculator", "python" or `package.module:function`.
         options: options of each tool, by the name in a model's calls or in `names`: fields of `ToolLimits`, and for "python" also of
             `PythonLimits`.
+        sandbox: where the programs of "python" run; None: the default.
 
     Raises:
         ConfigError: a tool or option does not exist, two tools have the same name, or a tool cannot work on this machine.
@@ -33,7 +37,7 @@ def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None =
     for target in names:
         key, given = by_target[target]
         limits = _made(ToolLimits, {name: given.pop(name) for name in list(given) if name in _names(ToolLimits)}, key)
-        runner = Runner(_tool(target, tools[target], given, key), limits)
+        runner = Runner(_tool(target, tools[target], given, key, sandbox), limits)
         if runner.name in runners:
             raise ConfigError("environment.tools.names", got=f"two tools named {runner.name}", expected="names that differ")
         runners[runner.name] = runner
@@ -59,12 +63,13 @@ def _by_target(options: Mapping[str, Mapping[str, Any]], named: Mapping[str, str
     return {target: (key, dict(options.get(key, {}))) for target, key in keys.items()}
 
 
-def _tool(target: str, own: Tool | None, options: dict[str, Any], key: str) -> Tool:
+def _tool(target: str, own: Tool | None, options: dict[str, Any], key: str, sandbox: SandboxSection | None) -> Tool:
     from asyncmoe.rollout.episodes.tools.calculator import Calculator
-    from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, PythonTool
+    from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
+    from asyncmoe.rollout.episodes.tools.sandboxes import python_tool
 
     if target == "python":
-        return PythonTool(_made(PythonLimits, options, key))
+        return python_tool(_made(PythonLimits, options, key), sandbox)
     if options:
         expected = ", ".join(_names(ToolLimits))
         near = get_close_matches(min(options), _names(ToolLimits), 1)

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncmoe.rollout.engines.types import ParsedCall
+
 Style = Literal["hermes", "brackets"]
+STYLES: Mapping[str, Style] = {"hermes": "hermes", "brackets": "brackets"}
+"""The styles that `find` reads, by name; any other name is that of a parser of the engine (`parsed`)."""
 MAX_CALLS = 16
 """Maximum number of calls in one response; the rest of the response is ignored."""
 MAX_CHARACTERS = 65536
@@ -67,6 +72,17 @@ def find(text: str, style: Style) -> tuple[Call | Malformed, ...]:
         else:
             found.append(_hermes(inner, start, after) if style == "hermes" else _brackets(inner, start, after))
         start = text.find(begin, after)
+    return tuple(found)
+
+
+def parsed(calls: Sequence[ParsedCall]) -> tuple[Call | Malformed, ...]:
+    """Return the calls that an engine's parser found, at most `MAX_CALLS`; they have no place in the response."""
+    found: list[Call | Malformed] = []
+    for call in calls[:MAX_CALLS]:
+        if len(call.parameters) > MAX_CHARACTERS:
+            found.append(Malformed(0, 0, f"error: a call of {len(call.parameters)} characters, more than {MAX_CHARACTERS}"))
+        else:
+            found.append(_hermes(f'{{"name": {json.dumps(call.name)}, "arguments": {call.parameters or "{}"}}}', 0, 0))
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""A user's own function as a tool: `package.module:function`, from text to text.
+"""A user's own function as a tool: `package.module:function`, from text or typed parameters to text (`signature`).
 
 A coroutine function runs in the controller's loop and must not block it. A plain function runs in worker processes
 (`asyncmoe.rollout.episodes.tools.function_worker`), because it may hang or hold the interpreter; a process whose call is cancelled is
@@ -13,30 +13,31 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
 from asyncmoe import plugins
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, Tool, ToolError, one_string
+from asyncmoe.rollout.episodes.tools.signature import Arguments
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, Tool, ToolError
 
 _START_S = 60.0
 _LINE_BYTES = 16 * 2**20
 
 
 def load(target: str) -> Tool:
-    """Make a tool of a function, with the function's name and its docstring as the description.
+    """Make a tool of a function, with the function's name, and its docstring as the description.
 
     Raises:
-        ConfigError: no such function.
+        ConfigError: no such function, or one with parameters that a call cannot give.
     """
     function = find(target)
     name = getattr(function, "__name__", target.rpartition(":")[2])
-    description = inspect.getdoc(function) or ""
+    arguments = Arguments(function, target)
     if inspect.iscoroutinefunction(function):
-        return AsyncFunction(name, description, function)
-    return InProcesses(name, description, target)
+        return AsyncFunction(name, arguments)
+    return InProcesses(name, arguments, target)
 
 
 def find(target: str) -> Callable[..., object]:
@@ -47,9 +48,10 @@ def find(target: str) -> Callable[..., object]:
 class AsyncFunction:
     """A coroutine function, all calls of which run concurrently."""
 
-    def __init__(self, name: str, description: str, function: Callable[..., object]) -> None:
-        self.name, self.description, self.parameters = name, description, one_string("argument", "")
-        self._function = cast(Callable[[str], Awaitable[str]], function)
+    def __init__(self, name: str, arguments: Arguments) -> None:
+        self.name, self.description, self.parameters = name, arguments.description, arguments.parameters
+        self.takes_json = arguments.takes_json
+        self._arguments = arguments
 
     async def call(self, argument: str) -> str:
         """Call the function and return its result.
@@ -58,7 +60,7 @@ class AsyncFunction:
             ToolError: the function's own, or `ERROR` for any other exception.
         """
         try:
-            return await self._function(argument)
+            return cast(str, await self._arguments.call(argument))
         except ToolError:
             raise
         except Exception as error:
@@ -71,8 +73,9 @@ class AsyncFunction:
 class InProcesses:
     """A plain function in worker processes, one per running call; idle processes are kept for later calls."""
 
-    def __init__(self, name: str, description: str, target: str) -> None:
-        self.name, self.description, self.parameters = name, description, one_string("argument", "")
+    def __init__(self, name: str, arguments: Arguments, target: str) -> None:
+        self.name, self.description, self.parameters = name, arguments.description, arguments.parameters
+        self.takes_json = arguments.takes_json
         self._target = target
         self._idle: list[asyncio.subprocess.Process] = []
 

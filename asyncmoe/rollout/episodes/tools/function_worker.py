@@ -12,6 +12,7 @@ import sys
 
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout.episodes.tools.function import find
+from asyncmoe.rollout.episodes.tools.signature import Arguments
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
 
 
@@ -20,11 +21,11 @@ def main(target: str) -> None:
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    function = find(target)
+    arguments = Arguments(find(target), target)
     print(json.dumps({"text": ""}), file=answers)
     for line in sys.stdin:
         try:
-            text = function(json.loads(line))
+            text = arguments.call(json.loads(line))
             answer = json.dumps({"text": text if isinstance(text, str) else None})
         except ToolError as error:
             answer = json.dumps({"error": error.detail, "reason": error.reason})

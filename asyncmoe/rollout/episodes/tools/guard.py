@@ -1,10 +1,10 @@
 """Confines a program, runs it, ends it and reports how it ended: `python -I -S guard.py SETTINGS` with the program on standard input.
 
-The guard runs standalone, without asyncmoe on its path. SETTINGS is a JSON object: `parent` process id, `program` (command), `file` that
-receives the input, `environment`, `wall_s`, `rlimits` (number -> soft and hard), `seccomp` (hexadecimal,
-`asyncmoe.rollout.episodes.tools.seccomp`), `namespaces`, `disk_bytes`. The program's output, errors included, goes to standard output. When
-the program has ended, standard error has a line of JSON, `{"status": exit status or negative signal, "cpu_s": ..., "timeout": ...}`; or,
-if the program could not run, the reason.
+The guard runs standalone, without asyncmoe on its path. SETTINGS is a JSON object: `parent` process id (null: it has another number inside
+a container), `program` (command), `file` that receives the input, `environment`, `wall_s`, `rlimits` (number -> soft and hard), `seccomp`
+(hexadecimal, `asyncmoe.rollout.episodes.tools.seccomp`), `namespaces`, `disk_bytes`. The program's output, errors included, goes to
+standard output. When the program has ended, standard error has a line of JSON, `{"status": exit status or negative signal, "cpu_s": ...,
+"timeout": ...}`; or, if the program could not run, the reason.
 
 The guard stays outside the sandbox: nothing inside can signal it, and the program ends when the guard does.
 """
@@ -21,7 +21,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 1, 24, 38, 22, 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 1, 4, 24, 38, 22, 2
 _NEW_USER, _NEW_MOUNTS, _NEW_PIDS, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x20000, 0x20000000, 0x40000000, 0x08000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 1, 2, 4, 0x4000, 0x40000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_BYTES = 442, -100, 0x8000, 32
@@ -39,12 +39,14 @@ class _Filter(ctypes.Structure):
 def main(settings: dict[str, Any]) -> None:
     """Run the program on standard input."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != settings["parent"]:
+    if settings["parent"] not in (None, os.getppid()):
         sys.exit("the process that asked has ended")
     program = sys.stdin.buffer.read()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if settings["namespaces"]:
         _enter_namespaces(os.getcwd(), settings["disk_bytes"])
+    # Otherwise a program of the same user could write to this process's memory through /proc.
+    _prctl(_PR_SET_DUMPABLE, 0)
     with open(settings["file"], "wb") as file:
         file.write(program)
     ending = {signal.SIGTERM, signal.SIGALRM}

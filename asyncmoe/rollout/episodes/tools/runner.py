@@ -45,12 +45,16 @@ class Counts:
 class Runner:
     """A tool under `ToolLimits`; itself a `Tool`.
 
+    Attributes:
+        takes_json: the tool wants the arguments of a call as they are, a JSON object; otherwise the one text among them.
+
     Cancelled calls count neither as calls nor as failures.
     """
 
     def __init__(self, tool: Tool, limits: ToolLimits) -> None:
         self.name, self.description = tool.name, tool.description
         self.parameters: Mapping[str, Any] = tool.parameters
+        self.takes_json = bool(getattr(tool, "takes_json", False))
         self.counts = Counts()
         self._tool, self._limits = tool, limits
         self._turns = asyncio.Semaphore(limits.concurrency)

@@ -1,0 +1,58 @@
+"""The `asyncmoe` command. Subcommands start the parts of a run separately; `run` starts all of them on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from asyncmoe import config_commands, usage
+from asyncmoe.cli import bench, models, planning, records, report, running
+from asyncmoe.launch import part
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="""Train mixture-of-experts language models with asynchronous reinforcement learning.
+
+SGLang engines generate without waiting for stragglers, Megatron trainers
+learn from a bounded queue, and new weights reach the engines while they
+generate. One YAML file describes a run; the command line can override any
+of its keys, which docs/config.md lists:
+
+    asyncmoe run examples/demo.yaml run.steps=100 trainer.optimizer.lr=3e-4
+
+Start with `asyncmoe run examples/demo.yaml`, then open runs/demo/report.html.""",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"asyncmoe {importlib.metadata.version('asyncmoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_show_version)] = False,
+) -> None:
+    pass
+
+
+for _command in (running.run, running.rollout, running.engine, models.make_model, models.export, planning.doctor, planning.plan):
+    app.command()(_command)
+app.command("simulate", context_settings={"ignore_unknown_options": True})(planning.simulate_command)  # `read_plant` refuses them
+app.command()(report.report)
+app.command("log")(records.log_command)
+app.command()(records.stacks)
+app.command()(records.show)
+app.add_typer(config_commands.app, name="config")
+app.add_typer(bench.commands(), name="bench")
+
+
+def main() -> None:
+    """Run the command line."""
+    part.main(partial(usage.invoke, app))

@@ -1,0 +1,45 @@
+"""Commands that make and export models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncmoe.errors import UserError
+
+
+def make_model(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    layers: Annotated[int, typer.Option(help="Decoder layers, each with experts.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Width of a hidden state.")] = 64,
+    experts: Annotated[int, typer.Option(help="Experts per layer.")] = 8,
+    experts_per_token: Annotated[int, typer.Option(help="Experts the router chooses for a token.")] = 2,
+    expert_hidden: Annotated[int, typer.Option(help="Intermediate width of an expert.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a tiny random Qwen3-MoE as a Hugging Face checkpoint, with a byte-level tokenizer, to try everything on a laptop."""
+    from asyncmoe.config.model import MadeModel
+    from asyncmoe.models import make
+
+    shape = MadeModel(layers=layers, hidden=hidden, experts=experts, experts_per_token=experts_per_token, expert_hidden=expert_hidden)
+    make.make_model(out, shape, seed=seed)
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="For a run with train=lora: write only the adapter, in PEFT's format.")
+    ] = False,
+    float8: Annotated[
+        bool, typer.Option("--float8", help="For a float8 model: write float8; otherwise weights are in the trainer's dtype.")
+    ] = False,
+) -> None:
+    """Write the newest checkpoint of a run as a Hugging Face checkpoint, with an adapter merged into the weights."""
+    from asyncmoe.launch import export as launcher
+
+    if adapter and float8:
+        raise UserError("asyncmoe export", got="--adapter and --float8", expected="one of them; an adapter is not in float8")
+    launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights")

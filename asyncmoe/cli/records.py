@@ -1,0 +1,100 @@
+"""Commands that read what a run recorded, or is doing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncmoe.errors import UserError
+
+
+def log_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="wandb, mlflow or trackio; default: all that the run is configured for.")
+    ] = None,
+) -> None:
+    """Send to W&B, MLflow or Trackio what they miss of a run: after a logger or the network was down, or after the run was killed.
+
+    A running run sends its records itself, if its configuration has
+    telemetry.wandb, telemetry.mlflow or telemetry.trackio:
+
+        asyncmoe run examples/demo.yaml telemetry.mlflow.uri=http://127.0.0.1:5000
+
+    Repeating this command sends nothing twice. docs/guides/loggers.md tells more.
+    """
+    from asyncmoe.telemetry.loggers import sender
+
+    for name, state in sender.send(run_dir, names or []).items():
+        typer.echo(f"{name}: has every step up to {state.sent.step}{' at ' if state.url else ''}{state.url}")
+
+
+def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
+    """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, of the extra profile.
+
+    The run's processes are those that it recorded in its directory, with
+    their children. Of a run on several hosts, the end of the output names
+    those not covered. To profile steps instead, see docs/guides/profiling.md.
+    """
+    from asyncmoe.launch import stacks as command
+
+    for text in command.stacks(run_dir):
+        typer.echo(f"{text}\n")
+
+
+def show(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")],
+    step: Annotated[int | None, typer.Option(help="Groups that this step trained, counted as in metrics.jsonl.")] = None,
+    group: Annotated[int | None, typer.Option(help="The group with this number, in all its attempts.")] = None,
+    version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help="Groups that were trained, queued, dropped, requeued, rejected or lost (in a restart of the run).")
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a --step or --group that is named.")
+    ] = None,
+    colour: Annotated[
+        str, typer.Option("--colour", "--color", help="What colours tokens: version, logprob, ratio, mask or mismatch.")
+    ] = "version",
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all.")] = 400,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines for other programs; the default if the output is no terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
+) -> None:
+    """Show trajectories of a run: prompts, responses, tool calls, rewards, and what the trainer made of each token.
+
+    Without options: the groups of the newest step. Each token can be coloured
+    by what is known of it:
+
+    - version: the weight version that sampled it
+
+    - logprob: its log-probability in the engine; ratio: trainer to engine
+
+    - mask: trained, clipped, or rejected by the correction
+
+    - mismatch: layers whose router would have sent it elsewhere
+
+    For example:
+
+        asyncmoe show runs/demo --worst --colour ratio
+
+        asyncmoe show runs/demo --outcome rejected
+
+        asyncmoe show runs/demo --step 420 --json | jq .reward
+
+    telemetry.samples says how many groups a run keeps: by default 2 of each
+    step's. docs/guides/samples.md explains what is shown.
+    """
+    from asyncmoe.telemetry.samples import command
+    from asyncmoe.telemetry.samples.select import SampleQuery
+
+    for first, second in (("--worst", "--best"), ("--plain", "--json")):
+        if all({"--worst": worst, "--best": best, "--plain": plain, "--json": as_json}[name] for name in (first, second)):
+            raise UserError("asyncmoe show", got=f"{first} and {second}", expected="one of them")
+    wanted = SampleQuery(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
+    form: command.Form = "json" if as_json else "plain" if plain or not sys.stdout or not sys.stdout.isatty() else "terminal"
+    command.show(run_dir, wanted, form, command.colour_of(colour), tokens)

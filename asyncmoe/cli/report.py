@@ -1,0 +1,51 @@
+"""The command that writes and serves the report of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncmoe.errors import UserError
+
+
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of finished or running runs.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html of the run, or comparison.html of the first.")
+    ] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples/--no-samples", help="Show sampled trajectories; only you can read a file that has some.")
+    ] = True,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page on loopback, live while a run goes on, until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free one.")] = 0,
+) -> None:
+    """Write report.html and summary.json of a run, finished or still running; of several runs, a page that compares them.
+
+    --serve prints an address that only you know. To open it from another
+    machine, forward its port: ssh -L 8080:127.0.0.1:PORT HOST.
+
+    docs/guides/report.md explains the page.
+    """
+    from asyncmoe.telemetry.report import command
+    from asyncmoe.telemetry.run import broken_configuration
+
+    for run_dir in run_dirs:
+        if (broken := broken_configuration(run_dir)) is not None:
+            typer.echo(f"note: {broken}", err=True)
+    if serve:
+        from asyncmoe.telemetry.report.serve import serve as serve_page
+
+        if out is not None:
+            raise UserError("asyncmoe report", got="--serve and --out", expected="one of them")
+        serve_page(run_dirs, port, samples=samples)
+        return
+    if port:
+        raise UserError("asyncmoe report", got=f"--port {port} without --serve", expected="both, or neither")
+    if len(run_dirs) == 1:
+        from asyncmoe.telemetry.summary import write_summary
+
+        write_summary(run_dirs[0])
+    name = command.REPORT if len(run_dirs) == 1 else command.COMPARISON
+    typer.echo(command.write(run_dirs, out or run_dirs[0] / name, samples=samples))

@@ -1,0 +1,55 @@
+"""Commands that run: everything on this machine, or one part of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from asyncmoe import interrupts
+from asyncmoe.cli.arguments import ConfigPath, Overrides
+
+
+def run(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run everything on this machine: engines, queue, trainer, live view, report. Repeat the command to resume a stopped run.
+
+    Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. With launch=ray everything runs on the nodes of a Ray cluster.
+    """
+    from asyncmoe import config as configuration
+
+    with interrupts.stopping(interrupts.NO_RUN_YET):
+        loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
+    with interrupts.leaving(interrupts.NO_RUN_YET):
+        from rich.console import Console
+
+        from asyncmoe.launch import local
+        from asyncmoe.launch.ray import driver
+        from asyncmoe.models.hub import with_local_model
+    with interrupts.stopping(interrupts.NO_RUN_YET):
+        loaded = with_local_model(loaded)
+    summary = driver.run(loaded) if loaded.launch == "ray" else local.run(loaded)
+    Console().print_json(data=summary)
+
+
+def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
+    from asyncmoe.launch import part
+
+    part.controller(config, overrides or ())
+
+
+def engine(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name in records and messages; default: made of the host, the SLURM job and --index.")
+    ] = None,
+    index: Annotated[int, typer.Option(help="Number of this engine on its machine, from 0; decides which GPUs it takes.")] = 0,
+) -> None:
+    """Start one engine that joins a run with engines.join=true, at any time.
+
+    On Ctrl-C or SIGTERM it finishes or hands over its responses, then leaves.
+    """
+    from asyncmoe.launch import part
+
+    part.engine(config, overrides or (), name, index)

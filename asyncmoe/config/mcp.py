@@ -1,0 +1,70 @@
+"""Servers of the Model Context Protocol (MCP) whose tools the policy may call."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from asyncmoe.config.fields import Positive, PositiveFloat, Section
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class McpServer(Section):
+    """A mapping: MCP servers by a name of your choice, each with these keys. A server is either a command, started with your rights for
+    each episode, or a URL."""
+
+    command: str | None = Field(None, description="Program that speaks MCP on standard input and output.")
+    args: tuple[str, ...] = Field((), description="Arguments of the command.")
+    env: dict[str, str] = Field(
+        {}, description="Variables of the command. It gets no other variable of the controller's, except HOME, LANG, PATH and USER."
+    )
+    env_from: tuple[str, ...] = Field(
+        (), description="Names of variables that the command gets from the controller's environment; for secrets, which do not belong here."
+    )
+    cwd: str | None = Field(None, description="Working directory of the command; null: the controller's.")
+    url: str | None = Field(None, description="Address of a server that speaks streamable HTTP.")
+    token_env: str | None = Field(None, description="Variable of the controller's environment with the URL's bearer token.")
+    tools: tuple[str, ...] = Field((), description="Tools that the policy gets, by the server's names; none: all.")
+    prefix: str = Field("", description="Prefix of the tools' names, for servers with tools of the same name.")
+    start_timeout_s: PositiveFloat = Field(30.0, description="Seconds in which a session must begin and list its tools.")
+    timeout_s: PositiveFloat = Field(30.0, description="Seconds of one call; a slower one rejects its episode.")
+    characters: Positive = Field(16384, description="Maximum characters of one answer; a longer one rejects its episode.")
+
+    def problem(self) -> tuple[str, str, str] | None:
+        """Return the key that does not fit the others, what it got and what is expected; None if all fit."""
+        if (self.command is None) == (self.url is None):
+            got = "neither it nor url" if self.url is None else "both it and url"
+            return "command", got, "one of them: a program, or a server that runs"
+        wrong = self._wrong_command() if self.url is None else self._wrong_url(self.url)
+        if wrong is not None:
+            return wrong
+        tokens = () if self.token_env is None else (self.token_env,)
+        for key, names in (("env", self.env), ("env_from", self.env_from), ("token_env", tokens)):
+            for name in names:
+                if not _VARIABLE.fullmatch(name):
+                    return key, repr(name), "the name of an environment variable"
+        return None
+
+    def _wrong_command(self) -> tuple[str, str, str] | None:
+        if not self.command:
+            return "command", "nothing", "a program"
+        if self.token_env is not None:
+            return "token_env", self.token_env, "null because a command has no bearer token; use env_from"
+        for key, texts in (("command", [self.command]), ("args", self.args), ("env", self.env.values()), ("cwd", [self.cwd or ""])):
+            if any("\0" in text for text in texts):
+                return key, "a zero byte", "text without one"
+        return None
+
+    def _wrong_url(self, url: str) -> tuple[str, str, str] | None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            return "url", repr(url), "http://... or https://..."
+        if parts.username is not None or parts.password is not None:
+            return "url", "one with a user's name or password", "none; put the token into a variable: token_env"
+        for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
+            if value:
+                return key, "a value", "none because the server is a url; it belongs to a command"
+        return None

@@ -1,0 +1,220 @@
+"""Why a configuration is refused, in the words of its user: where the key is, what it got, what it takes, and what was probably meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from types import UnionType
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
+
+from asyncmoe.config.elsewhere import KEYS
+from asyncmoe.config.schema import Config
+from asyncmoe.errors import ConfigError
+from asyncmoe.plugins import nearest
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+COMMAND_LINE = "command line"
+"""Place of a key that an override sets, in messages."""
+_MOST_NAMED = 6
+"""Keys of an unknown section that a message translates."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where values come from, for messages.
+
+    Attributes:
+        name: of the file.
+        lines: line in the file by path of the key.
+        overrides: what the command line sets, by path of the key.
+    """
+
+    name: str
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    overrides: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+
+    def at(self, key: Sequence[str], message: str = "") -> str:
+        """Return the place of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it.
+
+        Args:
+            message: why the value is refused; the overrides of other keys that it names are added to the place.
+        """
+        path = tuple(key)
+        line, section = self.lines.get(path), path[:-1]
+        for override in self.overrides:
+            within = path[: len(override)] == override
+            opened = line is None and path and override[: len(path)] == path
+            missing = line is None and section and section not in self.lines and override[: len(section)] == section
+            if within or opened or missing:
+                return COMMAND_LINE
+        place = self.name if line is None else f"{self.name}:{line}"
+        causes = [text for override, text in self.overrides.items() if _names(message, override)]
+        return f"{place} with {' '.join(causes)}" if causes else place
+
+
+def _names(message: str, key: Sequence[str]) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape('.'.join(key))}(?![\w.])", message) is not None
+
+
+def explain(error: ValidationError, source: Source, schema: type[BaseModel] = Config) -> list[ConfigError]:
+    """Return an error for each invalid key, in the order of the schema. Not empty."""
+    found: dict[str, ConfigError] = {}
+    every = error.errors()
+    for one in every:
+        if one["type"] == "too_short" and any(_within(other, one) for other in every):
+            continue  # pydantic counts only the valid items
+        made = _explained(one, source, schema)
+        found.setdefault(made.what, made)  # a union reports a value once for each of its types
+    return list(found.values())
+
+
+def _within(one: ErrorDetails, other: ErrorDetails) -> bool:
+    length = len(other["loc"])
+    return len(one["loc"]) > length and one["loc"][:length] == other["loc"]
+
+
+_KINDS: Mapping[str, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping of keys",
+}
+"""What pydantic's errors about a type expect, by the beginning of their name (`int_parsing`, `int_from_float`, ...)."""
+
+
+def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> ConfigError:
+    parts = tuple(str(part) for part in one["loc"])
+    what = f"{source.at(parts)}: {'.'.join(parts)}"
+    if one["type"] == "extra_forbidden":
+        return _unknown(one["loc"], what, schema, one["input"])
+    if one["type"] == "missing":
+        return ConfigError(what, got="nothing", expected="a value")
+    if one["type"] == "model_type":
+        return ConfigError(what, got=repr(one["input"]), expected="a section (a mapping of keys)")
+    if one["type"] == "value_error":
+        key, _, rest = str(one["ctx"]["error"]).partition(": got ")
+        got, _, expected = rest.partition(", expected ")
+        return ConfigError(f"{source.at(key.split('.'), expected)}: {key}", got=got, expected=expected)
+    return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
+
+
+def wanted(one: ErrorDetails) -> str:
+    """Return what pydantic expected of a value, in the words of docs/config.md."""
+    message = one["msg"]
+    kind, _, fault = one["type"].partition("_")
+    if kind in _KINDS and fault in ("type", "parsing", "from_float"):
+        return _KINDS[kind]
+    if one["type"] == "too_short":
+        least = one["ctx"]["min_length"]
+        return f"at least {least} item{'s' if least > 1 else ''}"
+    if (bound := _BOUNDS.get(one["type"])) is not None:
+        name, words = bound
+        limit = one["ctx"][name]
+        return f"a number{words} {limit if isinstance(limit, int) else format(limit, 'g')}"
+    if one["type"] == "path_type":
+        return "a path, which is text"
+    expected = message.removeprefix("Input should be ")
+    return expected if expected != message else message[:1].lower() + message[1:]
+
+
+_BOUNDS: Mapping[str, tuple[str, str]] = {
+    "greater_than": ("gt", " above"),
+    "greater_than_equal": ("ge", ", at least"),
+    "less_than": ("lt", " below"),
+    "less_than_equal": ("le", ", at most"),
+}
+"""pydantic's errors about a bound: its name in their context, and the words of docs/config.md."""
+
+
+def _meant(one: ErrorDetails) -> str | None:
+    """Return the choice that a misspelt one most likely means, as a hint."""
+    context = one.get("ctx", {})
+    near = context.get("meant")
+    if one["type"] == "literal_error" and isinstance(one["input"], str):
+        near = nearest(one["input"], re.findall(r"'([^']*)'", str(context.get("expected", ""))))
+    return f"did you mean {near}?" if near else None
+
+
+RENAMED: Mapping[str, str] = {
+    "queue.staleness.eta": "queue.staleness.max_staleness",
+    "queue.staleness.max_age": "queue.staleness.drop_above",
+    "cluster.silence_s": "cluster.heartbeat_timeout_s",
+    "cluster.clock_s": "cluster.max_clock_skew_s",
+    "objective.tis_cap": "objective.correction.cap",
+    "task.scorer": "scoring.scorer",
+    "task.scorer_timeout_s": "scoring.timeout_s",
+}
+"""Former key -> its present name."""
+
+
+def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel], value: object) -> ConfigError:
+    """Refuse an unknown key; name what replaced a renamed one, else suggest the nearest key of the section or the same key elsewhere."""
+    *section, name = (str(part) for part in location)
+    if schema is Config and (now := RENAMED.get(".".join((*section, name)))) is not None:
+        return ConfigError(what, got="a key that was renamed", expected=now)
+    fields = list(_section_at(schema, location[:-1]).model_fields)
+    hint = _hint((*section, name), fields, schema, value)
+    return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", hint=hint)
+
+
+def _hint(path: tuple[str, ...], fields: Sequence[str], schema: type[BaseModel], value: object) -> str | None:
+    """Return which key an unknown one most likely means: another project's, the nearest of the section, or of the same name elsewhere.
+
+    Args:
+        value: of the unknown key; the keys in an unknown section are looked up too.
+    """
+    *section, name = path
+    known = {one: KEYS[one[-1]] for one in _leaves(value, path) if one[-1] in KEYS} if schema is Config else {}
+    if known and path not in known:
+        return "; ".join(f"{'.'.join(one)} is {key} here" for one, key in list(known.items())[:_MOST_NAMED])
+    near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
+    elsewhere = [key for key in _keys(schema) if key.rpartition(".")[2] == name]
+    meant = list(dict.fromkeys([*near, *known.values()])) or elsewhere[:3]
+    return f"did you mean {' or '.join(meant)}?" if meant else None
+
+
+def _leaves(value: object, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the keys without a section in nested values below `path`."""
+    if not isinstance(value, dict):
+        yield path
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, (*path, str(key)))
+
+
+def keys_named(name: str) -> list[str]:
+    """Return the keys of a run's configuration whose path is `name` or ends in it; former ones, and those of other projects, by their
+    present name here."""
+    known = {key: key for key in _keys(Config)} | dict(RENAMED)
+    found = list(dict.fromkeys(now for key, now in known.items() if key == name or key.rpartition(".")[2] == name))
+    last = name.rpartition(".")[2]
+    return found or ([KEYS[last]] if last in KEYS else [])
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the path of every key of the schema, without those of sections in lists and mappings, whose paths have a number or a name."""
+    for name, one in section.model_fields.items():
+        yield prefix + name
+        choices = one.annotation.__args__ if isinstance(one.annotation, UnionType) else (one.annotation,)
+        for option in choices:
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from _keys(option, f"{prefix}{name}.")
+
+
+def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in location:
+        if part not in section.model_fields:
+            continue  # the place in a list, or the name in a mapping, of a section that the part before it led to
+        annotation = section.model_fields[str(part)].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return section

@@ -1,0 +1,1 @@
+"""Environments of other packages, trained as they are."""

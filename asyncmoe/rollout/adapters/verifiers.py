@@ -1,0 +1,211 @@
+"""Environments of the package `verifiers`: their examples as a task, their rollouts as an agent.
+
+    task: {kind: "asyncmoe.rollout.adapters.verifiers:Examples", options: {environment: gsm8k}}
+    environment: {kind: openai, agent: "asyncmoe.rollout.adapters.verifiers:rollout"}
+
+Both APIs on PyPI: `verifiers.load_environment` of 0.1, and `verifiers.v1` of 0.2 and later. The environment's own client speaks to the
+episode's endpoint, so prompts, tools, turns and rewards are the environment's. An example's columns name the environment, so that `rollout`
+finds the same example again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import sys
+import threading
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from asyncmoe import installed
+from asyncmoe.errors import UserError
+from asyncmoe.rollout.tasks import Example
+
+_MODEL = "policy"
+_STARTING = threading.Lock()
+
+
+class Examples:
+    """The examples of an environment. See `asyncmoe.rollout.tasks.types.Finite`.
+
+    Args:
+        environment: what `load_environment` takes (0.1), or the id of a taskset (v1).
+        arguments: of `load_environment`; or the other fields of the environment's `EnvConfig`, such as `agent` and `taskset`.
+        split: "train" or "eval"; v1 has one set of tasks, its "train".
+        limit: number of examples; needed where a taskset is infinite.
+
+    Raises:
+        UserError: the environment has no such examples, or needs what one episode cannot give.
+    """
+
+    def __init__(
+        self, environment: str, arguments: Mapping[str, Any] | None = None, split: str = "train", limit: int | None = None
+    ) -> None:
+        self._limit = limit
+        self._columns = {"environment": environment, "arguments": dict(arguments or {}), "split": split, "limit": limit}
+        self._source = _source(self._columns)
+        if limit is not None and limit > len(self._source):
+            raise UserError("the option limit", got=limit, expected=f"at most {len(self._source)}, the number of examples of {environment}")
+
+    def __len__(self) -> int:
+        return len(self._source) if self._limit is None else self._limit
+
+    def __getitem__(self, index: int) -> Example:
+        prompt, answer = self._source.example(index)
+        return Example(prompt, answer, {**self._columns, "index": index})
+
+
+async def rollout(base_url: str, api_key: str, prompt: str, answer: str, columns: Mapping[str, Any]) -> float:
+    """Run one rollout of the example that `columns` names, and return the environment's reward; see `environment.agent`.
+
+    Raises:
+        RuntimeError: the rollout failed in the environment.
+    """
+    running = asyncio.run_coroutine_threadsafe(_source(columns).rollout(columns["index"], base_url, api_key), _loop())
+    return await asyncio.wrap_future(running)
+
+
+class _Source(Protocol):
+    """An environment of either API."""
+
+    def __len__(self) -> int: ...
+
+    def example(self, index: int) -> tuple[Sequence[Mapping[str, str]], str]:
+        """Return an example's messages and its answer."""
+        ...
+
+    def rollout(self, index: int, base_url: str, api_key: str) -> Coroutine[Any, Any, float]:
+        """Run a rollout of an example; return its reward."""
+        ...
+
+
+def _source(columns: Mapping[str, Any]) -> _Source:
+    arguments = json.dumps(columns["arguments"], sort_keys=True)
+    return _made(columns["environment"], arguments, columns["split"], columns["limit"])
+
+
+@functools.cache
+def _made(environment: str, arguments: str, split: str, limit: int | None) -> _Source:
+    if not installed.has("verifiers"):
+        expected = f"it in the environment of {sys.executable}"
+        raise UserError("the package verifiers", got="none", expected=expected, hint="pip install 'asyncmoe[verifiers]'")
+    import verifiers
+
+    if split not in ("train", "eval"):
+        raise UserError("the option split", got=repr(split), expected="train or eval")
+    if hasattr(verifiers, "load_environment"):
+        return _Environment(verifiers.load_environment(environment, **json.loads(arguments)), environment, split)
+    if split != "train":
+        raise UserError("the option split", got=repr(split), expected="train: a taskset of verifiers.v1 has one set of tasks")
+    return _Taskset(environment, json.loads(arguments), limit)
+
+
+@functools.cache
+def _started() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+    return loop
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all rollouts, in a thread of its own: environments share locks and clients among their rollouts."""
+    with _STARTING:
+        return _started()
+
+
+class _Environment:
+    """An environment of 0.1."""
+
+    def __init__(self, environment: Any, name: str, split: str) -> None:
+        if environment.requires_group_rollouts:
+            raise UserError(name, got="rewards of whole groups", expected="a reward for each rollout: an episode is scored alone")
+        self._environment, self._name = environment, name
+        self._rows = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def example(self, index: int) -> tuple[Sequence[Mapping[str, str]], str]:
+        row = self._rows[index]
+        return _messages(row["prompt"], f"{self._name} {index}"), _answer(row.get("answer"))
+
+    async def rollout(self, index: int, base_url: str, api_key: str) -> float:
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+        from verifiers.errors import EmptyModelResponseError
+
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
+            state = await self._environment.run_rollout(
+                self._rows[index],
+                OpenAIChatCompletionsClient(client),
+                _MODEL,
+                self._environment.sampling_args,
+                state_columns=[],
+            )
+        error = state["error"]
+        # An empty response ends the rollout with an error there; the policy chose it, and the environment has scored it.
+        if error is not None and EmptyModelResponseError.__name__ not in (error["error"], *error["error_chain_str"].split(" -> ")):
+            raise RuntimeError(f"{self._name}, example {index}: {error['error_chain_repr'][:1000]}")
+        return float(state["reward"])
+
+
+class _Taskset:
+    """An environment of `verifiers.v1`."""
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], limit: int | None) -> None:
+        from verifiers.v1.utils.loaders import resolve_env_config
+
+        taskset = {**arguments.get("taskset", {}), "id": name}
+        self._name, self._config = name, resolve_env_config({**arguments, "taskset": taskset})
+        tasks = self._load().taskset
+        if limit is None and not tasks.bounded:
+            raise UserError("the option limit", got="none", expected=f"the number of tasks to take, because {name} has no end")
+        self._tasks = list(tasks if limit is None else tasks.take(limit))
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def example(self, index: int) -> tuple[Sequence[Mapping[str, str]], str]:
+        data = self._tasks[index].data
+        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        named = data.description or data.name or f"{self._name} {index}"
+        return [*system, *_messages(data.prompt or named, named)], _answer(getattr(data, "answer", None))
+
+    async def rollout(self, index: int, base_url: str, api_key: str) -> float:
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        # Its own environment: it would keep one HTTP client for each episode's endpoint until the run ends.
+        environment = self._load()
+        client = EvalClientConfig(base_url=base_url, api_key_var="ASYNCMOE_NO_KEY", headers={"x-api-key": api_key})
+        async with environment.serving():
+            episode = await environment.run_episode(self._tasks[index], ModelContext(_MODEL, client))
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok:
+            raise RuntimeError(f"{self._name}, task {index}: {'; '.join(f'{one.type}: {one.message}' for one in errors)[:1000]}")
+        rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
+        if len(rewards) != 1:
+            raise RuntimeError(f"{self._name}, task {index}: got {len(rewards)} traces of agents to train, expected one reward")
+        return float(rewards[0])
+
+    def _load(self) -> Any:
+        from verifiers.v1.utils.loaders import load_environment
+
+        return load_environment(self._config)
+
+
+def _messages(prompt: object, name: str) -> list[Mapping[str, str]]:
+    """Return a prompt's messages, for records; the environment itself asks the policy. Parts that are no text are named by their type."""
+    given: Iterable[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
+    plain = [one if isinstance(one, dict) else one.model_dump() for one in given]
+    made: list[Mapping[str, str]] = [{"role": str(one["role"]), "content": _text(one.get("content"))} for one in plain]
+    return made or [{"role": "user", "content": name}]
+
+
+def _answer(answer: object) -> str:
+    return "" if answer is None else str(answer)
+
+
+def _text(content: object) -> str:
+    parts: list[Any] = content if isinstance(content, list) else ["" if content is None else content]
+    return "".join(part if isinstance(part, str) else str(part.get("text", f"[{part.get('type')}]")) for part in parts)

@@ -1,0 +1,53 @@
+"""The paths of a tree of turns: which of them are leaves, and which turns each shares with an earlier one.
+
+A path is the list of an agent's turns from its first to its last; two paths share a turn if both have the same `Turn` object at the same
+place after only shared turns, so a turn is shared because it was forked, never because its tokens happen to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncmoe.rollout.episodes.trajectory_builder import Turn
+
+Turns = Sequence[Turn]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a path leaves an earlier one.
+
+    Attributes:
+        parent: index of the earlier path that shares most turns with it, the first of several; 0 if no turn is shared.
+        turns: number of shared turns.
+    """
+
+    parent: int = 0
+    turns: int = 0
+
+
+def common(one: Turns, other: Turns) -> int:
+    """Return the number of turns that two paths share."""
+    most = min(len(one), len(other))
+    return next((n for n in range(most) if one[n] is not other[n]), most)
+
+
+def leaves(paths: Sequence[Turns]) -> list[int]:
+    """Return the indices of the paths that have a turn and are not the beginning of another; of equal paths, that of the first."""
+    found = []
+    for i, path in enumerate(paths):
+        longer = (j for j, other in enumerate(paths) if j != i and common(path, other) == len(path))
+        if path and all(len(paths[j]) == len(path) and j > i for j in longer):
+            found.append(i)
+    return found
+
+
+def forks(paths: Sequence[Turns]) -> list[Fork]:
+    """Return the fork of each path from the paths before it."""
+    found = []
+    for i, path in enumerate(paths):
+        shared = [common(path, earlier) for earlier in paths[:i]]
+        most = max(shared, default=0)
+        found.append(Fork(shared.index(most), most) if most else Fork())
+    return found

@@ -1,0 +1,140 @@
+"""What a controller is made of, by the configuration: tokenizer, tasks, scorer and environment, the engine pool and the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from asyncmoe.config import Config
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.rollout import scoring, tasks
+from asyncmoe.rollout.engines import adapters
+from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.episodes import environments
+from asyncmoe.rollout.episodes.environment import Environment
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.scoring import Scorer, trial
+from asyncmoe.rollout.tasks import Curriculum, EvaluationQuestions, Task, curriculum_file
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.trajectory.recording import Recording
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """The loaded parts. `task` gives training's prompts, `evaluated` the evaluation sets' questions."""
+
+    tokenizer: Tokenizer
+    task: Task
+    evaluated: Sequence[EvaluationQuestions]
+    scorer: Scorer
+    environment: Environment
+
+    async def check(self, config: Config) -> None:
+        """Try the parts before engines start; see `asyncmoe.rollout.scoring.trial.before_engines`.
+
+        Raises:
+            UserError: one of them is unusable.
+        """
+        await trial.before_engines(config, self.tokenizer, self.task, self.evaluated, self.scorer)
+
+    async def close(self) -> None:
+        """Close the scorer and, if it can be closed, the environment."""
+        closing = getattr(self.environment, "close", None)
+        await asyncio.gather(self.scorer.close(), *([] if closing is None else [closing()]))
+
+
+def load(config: Config) -> RolloutParts:
+    """Load the parts.
+
+    Raises:
+        UserError: one of them is unusable.
+    """
+    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
+    loaded, environment = tasks.load(config, tokenizer), environments.load(config, tokenizer)
+    if isinstance(loaded.training, Curriculum):
+        curriculum_file.resume(loaded.training, config.run.dir)
+    scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
+    return RolloutParts(tokenizer, loaded.training, loaded.sets, scorer, environment)
+
+
+async def load_and_check(config: Config) -> None:
+    """Load the parts, try them as before a run, and close them.
+
+    Raises:
+        UserError: one of them is unusable.
+    """
+    parts = load(config)
+    try:
+        await parts.check(config)
+    finally:
+        await parts.close()
+
+
+def pool_of(config: Config, engines: Sequence[EngineProcess], generated: Callable[[str, float, float], None]) -> Pool:
+    """Return the pool of the engines. `generated` is called as `Recorder.generated`."""
+    rollout = config.rollout
+    return Pool(
+        engines,
+        rollout.max_concurrent,
+        rollout.request_timeout_s,
+        generated,
+        balance=rollout.balance,
+        slack=rollout.affinity_slack,
+        order=rollout.order,
+        **adapters.asked(config),
+    )
+
+
+def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recording) -> RolloutContext:
+    """Return what every episode runs with. `recording`: what engines report of each token."""
+    rollout, tokenizer = config.rollout, parts.tokenizer
+    sampling = Sampling(
+        rollout.temperature,
+        rollout.max_new_tokens,
+        (tokenizer.eos,),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        recording=recording,
+    )
+    return RolloutContext(
+        pool,
+        sampling,
+        tokenizer,
+        parts.scorer,
+        parts.environment,
+        environments.bounds(config),
+        config.environment.timeout_s,
+        rollout.interruption,
+        config.run.seed,
+    )
+
+
+def queue_of(
+    config: Config,
+    recording: Recording,
+    trained_steps: int,
+    on_stale: Callable[[Sequence[Group], bool, int], None],
+    on_trained: Callable[[Sequence[Group]], None],
+) -> BoundedQueue:
+    """Return the queue of a trainer that has taken `trained_steps` steps. `on_stale` and `on_trained` are called as `BoundedQueue` says."""
+    staleness = config.queue.staleness
+    return BoundedQueue(
+        capacity=config.queue_capacity,
+        batch=config.rollout.batch,
+        group_size=config.rollout.group_size,
+        max_staleness=staleness.max_staleness,
+        rule=staleness.rule,
+        downweight=staleness.downweight or 1.0,
+        drop_above=staleness.drop_above,
+        base_version=config.warmup.steps,
+        trained_steps=trained_steps,
+        demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
+        recording=recording,
+        on_stale=on_stale,
+        on_trained=on_trained,
+    )

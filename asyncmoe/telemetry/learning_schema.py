@@ -1,0 +1,85 @@
+"""The first fields of a step's record; see `schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from asyncmoe.telemetry.metric import Metric, Plot
+
+
+class Learning(msgspec.Struct, frozen=True, kw_only=True):
+    """Which step it was, and what it learned from."""
+
+    step: Annotated[int, "Number of optimizer steps taken, including this step and the warm-up."]
+    phase: Annotated[Literal["warmup", "rl"], "The supervised warm-up, or reinforcement learning."]
+    time: Annotated[float, "Unix seconds at the end of the step."]
+    version: Annotated[int | None, Metric("Version of the weights after the step.")] = None
+
+    # Learning
+    reward_mean: Annotated[
+        float | None,
+        Metric("Mean reward of the batch.", "reward", word="reward", panel=True, plot=Plot("Learning", "Mean reward")),
+    ] = None
+    reward_std: Annotated[
+        float | None,
+        Metric(
+            "Standard deviation of the batch's rewards.",
+            "reward",
+            plot=Plot("Learning", "Reward spread", colour="orange", from_zero=True),
+        ),
+    ] = None
+    step_reward_mean: Annotated[
+        float | None,
+        Metric("Mean reward of the rewarded steps of the batch's responses.", "reward", plot=Plot("Learning", "Mean reward of steps")),
+    ] = None
+    loss: Annotated[float | None, Metric("Loss.", "loss", word="loss", panel=True, plot=Plot("Learning", "Policy loss", colour="red"))] = (
+        None
+    )
+    grad_norm: Annotated[
+        float | None, Metric("Gradient norm before clipping.", "norm", plot=Plot("Learning", "Gradient norm", colour="purple"))
+    ] = None
+    lr: Annotated[
+        float | None, Metric("Learning rate.", "a step", plot=Plot("Learning", "Learning rate", colour="grey", from_zero=True))
+    ] = None
+    entropy: Annotated[
+        float | None,
+        Metric(
+            "Entropy of the trainer's distribution over the whole vocabulary, per sampled token.",
+            "nats a token",
+            plot=Plot("Learning", "Entropy", colour="green"),
+        ),
+    ] = None
+    clip_fraction: Annotated[
+        float | None,
+        Metric(
+            "Share of the trained sampled tokens on which the clip acts.",
+            "share of tokens",
+            plot=Plot("Learning", "Clipped tokens", colour="orange", from_zero=True),
+        ),
+    ] = None
+    response_tokens_mean: Annotated[
+        float | None,
+        Metric(
+            "Mean number of sampled tokens per response.", "tokens", plot=Plot("Learning", "Response length", curve="mean", from_zero=True)
+        ),
+    ] = None
+    response_tokens_quantiles: Annotated[
+        Mapping[str, float] | None,
+        Metric(
+            "Quantiles of the number of sampled tokens per response, by share.",
+            "tokens",
+            key="quantile",
+            plot=Plot("Learning", "Response length", curve="quantile", colour="green", from_zero=True),
+        ),
+    ] = None
+    truncated_fraction: Annotated[
+        float | None,
+        Metric(
+            "Share of the responses that ended at their limit of tokens.",
+            "share of responses",
+            plot=Plot("Learning", "Truncated responses", colour="red", from_zero=True),
+        ),
+    ] = None

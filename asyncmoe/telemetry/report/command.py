@@ -1,0 +1,90 @@
+"""`asyncmoe report`: write the page of a run, or of several runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from asyncmoe import installed
+from asyncmoe.errors import UserError
+from asyncmoe.storage import writing
+from asyncmoe.telemetry.report.page import html, pack
+from asyncmoe.telemetry.report.run_page import SampleList, embedded, names, run_page
+
+REPORT, COMPARISON = "report.html", "comparison.html"
+MOST_RUNS = 12
+_NOT_ASKED = SampleList((), 0, ("this page was made without samples",))
+
+
+def report(run_dir: Path, *, samples: bool = True) -> Path:
+    """Write run_dir/report.html atomically from the records so far. Works during the run.
+
+    Raises:
+        DataError: no step is recorded, or a line is malformed (see `records.read_spans`).
+        StorageError: the file cannot be written.
+        UserError: plotly is not installed.
+    """
+    return write([run_dir], run_dir / REPORT, samples=samples)
+
+
+def write(run_dirs: Sequence[Path], target: Path, *, samples: bool = True) -> Path:
+    """Write the page of runs to `target` atomically. With samples, which only the runs' owner can read, only its owner can read the page.
+
+    Raises:
+        DataError, StorageError, UserError: see `report`.
+    """
+    check(run_dirs)
+    if target.is_dir() or not target.parent.is_dir():
+        got = f"{target}, which is a directory" if target.is_dir() else f"{target}, in a directory that does not exist"
+        raise UserError("asyncmoe report --out", got=got, expected="a file in a directory that exists")
+    chosen = names(run_dirs)
+    pages, private = [], False
+    groups: dict[tuple[int, int], bytes] = {}
+    for number, (run_dir, name) in enumerate(zip(run_dirs, chosen, strict=True)):
+        page = run_page(run_dir, name, _NOT_ASKED)
+        if samples:
+            listed, packed = embedded(run_dir, len(run_dirs))
+            page = replace(page, samples=listed)
+            groups |= {(number, place): data for place, data in packed.items()}
+            private = private or bool(packed)
+        pages.append(page)
+    _write(target, html(", ".join(chosen), pack(msgspec.json.encode(pages)), groups), 0o600 if private else None)
+    return target
+
+
+def write_or_explain(run_dir: Path) -> Path | None:
+    """Write the report, or say how to get it where the plot library is not installed: the run itself needs none of it."""
+    if installed.has("plotly"):
+        return report(run_dir)
+    fix = installed.fix("report")
+    print(f"{REPORT}: not written without plotly; run: {fix}, then asyncmoe report {run_dir}", file=sys.stderr)
+    return None
+
+
+def check(run_dirs: Sequence[Path]) -> None:
+    """Refuse runs that one page cannot show. Raises UserError."""
+    if len(run_dirs) > MOST_RUNS:
+        raise UserError("asyncmoe report", got=f"{len(run_dirs)} runs", expected=f"at most {MOST_RUNS} in a page")
+    seen: dict[Path, Path] = {}
+    for path in run_dirs:
+        if not path.is_dir():
+            raise UserError("asyncmoe report RUN", got=f"{path}, which is no directory", expected="the run.dir of a run")
+        if (first := seen.setdefault(path.resolve(), path)) is not path:
+            raise UserError("asyncmoe report", got=f"{first} and {path}, which are the same run", expected="runs that differ")
+
+
+def _write(target: Path, text: str, mode: int | None) -> None:
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    with writing("report of the run", target):
+        part.unlink(missing_ok=True)
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "w", encoding="utf-8") as file:
+                file.write(text)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)

@@ -1,0 +1,73 @@
+"""Versions of what computes a run, recorded at each of its starts in run.dir/versions.jsonl."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from asyncmoe import installed
+from asyncmoe.errors import DataError
+from asyncmoe.telemetry.records import JsonLines, Tail
+
+VERSIONS = "versions.jsonl"
+_PACKAGES = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "transformers", "sglang", "numpy")
+_GIT_S = 5.0
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A start of the run, in Unix seconds, and the versions it had."""
+
+    time: float
+    versions: Mapping[str, str]
+
+
+def record(run_dir: Path, engine_python: Path | str | None) -> None:
+    """Append the versions of this start of a run. Raises StorageError if they cannot be written."""
+    with JsonLines(run_dir / VERSIONS) as lines:
+        lines.write({"time": time.time(), "versions": versions(engine_python)})
+
+
+def read(run_dir: Path) -> list[Started]:
+    """Return the starts of a run, in order; none of a run that an older asyncmoe began.
+
+    Raises:
+        DataError: a complete line is malformed.
+    """
+    path = run_dir / VERSIONS
+    try:
+        return [msgspec.convert(values, Started) for values in Tail(path).poll()]
+    except msgspec.ValidationError as error:
+        raise DataError(str(path), got=str(error), expected="the starts of a run", hint="delete it") from error
+
+
+def versions(engine_python: Path | str | None) -> dict[str, str]:
+    """Return the versions of Python, of the packages that compute (of this environment, else of the engines'), and of the checkout."""
+    found = {"python": platform.python_version()}
+    folders = [] if engine_python is None else Path(engine_python).parent.parent.glob("lib/python*/site-packages")
+    places = [str(folder) for folder in folders]
+    for name in _PACKAGES:
+        here = list(metadata.distributions(name=name)) or list(metadata.distributions(name=name, path=places))
+        if here:
+            found[name] = here[0].version
+    commit = _commit()
+    return found if commit is None else found | {"commit": commit}
+
+
+def _commit() -> str | None:
+    """Return the commit of this checkout, with a mark if files that git knows differ from it; None without a checkout or without git."""
+    if not installed.from_checkout():
+        return None
+    git = ["git", "-C", str(Path(__file__).parents[2])]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        changed = subprocess.run(status, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}, with changes" if changed else head

@@ -1,0 +1,71 @@
+"""Serves one scripted episode to a real client, and counts what the client's conversation cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from random import Random
+
+from asyncmoe.rollout.episodes.environment import Bounds, Episode
+from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
+from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit.openai_policy import IM_END, SAMPLING, Policy
+
+BOUNDS = Bounds(turns=64, tokens=1 << 22, agents=16)
+MAX_NEW_TOKENS = 4000
+
+Client = Callable[[str, str], Awaitable[None]]
+"""Gets a base URL and a key."""
+
+
+def served(
+    policy: Policy,
+    known: Tokenizer,
+    client: Client,
+    on_conflict: OnConflict = "run",
+    bounds: Bounds | None = None,
+    timeout_s: float = 60,
+) -> Episode:
+    """Let a client speak to an episode; return the episode."""
+    sampling = replace(SAMPLING, max_new_tokens=MAX_NEW_TOKENS)
+    prompt = Prompt("1+1=", known.encode("1+1="), "2")
+    episode = Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), sampling, bounds or BOUNDS, policy.speak)
+
+    async def run() -> None:
+        endpoint = OpenAIEndpoint(on_conflict=on_conflict)
+        try:
+            session, url = await endpoint.open(episode)
+            async with asyncio.timeout(timeout_s):
+                await client(url, session.key)
+        finally:
+            await endpoint.close()
+
+    asyncio.run(run())
+    return episode
+
+
+def call(name: str, arguments: str) -> str:
+    """A tool call as the policy writes it."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def in_turn(known: Tokenizer, *words: str) -> Policy:
+    """A policy that says these texts in turn, whoever asks, and the last one again and again."""
+    left = list(words)
+
+    def say(seen: tuple[int, ...]) -> tuple[int, ...]:
+        return (*known.encode(left.pop(0) if len(left) > 1 else left[0]), IM_END)
+
+    return Policy(say)
+
+
+def one_conversation(policy: Policy, known: Tokenizer) -> None:
+    """Every request continued the same conversation and gave only what was new: nothing sampled was tokenized again."""
+    assert {name for name, _, _ in policy.asked} == {"policy"}
+    given = [known.decode(tokens) for _, tokens, _ in policy.asked]
+    for n, (_, _, said) in enumerate(policy.asked[:-1]):
+        assert known.decode(said) not in given[n + 1]

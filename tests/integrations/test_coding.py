@@ -1,0 +1,210 @@
+"""Coding agents from npm work against the endpoint, and cost no token twice: make test-integrations ONLY=coding
+
+The policy's words are a script; tokenizer, endpoint and sessions are those of a run. `ASYNCMOE_COUNTS=FILE` writes the counts there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.integrations.endpoint import call, served
+from tests.integrations.traffic import Counts, Exchange, Recorder, Script, as_record
+from tests.unit import doc_pages, openai_policy
+
+PROGRAMS = Path(sys.prefix) / "node_modules"
+CLIENT_S = 120
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A coding agent.
+
+    Attributes:
+        package: of npm.
+        program: in `node_modules/.bin`.
+        first, again: arguments of a first run and of one that continues its conversation; {url} and {folder} are replaced.
+        environment: its variables, with {url}, {key} and {folder}.
+        shell, argument: its tool for commands, and that tool's parameter.
+    """
+
+    package: str
+    program: str
+    first: Sequence[str]
+    again: Sequence[str]
+    environment: Mapping[str, str]
+    shell: str
+    argument: str
+    another: str
+    """A call of another tool of its own."""
+    refused: str = ""
+    """What the endpoint refuses; the client then does without."""
+
+
+_CODEX = (
+    *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "policy"),
+    *("-c", 'web_search="disabled"', "-c", 'model_provider="ours"'),
+    *("-c", 'model_providers.ours={{name="ours", base_url="{url}", env_key="KEY", wire_api="responses"}}'),
+)
+_CLAUDE = ("--model", "policy", "--allowedTools", "Bash,Glob")
+_QWEN = ("--auth-type", "openai", "--yolo")
+AGENTS = (
+    Agent(
+        "@openai/codex",
+        "codex",
+        (*_CODEX, "do it"),
+        (*_CODEX, "resume", "--last", "again"),
+        {"KEY": "{key}"},
+        "exec_command",
+        "cmd",
+        call("multi_agent_v1__close_agent", '{"target": "nobody"}'),
+    ),
+    Agent(
+        "@anthropic-ai/claude-code",
+        "claude",
+        (*_CLAUDE, "-p", "do it"),
+        (*_CLAUDE, "--continue", "-p", "again"),
+        {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "{key}", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        "Bash",
+        "command",
+        call("Glob", '{"pattern": "*.txt"}'),
+        "defer_loading is not supported",
+    ),
+    Agent(
+        "@qwen-code/qwen-code",
+        "qwen",
+        (*_QWEN, "-p", "do it"),
+        (*_QWEN, "--continue", "-p", "again"),
+        {"OPENAI_BASE_URL": "{url}", "OPENAI_API_KEY": "{key}", "OPENAI_MODEL": "policy"},
+        "run_shell_command",
+        "command",
+        call("list_directory", '{"path": "/proc/sys"}'),
+    ),
+)
+
+
+def steps(agent: Agent) -> list[str]:
+    """What the policy says: calls alone and together, odd JSON, wrong arguments, unknown tools, broken calls, much white space."""
+
+    def shell(command: str, **more: object) -> str:
+        return call(agent.shell, json.dumps({**more, agent.argument: command}, ensure_ascii=False))
+
+    odd = """{"arguments": {"ARGUMENT" :"echo \\u00e9 \\ud83d\\ude00 \\"q\\" \\\\ /"}, "name":"SHELL"}"""
+    odd = f"<tool_call>\n {odd.replace('ARGUMENT', agent.argument).replace('SHELL', agent.shell)}\n</tool_call>"
+    return [
+        "let me look " + shell("echo one > one.txt; ls"),
+        "two at once " + shell("cat one.txt") + "\n" + shell("echo 'é 漢字 \"quoted\" \\ 🦙'"),
+        "   spaced  \n\n\ttext \n " + odd,
+        "wrong arguments " + call(agent.shell, '{"nothing": 1.0, "other": [1e3, 2.50, null]}'),
+        "another tool " + agent.another,
+        "no such tool " + call("no_such_tool", "{}"),
+        "<tool_call>{broken</tool_call> and then " + shell("echo three >> one.txt"),
+        "without text before: " + shell("printf '%2000s' x"),
+        "it is done.\n\n- one\n- two  ",
+        "more " + shell("cat one.txt"),
+        "all done",
+    ]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+async def ran(program: Path, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
+    """Run a client without any of this process's variables; return what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(str(program), *arguments),
+        env=dict(environment),
+        cwd=folder,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(CLIENT_S):
+            told, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, 9)
+            await process.wait()
+    return told.decode(errors="replace")
+
+
+def worked(agent: Agent, known: Tokenizer, folder: Path) -> tuple[Counts, list[str], list[Exchange]]:
+    """Let a client do its task and go on with it."""
+    script = Script(known, steps(agent))
+    told: list[str] = []
+    recorders: list[Recorder] = []
+
+    async def client(url: str, key: str) -> None:
+        home, work = folder / "home", folder / "work"
+        home.mkdir()
+        work.mkdir()
+        async with Recorder(url) as recorder:
+            recorders.append(recorder)
+            filled = {name: value.format(url=recorder.url, key=key) for name, value in agent.environment.items()}
+            environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", **filled}
+            for arguments in (agent.first, agent.again):
+                given = [argument.format(url=recorder.url, folder=work) for argument in arguments]
+                told.append(await ran(PROGRAMS / ".bin" / agent.program, given, environment, work))
+
+    episode = served(script.policy, known, client, timeout_s=2 * CLIENT_S + 30)
+    return recorders[0].counts(script.policy, episode, known), told, recorders[0].exchanges
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.program)
+def test_a_coding_agents_conversation_is_one_trajectory(agent: Agent, known: Tokenizer, tmp_path: Path) -> None:
+    if not (PROGRAMS / ".bin" / agent.program).exists() or shutil.which("node") is None:
+        pytest.skip("needs npm: make test-integrations ONLY=coding")
+    counts, told, _ = worked(agent, known, tmp_path)
+    version = json.loads((PROGRAMS / agent.package / "package.json").read_text())["version"]
+    record(agent.package, version, counts)
+    assert "all done" in told[1], told
+    assert all(agent.refused and agent.refused in error for error in counts.errors), counts
+    assert (tmp_path / "work" / "one.txt").read_text() == "one\nthree\n"
+    assert counts.responses >= len(steps(agent))
+    assert counts.conversations == counts.responses - counts.continuing
+    assert (counts.false_forks, counts.retokenised, counts.lost_tokens) == (0, 0, 0), counts
+
+
+def test_the_coding_agent_of_the_page_is_rewarded(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (PROGRAMS / ".bin" / "codex").exists():
+        pytest.skip("needs npm: make test-integrations ONLY=coding")
+    monkeypatch.setenv("PATH", f"{PROGRAMS / '.bin'}{os.pathsep}{os.environ['PATH']}")
+    page: dict[str, Any] = {}
+    exec(doc_pages.files(doc_pages.read("guides/agents.md"))["my_coder.py"], page)
+    script = Script(known, [call("exec_command", '{"cmd": "echo 42 > answer.txt"}'), "done"])
+    rewards: list[float] = []
+
+    async def client(url: str, key: str) -> None:
+        rewards.append(await page["codex"](url, key, "Write the answer into answer.txt.", "42"))
+
+    served(script.policy, known, client, timeout_s=CLIENT_S)
+    assert rewards == [1.0]
+    assert {name for name, _, _ in script.policy.asked} == {"policy"}
+
+
+def record(package: str, version: str, counts: Counts) -> None:
+    """Add counts to the file of `ASYNCMOE_COUNTS`."""
+    if (name := os.environ.get("ASYNCMOE_COUNTS")) is None:
+        return
+    path = Path(name)
+    before = json.loads(path.read_text())["cases"] if path.exists() else []
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
+    cases = [*(one for one in before if one["client"] != package), {"client": package, "version": version, **as_record(counts)}]
+    known = {"date": date.today().isoformat(), "machine": machine, "cases": cases}
+    path.write_text(json.dumps(known, indent=2) + "\n")

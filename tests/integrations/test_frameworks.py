@@ -1,0 +1,163 @@
+"""Agent frameworks with their defaults: the OpenAI Agents SDK and LangGraph. make test-integrations ONLY=frameworks
+
+Each agent is what a user writes for `environment.agent`; two of them are those of docs/guides/agents.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncmoe.rollout.episodes.environment import Episode
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.integrations.endpoint import call, in_turn, one_conversation, served
+from tests.unit import doc_pages, openai_policy
+from tests.unit.openai_policy import Policy
+
+WHY = "make test-integrations ONLY=frameworks installs it"
+agents = pytest.importorskip("agents", reason=WHY)
+pytest.importorskip("langchain", reason=WHY)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+PAGE: dict[str, Any] = {}
+exec(doc_pages.files(doc_pages.read("guides/agents.md"))["my_agents.py"], PAGE)
+double, solve, graph = PAGE["double"], PAGE["solve"], PAGE["graph"]
+
+
+def played(policy: Policy, known: Tokenizer, agent: Any) -> tuple[float, Episode]:
+    rewards = []
+
+    async def client(url: str, key: str) -> None:
+        rewards.append(await agent(url, key, "twice 21?", "42"))
+
+    episode = served(policy, known, client)
+    return rewards[0], episode
+
+
+async def default_client(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """The Agents SDK with its defaults and one client of the process."""
+    import openai
+    from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+
+    set_default_openai_client(openai.AsyncOpenAI(base_url=base_url, api_key=api_key), use_for_tracing=False)
+    set_tracing_disabled(True)
+    result = await Runner.run(Agent(name="solver", instructions="be brief", tools=[function_tool(double)]), prompt)
+    return float(result.final_output.split()[-1] == answer)
+
+
+async def hand_off(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """Two agents, the first of which hands over to the second. A provider belongs to this episode; a default client, to the process."""
+    import openai
+    from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        calculator = Agent(name="calculator", instructions="use the tool", tools=[function_tool(double)])
+        clerk = Agent(name="clerk", instructions="send everybody on", handoffs=[calculator])
+        run = RunConfig(model_provider=OpenAIProvider(openai_client=client), tracing_disabled=True)
+        result = await Runner.run(clerk, prompt, run_config=run)
+        return float(result.last_agent.name == "calculator" and result.final_output.split()[-1] == answer)
+
+
+async def langgraph_prebuilt(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """The same by its older name, streamed."""
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    agent = create_react_agent(ChatOpenAI(model="policy", base_url=base_url, api_key=api_key), tools=[double])
+    pieces = [part[0].text async for part in agent.astream({"messages": [("user", prompt)]}, stream_mode="messages")]
+    assert len(pieces) > 5
+    return float("".join(pieces).split()[-1] == answer)
+
+
+async def langgraph_anthropic(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """LangGraph's agent with Anthropic's client."""
+    from langchain.agents import create_agent
+    from langchain_anthropic import ChatAnthropic
+
+    model = ChatAnthropic(model="policy", base_url=base_url, api_key=api_key, max_tokens=100)
+    state = await create_agent(model, tools=[double], system_prompt="be brief").ainvoke({"messages": [("user", prompt)]})
+    return float(state["messages"][-1].text.split()[-1] == answer)
+
+
+async def langgraph_responses(base_url: str, api_key: str, prompt: str, answer: str) -> float:
+    """LangGraph's agent with the Responses API."""
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, use_responses_api=True)
+    state = await create_agent(model, tools=[double], system_prompt="be brief").ainvoke({"messages": [("user", prompt)]})
+    return float(state["messages"][-1].text.split()[-1] == answer)
+
+
+@pytest.mark.filterwarnings("ignore:create_react_agent")
+@pytest.mark.parametrize("agent", [solve, default_client, graph, langgraph_prebuilt, langgraph_anthropic, langgraph_responses])
+def test_an_agent_with_a_tool_is_one_trajectory(known: Tokenizer, agent: Any) -> None:
+    policy = in_turn(known, "let me see " + call("double", '{"x": 21}'), "it is 42")
+    reward, episode = played(policy, known, agent)
+    assert reward == 1
+    assert len(policy.asked) == 2
+    one_conversation(policy, known)
+    assert sum(sum(agent.sampled) for agent in episode.agents.values()) == sum(len(said) for _, _, said in policy.asked)
+
+
+def test_a_hand_off_begins_another_conversation(known: Tokenizer) -> None:
+    """The second agent has instructions of its own: another prompt, so nothing sampled before can be reused."""
+    policy = in_turn(known, call("transfer_to_calculator", "{}"), call("double", '{"x": 21}'), "it is 42")
+    reward, episode = played(policy, known, hand_off)
+    assert reward == 1
+    assert [name for name, _, _ in policy.asked] == ["policy", "policy/2", "policy/2"]
+    assert list(episode.agents) == ["policy", "policy/2"]
+
+
+def test_agents_of_one_process_at_once(known: Tokenizer) -> None:
+    """Episodes run at once in one process: what each got is its own policy's."""
+
+    def reward(n: int) -> float:
+        return played(in_turn(known, f"it is {n}"), known, graph)[0]
+
+    async def run() -> list[float]:
+        return await asyncio.gather(asyncio.to_thread(reward, 42), asyncio.to_thread(reward, 43))
+
+    assert asyncio.run(run()) == [1, 0]
+
+
+TOOL: Any = {"type": "function", "function": {"name": "double", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "overridden"),
+    [
+        ("temperature", 0.2, True),
+        ("temperature", 0.7, False),
+        ("seed", 3, True),
+        ("stop", ["2"], False),
+        ("n", 2, False),
+        ("logprobs", True, False),
+        ("response_format", {"type": "json_object"}, True),
+        ("tool_choice", "required", True),
+    ],
+)
+def test_parameters_that_users_send_do_not_fail(known: Tokenizer, parameter: str, value: Any, overridden: bool) -> None:
+    import openai
+
+    async def client(url: str, key: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+            asked: Any = {"model": "m", "messages": [{"role": "user", "content": "twice 21?"}], "tools": [TOOL], parameter: value}
+            raw = await client.chat.completions.with_raw_response.create(**asked)
+            assert raw.headers.get("asyncmoe-overridden") == (parameter if overridden else None)
+            told = raw.parse()
+            assert told.choices[0].message.content == ("it is 4" if parameter == "stop" else "it is 42")
+            assert len(told.choices) == (2 if parameter == "n" else 1)
+            assert (told.choices[0].logprobs is not None) == (parameter == "logprobs")
+            if parameter != "n":
+                parts = [part async for part in await client.chat.completions.create(**asked, stream=True)]
+                assert len([part for part in parts if part.choices and part.choices[0].delta.content]) > 1
+
+    served(in_turn(known, "it is 42"), known, client)

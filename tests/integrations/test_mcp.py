@@ -1,0 +1,427 @@
+"""MCP servers as tools, with the official SDK: servers as their authors publish them, and servers that hang, die or answer rubbish.
+
+make test-integrations ONLY=mcp
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.config.mcp import McpServer
+from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.rollout.episodes.environments.tools import WithTools
+from asyncmoe.rollout.episodes.tools.mcp import McpTools
+from asyncmoe.rollout.episodes.tools.runner import Runner
+from asyncmoe.rollout.episodes.tools.tool import ToolError
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import test_environment_tools as episodes
+from tests.unit.test_environment_tools import parts
+from tests.unit.test_environment_tools import play as play_episode
+
+pytest.importorskip("mcp", reason="make test-integrations ONLY=mcp installs mcp")
+ROGUE = str(Path(__file__).with_name("rogue_mcp.py"))
+BIN = Path(sys.executable).parent
+EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
+
+
+tokenizer = episodes.tokenizer
+
+
+def rogue(*arguments: str, **keys: Any) -> dict[str, McpServer]:
+    keys = {"timeout_s": 20.0, "start_timeout_s": 20.0, **keys}
+    return {"rogue": McpServer(command=sys.executable, args=("-I", "-S", ROGUE, *arguments), **keys)}
+
+
+def play(servers: dict[str, McpServer], then: Callable[[dict[str, Runner]], Awaitable[None]], sessions: int = 64) -> McpTools:
+    """Run one episode."""
+
+    async def run() -> McpTools:
+        tools = McpTools(servers, sessions)
+        try:
+            async with asyncio.timeout(60), tools.episode():
+                await then(tools.runners)
+        finally:
+            await tools.close()
+        return tools
+
+    return asyncio.run(run())
+
+
+async def told(runner: Runner, argument: str) -> str:
+    try:
+        return await runner.call(argument)
+    except ToolError as error:
+        return f"{error.reason}: {error.detail}"
+
+
+def living(file: Path) -> list[int]:
+    """Processes noted in the file that have not ended."""
+    found = []
+    for line in file.read_text().splitlines():
+        try:
+            state = Path(f"/proc/{line}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(int(line))
+    return found
+
+
+def gone(file: Path) -> bool:
+    until = time.monotonic() + 10
+    while living(file) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not living(file)
+
+
+def test_a_published_server_answers_in_a_session(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=30)
+    servers = {
+        "time": McpServer(command=str(BIN / "mcp-server-time")),
+        "git": McpServer(command=str(BIN / "mcp-server-git"), args=("--repository", str(tmp_path)), tools=("git_status", "git_branch")),
+    }
+
+    async def then(runners: dict[str, Runner]) -> None:
+        assert list(runners) == ["get_current_time", "convert_time", "git_status", "git_branch"]
+        assert runners["get_current_time"].parameters["required"] == ["timezone"]
+        assert '"timezone": "UTC"' in await runners["get_current_time"].call('{"timezone": "UTC"}')
+        assert "No time zone found" in await told(runners["get_current_time"], '{"timezone": "Mars"}')
+        assert (await told(runners["get_current_time"], '{"tz": "UTC"}')).startswith("tool_error: ")
+        assert "nothing to commit" in await runners["git_status"].call(f'{{"repo_path": "{tmp_path}"}}')
+
+    tools = play(servers, then)
+    counts = tools.runners["get_current_time"].counts
+    assert (counts.calls, dict(counts.failures)) == (3, {"tool_error": 2})
+
+
+def test_the_reference_server_with_every_feature(tmp_path: Path) -> None:
+    """MCP's own server for tests of clients, of another SDK and language."""
+    if shutil.which("npm") is None:
+        pytest.skip("no npm")
+    command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(tmp_path), EVERYTHING]
+    if subprocess.run(command, timeout=300, check=False, stdin=subprocess.DEVNULL).returncode:
+        pytest.skip(f"npm cannot install {EVERYTHING}")
+    program = str(tmp_path / "node_modules" / ".bin" / "mcp-server-everything")
+
+    async def then(runners: dict[str, Runner]) -> None:
+        assert await runners["echo"].call('{"message": "hé"}') == "Echo: hé"
+        assert await runners["get-sum"].call('{"a": 2, "b": 40}') == "The sum of 2 and 40 is 42."
+        assert (await told(runners["get-sum"], '{"a": "x"}')).startswith("tool_error: MCP error -32602: Input validation error")
+        assert "[image/png, 4035 bytes]" in await runners["get-tiny-image"].call("{}")
+        assert '"humidity":82' in await runners["get-structured-content"].call('{"location": "New York"}')
+        assert "[Blob Resource 1: demo://resource/dynamic/blob/1]" in await runners["get-resource-links"].call("{}")
+        slow = runners["trigger-long-running-operation"]
+        assert (await slow.call('{"duration": 1, "steps": 3}')).startswith("Long running operation completed")
+        assert (await told(slow, '{"duration": 60, "steps": 3}')).endswith("took longer than 5 s")
+
+    tools = play({"every": McpServer(command=program, timeout_s=5.0)}, then)
+    assert dict(tools.runners["trigger-long-running-operation"].counts.failures) == {"tool_timeout": 1}
+
+
+def test_a_session_lasts_an_episode() -> None:
+    async def run() -> None:
+        tools = McpTools(rogue())
+
+        async def episode() -> list[str]:
+            async with tools.episode():
+                return [await tools.runners["count"].call("{}") for _ in range(3)]
+
+        assert await asyncio.gather(*(episode() for _ in range(4))) == [["1", "2", "3"]] * 4
+        with pytest.raises(RuntimeError, match="outside an episode"):
+            await tools.runners["count"]._tool.call("{}")
+        await tools.close()
+
+    asyncio.run(run())
+
+
+CALLS = {
+    "refuse": "tool_error: error: not like this",
+    "fail": "tool_error: it failed",
+    "picture": "[image/png, 3 bytes]",
+    "structure": '{"a": "é"}',
+    "long": "tool_flood: xxx",
+    "die": "tool_crash: error: the MCP server rogue: Connection closed; it ended with status 3; said: out of luck",
+    "kill": "tool_crash: error: the MCP server rogue: Connection closed; it ended with SIGKILL",
+    "close": "tool_crash: error: the MCP server rogue: Connection closed",
+    "hang": "tool_timeout: error: act took longer than 2 s",
+    "silent": "tool_timeout: error: act took longer than 2 s",
+    "rubbish": "tool_timeout: error: act took longer than 2 s",
+    "flood": "tool_flood: error: the MCP server rogue: wrote more than 4194304 bytes for one request",
+    "lines": "tool_flood: error: the MCP server rogue: wrote more than 4194304 bytes for one request",
+    "wrong": "tool_crash: error: the MCP server rogue: answered what is no MCP: ",
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_a_call_that_goes_wrong(how: str, tmp_path: Path) -> None:
+    async def then(runners: dict[str, Runner]) -> None:
+        said = await told(runners["act"], f'{{"how": "{how}"}}')
+        assert said.startswith(CALLS[how])
+        assert len(said) < 20_000
+
+    timeout_s = 2.0 if CALLS[how].startswith("tool_timeout") else 20.0
+    tools = play(rogue("", str(tmp_path / "file"), timeout_s=timeout_s), then)
+    assert sum(tools.runners["act"].counts.failures.values()) == (how not in ("picture", "structure"))
+    assert gone(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("hang", "got took longer than 1 s to begin a session"),
+        ("die", "got Connection closed; it ended with status 3; said: out of luck, expected an MCP server"),
+        ("flood", "wrote more than 4194304 bytes"),
+        ("rubbish", r"took longer than 1 s.*wrote 2 line\(s\) that are no JSON-RPC, the first: 'hello, I am no server'"),
+    ],
+)
+def test_a_server_that_does_not_begin_is_refused_before_the_run(how: str, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match) as refused:
+        McpTools(rogue(f"start:{how}", str(tmp_path / "file"), start_timeout_s=1.0 if "1 s" in match else 30.0))
+    assert "\n" not in str(refused.value)
+    assert gone(tmp_path / "file")
+
+
+def test_a_server_that_fails_later_costs_the_episodes_call(tmp_path: Path) -> None:
+    """It is asked for its tools while it is well, and then it is gone."""
+    script = tmp_path / "server.py"
+    script.write_text(Path(ROGUE).read_text())
+    servers = {"rogue": McpServer(command=sys.executable, args=("-I", "-S", str(script)))}
+
+    async def then(runners: dict[str, Runner]) -> None:
+        script.unlink()
+        assert (await told(runners["act"], '{"how": "x"}')).startswith("tool_crash: error: the MCP server rogue: ")
+        assert (await told(runners["count"], "{}")).startswith("tool_crash: "), "and is not started again in this episode"
+
+    tools = play(servers, then)
+    assert dict(tools.runners["act"].counts.failures) == {"tool_crash": 1}
+
+
+def test_processes_of_a_server_do_not_outlive_the_episode(tmp_path: Path) -> None:
+    async def then(runners: dict[str, Runner]) -> None:
+        assert await runners["act"].call('{"how": "children"}') == "children"
+        assert len(living(tmp_path / "file")) == 3
+
+    play(rogue("", str(tmp_path / "file")), then)
+    assert not living(tmp_path / "file")
+
+
+def test_processes_do_not_outlive_a_cancelled_episode(tmp_path: Path) -> None:
+    async def run() -> None:
+        tools = McpTools(rogue("", str(tmp_path / "file")))
+
+        async def episode() -> None:
+            async with tools.episode():
+                await tools.runners["act"].call('{"how": "children"}')
+                await tools.runners["act"].call('{"how": "hang"}')
+
+        running = asyncio.create_task(episode())
+        while not (tmp_path / "file").exists() or len(living(tmp_path / "file")) < 3:
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await tools.close()
+
+    asyncio.run(run())
+    assert not living(tmp_path / "file")
+
+
+def test_processes_do_not_outlive_the_controller(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    code = f"""import asyncio, sys
+from asyncmoe.rollout.episodes.tools.mcp import McpTools
+tools = McpTools({{"rogue": {{"command": sys.executable, "args": ["-I", "-S", {ROGUE!r}, "", {str(file)!r}]}}}})
+async def main():
+    async with tools.episode():
+        await tools.runners["act"].call('{{"how": "children"}}')
+        await tools.runners["act"].call('{{"how": "hang"}}')
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ)) as controller:
+        until = time.monotonic() + 60
+        while (not file.exists() or len(living(file)) < 3) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(living(file)) == 3
+        controller.send_signal(signal.SIGKILL)
+        controller.wait()
+    assert gone(file)
+
+
+def test_sessions_are_bounded_and_further_episodes_wait(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+
+    async def run() -> int:
+        tools, most = McpTools(rogue("", str(file)), sessions=2), 0
+
+        async def episode() -> None:
+            nonlocal most
+            async with tools.episode():
+                await tools.runners["act"].call('{"how": "x"}')
+                most = max(most, len(living(file)))
+                await asyncio.sleep(0.05)
+
+        await asyncio.gather(*(episode() for _ in range(8)))
+        await tools.close()
+        return most
+
+    assert asyncio.run(run()) == 2
+    assert len(file.read_text().split()) == 9, "one to list the tools, and one an episode"
+
+
+def test_a_command_gets_no_variable_that_is_not_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "xyzzy")
+    monkeypatch.setenv("A_TOKEN", "t")
+
+    async def then(runners: dict[str, Runner]) -> None:
+        names = set((await runners["act"].call('{"how": "variables"}')).split())
+        assert {"A_TOKEN", "MORE", "PATH"} <= names <= {"A_TOKEN", "MORE", "PATH", "HOME", "LANG", "USER", "LC_CTYPE"}
+
+    play(rogue(env={"MORE": "1"}, env_from=("A_TOKEN",)), then)
+
+
+def test_names_and_choices(tmp_path: Path) -> None:
+    both = {"a": rogue()["rogue"], "b": rogue(prefix="b_")["rogue"]}
+
+    async def then(runners: dict[str, Runner]) -> None:
+        assert list(runners) == ["act", "count", "b_act", "b_count"]
+        assert await asyncio.gather(runners["count"].call("{}"), runners["b_count"].call("{}")) == ["1", "1"]
+        assert await runners["act"].call("plain words") == "plain words"
+        assert (await told(runners["count"], "plain words")).startswith("tool_error: error: the arguments of count are a JSON object")
+
+    play(both, then)
+    with pytest.raises(ConfigError, match=r"two tools named act.*prefix"):
+        McpTools({"a": both["a"], "b": both["a"]})
+    with pytest.raises(ConfigError, match=r"mcp\.rogue\.tools: got nothing, expected some of act, count"):
+        McpTools(rogue(tools=("nothing",)))
+    with pytest.raises(ConfigError, match="mcp_sessions: got 1, expected at least 2"):
+        McpTools(both, 1)
+
+
+def test_an_episode_asks_a_server_and_a_server_that_dies_rejects_it(tokenizer: Tokenizer) -> None:
+    calls = [f'<tool_call>{{"name": "act", "arguments": {{"how": "{how}"}}}}</tool_call>' for how in ("fine", "fail", "die")]
+    made = play_episode(WithTools((), "hermes", chat=False, mcp=rogue()), tokenizer, calls[0], calls[1] * 2, "42")
+    assert [text for sampled, text in parts(made, tokenizer) if not sampled] == ["6*7=", "fine\n", "it failed\nit failed\n"]
+    environment = WithTools(("calculator",), "hermes", chat=False, mcp=rogue())
+    with pytest.raises(TrajectoryRejected, match=r"tool_crash: error: the MCP server rogue: .*status 3; said: out of luck"):
+        play_episode(environment, tokenizer, calls[0] + calls[2])
+    assert dict(environment.counts["act"].failures) == {"tool_crash": 1}
+    assert list(environment.counts) == ["calculator", "act", "count"]
+
+
+HTTP = """
+import sys
+from mcp.server.mcpserver import Context, MCPServer
+server = MCPServer("counter")
+seen = {}
+
+@server.tool()
+def count(ctx: Context) -> str:
+    key = ctx.headers["mcp-session-id"]
+    seen[key] = seen.get(key, 0) + 1
+    return str(seen[key])
+
+@server.tool()
+def long(size: int) -> str:
+    return "x" * size
+
+@server.tool()
+async def hang() -> str:
+    import anyio
+    await anyio.sleep(600)
+
+@server.tool()
+def die() -> str:
+    import os
+    os._exit(1)
+
+server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def http(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    (tmp_path / "server.py").write_text(HTTP)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stderr=subprocess.DEVNULL) as server:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp", server
+        server.kill()
+
+
+def test_a_server_behind_a_url(http: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, _ = http
+
+    async def then(runners: dict[str, Runner]) -> None:
+        assert await runners["long"].call('{"size": 3}') == "xxx"
+        assert (await told(runners["long"], '{"size": "many"}')).startswith("tool_error: ")
+        assert (await told(runners["hang"], "{}")) == "tool_timeout: error: hang took longer than 2 s"
+        assert (await told(runners["long"], '{"size": 100000}')).startswith("tool_flood: xxx")
+        assert (await told(runners["long"], '{"size": 5000000}')).startswith("tool_flood: error: the MCP server counter: more than")
+
+    async def last(runners: dict[str, Runner]) -> None:
+        assert [await runners["count"].call("{}") for _ in range(2)] == ["1", "2"]
+        assert (await told(runners["die"], "{}")).startswith("tool_crash: error: the MCP server counter: ")
+
+    servers = {"counter": McpServer(url=url, timeout_s=2.0)}
+    play(servers, then)
+    play(servers, last)
+    with pytest.raises(ConfigError, match=r"mcp\.counter: got All connection attempts failed"):
+        McpTools(servers)
+
+
+@pytest.mark.parametrize(
+    ("reply", "match"),
+    [
+        (b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n", "got status 500"),
+        (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", "got status 401"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 2\r\n\r\nhi", "an answer of type text/html"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}", "no MCP|Failed to parse"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n" + b" " * 5_000_000, "more than 4194304 bytes"),
+        (b"HTTP/1.1 302 Go\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", "Redirect to http"),
+        (b"SSH-2.0-OpenSSH\r\n", "got "),
+        (b"", "took longer than 1 s"),
+    ],
+)
+def test_a_url_that_is_no_mcp_server(reply: bytes, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_TOKEN", "xyzzy")
+    asked: list[bytes] = []
+
+    async def run() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(reply)
+            try:
+                await writer.drain()
+                await asyncio.sleep(0.3 if reply else 30)
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+        section = McpServer(url=url, start_timeout_s=1.0, token_env="MCP_TOKEN")
+        with pytest.raises(ConfigError, match=match) as refused:
+            await asyncio.to_thread(McpTools, {"counter": section})
+        assert "\n" not in str(refused.value)
+        assert "xyzzy" not in str(refused.value)
+        server.close()
+
+    asyncio.run(run())
+    assert b"uthorization: Bearer xyzzy\r\n" in asked[0]

@@ -1,0 +1,254 @@
+"""The report in a real headless browser: what it shows, hover, colours, comparison, and the live page. ASYNCMOE_SCREENSHOTS names a folder
+that keeps the screenshots."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+if find_spec("selenium") is None:
+    pytest.skip("run: make test-integrations ONLY=report", allow_module_level=True)
+if not (shutil.which("chromium") and shutil.which("chromedriver")):
+    pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
+
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from report_pages import NASTY, write_samples
+from telemetry_runs import write_run
+
+from asyncmoe.telemetry.records import JsonLines, read_rollout
+from asyncmoe.telemetry.report import command
+from asyncmoe.telemetry.schema import ROLLOUT
+from asyncmoe.telemetry.versions import VERSIONS
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1280,1400"),
+)
+WAIT_S = 60
+OVERLAPS = """
+return arguments[0].filter((card) => {
+  const [head, axis, legend] = ["h3", ".g-xtitle", ".legend"].map((name) => card.querySelector(name)?.getBoundingClientRect());
+  const below = (one, other) => !one || !other || !one.height || !other.height || one.top >= other.bottom - 2;
+  return !(below(legend, head) && below(axis, head) && below(legend, axis));
+}).map((card) => card.textContent.slice(0, 80))"""
+"""Cards in which a legend, the title and the label of the x axis lie on each other."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    options = ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    made = Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    yield made
+    made.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The page of a run, and of two runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    for number, name in enumerate(("first", "second")):
+        write_run(folder / name, warmup=20, rl=60 - 20 * number, wait=0.4 + number)
+        write_samples(folder / name, 6)
+        with JsonLines(folder / name / ROLLOUT) as rollout:
+            rollout.write(msgspec.structs.replace(read_rollout(rollout.path)[-1], rejected={"scorer_<b>": 1, "a&amp;b": 2}))
+        config = {"run": {"seed": number, "dir": name}, "rollout": {"group_size": 8}}
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(config))
+        with JsonLines(folder / name / VERSIONS) as lines:
+            lines.write({"time": 1.0, "versions": {"python": "3.11.7", "torch": f"2.{8 + number}.0"}})
+    comparison = command.write([folder / "first", folder / "second"], folder / "comparison.html")
+    return {"run": command.report(folder / "first"), "comparison": comparison}
+
+
+def _open(browser: Chrome, address: str) -> None:
+    browser.get("about:blank")
+    browser.get(address)
+    _until(browser, lambda _: browser.find_elements(By.CSS_SELECTOR, "body[data-ready]") or _problem(browser))
+    assert not _problem(browser)
+
+
+def _until(browser: Chrome, condition: Callable[[Any], Any]) -> None:
+    WebDriverWait(browser, WAIT_S, poll_frequency=0.05).until(condition)
+
+
+def _problem(browser: Chrome) -> str:
+    return browser.find_element(By.ID, "problem").text
+
+
+def _draw_all(browser: Chrome) -> list[Any]:
+    """Scroll through the page, so that every figure is drawn, and return the cards."""
+    cards = browser.find_elements(By.CSS_SELECTOR, "#report > .plots .card")
+    for card in cards[::3]:
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", card)
+        _until(browser, lambda _, card=card: browser.execute_script("return !!arguments[0].querySelector('.main-svg')", card))
+    drawn = "return arguments[0].every((card) => card.querySelector('.main-svg'))"
+    _until(browser, lambda _: browser.execute_script(drawn, cards))
+    return cards
+
+
+def _picture(browser: Chrome, name: str, folder: Path) -> Path:
+    """Save the whole page as a picture."""
+    height = browser.execute_script("scrollTo(0, 0); return document.documentElement.scrollHeight")
+    browser.set_window_size(1280, min(height + 150, 6000))
+    path = Path(os.environ.get("ASYNCMOE_SCREENSHOTS", folder)) / f"{name}.png"
+    assert browser.save_screenshot(str(path))
+    browser.set_window_size(1280, 1400)
+    return path
+
+
+def _silent(browser: Chrome) -> None:
+    """No script failed, and the security policy refused nothing."""
+    assert [one for one in browser.get_log("browser") if one["level"] != "INFO" and "favicon" not in one["message"]] == []
+
+
+def _card(browser: Chrome, title: str) -> Any:
+    find = "return [...document.querySelectorAll('.card')].filter((card) => card.querySelector('h3 span').textContent === arguments[0])"
+    (found,) = browser.execute_script(find, title)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+    _until(browser, lambda _: browser.execute_script("return !!arguments[0].querySelector('.main-svg')", found))
+    return found
+
+
+def _hover(browser: Chrome, card: Any) -> str:
+    """Point into the middle of a plot and return what it says there."""
+    ActionChains(browser).move_to_element(card.find_element(By.CSS_SELECTOR, ".nsewdrag")).perform()
+    _until(browser, lambda _: card.find_element(By.CSS_SELECTOR, ".hoverlayer").text)
+    return str(card.find_element(By.CSS_SELECTOR, ".hoverlayer").text)
+
+
+def test_the_report_shows_every_figure_and_says_what_is_under_the_pointer(browser: Chrome, pages: dict[str, Path], tmp_path: Path) -> None:
+    _open(browser, pages["run"].as_uri())
+    text = browser.find_element(By.TAG_NAME, "body").text
+    for words in ("first", "60 RL steps in", "Summary", "Throughput", "Timeline", "Staleness", "Everything else that is recorded"):
+        assert words in text
+    cards = _draw_all(browser)
+    assert len(cards) > 30
+    assert browser.execute_script(OVERLAPS, cards) == []
+    assert "running mean" in _card(browser, "Mean reward").text
+    assert "oldest token" in _hover(browser, _card(browser, "Age in each batch"))
+    assert re.search(r"age in versions [01]: [\d.]+ %", _hover(browser, _card(browser, "Age of the trained tokens, over the steps")))
+    timeline = browser.find_elements(By.CSS_SELECTOR, ".card.wide")[0]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
+    assert "engine 0:" in _hover(browser, timeline)
+    browser.find_element(By.ID, "smooth").click()
+    assert "running mean" not in _card(browser, "Mean reward").text
+    browser.find_element(By.ID, "smooth").click()
+    assert _picture(browser, "report", tmp_path).stat().st_size > 50_000
+    browser.find_element(By.CSS_SELECTOR, "details > summary").click()
+    assert "rollout: started" in browser.find_element(By.CSS_SELECTOR, "details").text
+    assert {"scorer_<b>", "a&amp;b"} <= set(_card(browser, "rollout: rejected").text.splitlines())
+    _silent(browser)
+
+
+def test_samples_are_text_with_switchable_colours(browser: Chrome, pages: dict[str, Path], tmp_path: Path) -> None:
+    _open(browser, pages["run"].as_uri())
+    browser.find_element(By.CSS_SELECTOR, "[data-tab=samples]").click()
+    Select(browser.find_element(By.CSS_SELECTOR, "[aria-label=outcome]")).select_by_value("trained")
+    _until(browser, lambda _: "in step 25" in browser.find_element(By.CSS_SELECTOR, ".group").text)
+    body = browser.find_element(By.CSS_SELECTOR, ".group")
+    for words in (
+        "What is 6*7?</script>",
+        "<img src=x onerror=alert(1)>",
+        "␛[31m",
+        "🦀",
+        "⚙ add</script>(1␇) → <b>42</b> (0.25 s)",
+        "why the answer is <i>right</i>",
+        "scorer_error: 1/0 </script>",
+    ):
+        assert words in body.text
+    tokens = body.find_elements(By.CSS_SELECTOR, ".text .token")
+    assert len(tokens) == len(NASTY) + 1
+    seen = {}
+    for name in ("version", "logprob", "ratio", "mask", "mismatch"):
+        Select(browser.find_element(By.ID, "colouring")).select_by_value(name)
+        seen[name] = [token.value_of_css_property("background-color") for token in tokens]
+        _picture(browser, f"samples-{name}", tmp_path)
+    assert [len(set(seen[name][:-1])) for name in ("version", "logprob", "ratio", "mask", "mismatch")] == [2, 1, len(NASTY) - 1, 4, 3], (
+        "ratios above 2 share a colour"
+    )
+    assert {colours[-1] for colours in seen.values()} == {"rgba(0, 0, 0, 0)"}, "an observation has no colour"
+    ActionChains(browser).move_to_element(tokens[0]).perform()
+    tip = browser.find_element(By.ID, "tip").text
+    for words in ("</script>", "version 19", "log-probability in the engine -0.5", "ratio 1", "rejected by token_band", "in 0 of 2 layers"):
+        assert words in tip
+    _silent(browser)
+
+
+def test_runs_are_compared(browser: Chrome, pages: dict[str, Path], tmp_path: Path) -> None:
+    _open(browser, pages["comparison"].as_uri())
+    _draw_all(browser)
+    assert browser.find_element(By.ID, "what").text == "2 runs compared"
+    assert [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#summary th")][1:3] == ["first", "second"]
+    card = _card(browser, "Policy loss")
+    assert {"first, running mean", "second, running mean"} <= set(card.text.splitlines())
+    told = _hover(browser, card)
+    assert "first" in told
+    assert "second" in told
+    _card(browser, "Age of the trained tokens, over the steps · second")
+    _picture(browser, "comparison", tmp_path)
+    browser.find_element(By.CSS_SELECTOR, "[data-tab=settings]").click()
+    text = browser.find_element(By.ID, "settings").text
+    assert "torch 2.8.0 2.9.0" in text
+    assert "run.seed 0 1" in text
+    assert "group_size" not in text
+    browser.find_element(By.CSS_SELECTOR, "#settings input[type=checkbox]").click()
+    assert "rollout.group_size 8 8" in browser.find_element(By.ID, "settings").text
+    _picture(browser, "settings", tmp_path)
+    browser.find_element(By.CSS_SELECTOR, "[data-tab=samples]").click()
+    Select(browser.find_element(By.CSS_SELECTOR, "[aria-label=run]")).select_by_visible_text("second")
+    _until(browser, lambda _: "What is" in browser.find_element(By.CSS_SELECTOR, ".group").text)
+    _silent(browser)
+
+
+def test_the_live_page_follows_a_run_and_keeps_the_zoom(browser: Chrome, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    serving = subprocess.Popen([sys.executable, "-m", "asyncmoe", "report", "--serve", str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert serving.stdout is not None
+        _open(browser, serving.stdout.readline().strip())
+        assert "got no step" in browser.find_element(By.CSS_SELECTOR, "#report .problem").text
+        end = write_run(run, warmup=2, rl=10)
+        _until(browser, lambda _: "10 RL steps" in browser.find_element(By.ID, "what").text)
+        heads = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#report h2, #report summary")]
+        assert (heads[:2], heads[-1].split(" (")[0]) == (["Summary", "Timeline"], "Everything else that is recorded")
+        assert browser.find_elements(By.CSS_SELECTOR, "#report > .plots:first-of-type .nothing") == []
+        plot = _card(browser, "Gradient norm").find_element(By.CSS_SELECTOR, ".plot")
+        area = plot.find_element(By.CSS_SELECTOR, ".nsewdrag")
+        ActionChains(browser).move_to_element_with_offset(area, -60, 0).click_and_hold().move_by_offset(80, 2).release().perform()
+        _until(browser, lambda _: browser.execute_script("return !arguments[0]._fullLayout.xaxis.autorange", plot))
+        zoom = browser.execute_script("return arguments[0]._fullLayout.xaxis.range", plot)
+        write_run(run, warmup=2, rl=20, first=13, start=end)
+        write_samples(run, 3)
+        _until(browser, lambda _: "20 RL steps" in browser.find_element(By.ID, "what").text)
+        _until(browser, lambda _: browser.execute_script("return arguments[0].data[0].x.length", plot) == 20)
+        assert browser.execute_script("return arguments[0]._fullLayout.xaxis.range", plot) == zoom
+        browser.find_element(By.CSS_SELECTOR, "[data-tab=samples]").click()
+        _until(browser, lambda _: "What is" in browser.find_element(By.CSS_SELECTOR, ".group").text)
+        assert "● live" in browser.find_element(By.ID, "live").text
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(30) == 0
+        _until(browser, lambda _: "does not answer" in browser.find_element(By.ID, "live").text)
+    finally:
+        serving.kill()
+        serving.wait(30)

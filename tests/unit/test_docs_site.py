@@ -1,0 +1,72 @@
+"""What of the site (mkdocs.yml) can be known without building it; tests/integrations/test_docs_site.py builds it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.doc_pages import PAGES, ROOT, files, read
+
+MODULES = re.findall(r"^\| `(asyncmoe[\w.]*)` \|", read("api.md"), re.MULTILINE)
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose tag names a function of its own environment."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def leaves(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [leaf for entry in (nav.values() if isinstance(nav, dict) else nav) for leaf in leaves(entry)]
+
+
+def test_every_page_has_one_place_in_the_navigation() -> None:
+    nav = leaves(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
+    assert sorted(nav) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES if path.is_relative_to(ROOT / "docs"))
+
+
+def test_public_modules_are_there_and_say_what_they_are() -> None:
+    assert len(MODULES) == len(set(MODULES)) > 20
+    for module in MODULES:
+        path = ROOT / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(file.read_text())
+        assert ast.get_docstring(tree), module
+        if path.is_dir():
+            assert any(isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "__all__" for one in tree.body), module
+        names = [one for one in tree.body if isinstance(one, (ast.ClassDef, ast.FunctionDef)) and not one.name.startswith("_")]
+        assert not [one.name for one in names if not ast.get_docstring(one)], module
+
+
+def programs() -> list[tuple[str, str]]:
+    """(where, program) of the files on pages, and of examples."""
+    found = [(name, program) for page in PAGES for name, program in files(page.read_text()).items() if re.fullmatch(r"[\w/]+\.py", name)]
+    return found + [(path.name, path.read_text()) for path in (ROOT / "examples").rglob("*.py")]
+
+
+def test_what_users_are_told_to_import_is_public() -> None:
+    imported = set()
+    for where, program in programs():
+        for node in ast.walk(ast.parse(program)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "asyncmoe":
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported |= {(where, name if name in MODULES else node.module) for name in inner}
+    assert len(imported) > 10
+    assert sorted((where, module) for where, module in imported if module not in MODULES) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lists_begin_after_a_blank_line(page: Path) -> None:
+    """GitHub needs none, the site does."""
+    outside = re.sub(r"^```.*?^```$", "```", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    after_text = [line for before, line in pairwise(outside) if re.match(r"[^\s#\d-]", before)]
+    assert [line for line in after_text if re.match(r"(-|\d+\.) ", line)] == []

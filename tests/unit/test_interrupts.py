@@ -1,0 +1,90 @@
+"""Ctrl-C ends a command in one line with status 130, wherever it arrives; statuses are those of docs/troubleshooting.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncmoe import interrupts
+from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, Interrupted, StorageError, WaitTimeout
+from asyncmoe.process import say
+from tests.unit.doc_pages import read, tables
+
+ROOT = Path(__file__).parents[2]
+PRESSED_IN_AN_IMPORT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+class Press(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("as extension modules do") from None
+sys.meta_path.insert(0, Press())
+sys.argv = ["asyncmoe", *{arguments!r}]
+from asyncmoe.__main__ import main
+main()
+"""
+
+
+def ended(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("asyncmoe.cli", interrupts.NOTHING_BEGUN),
+        ("pydantic", interrupts.NOTHING_BEGUN),
+        ("asyncmoe.launch.ray", interrupts.NO_RUN_YET),
+    ],
+)
+def test_ctrl_c_while_a_command_is_imported(module: str, said: str) -> None:
+    found = ended(PRESSED_IN_AN_IMPORT.format(module=module, arguments=["run", "examples/demo.yaml"]))
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", f"{said}\n")
+
+
+def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
+    program = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from asyncmoe.interrupts import leaving\n"
+    program += "with leaving('stopped'): os.kill(os.getpid(), signal.SIGINT)\nprint('went on')"
+    assert ended(program).stdout == "went on\n"
+
+
+def test_a_block_cleans_up_before_the_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    def block() -> None:
+        with interrupts.stopping("stopped before it began"):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(Interrupted) as caught:
+        block()
+    say(caught.value)
+    assert (caught.value.exit_code, cleaned, capsys.readouterr().err) == (130, [True], "stopped before it began\n")
+
+
+def test_statuses_are_those_of_the_documentation() -> None:
+    table = next(table for table in tables(read("troubleshooting.md")) if re.search(r"(?m)^130$", "\n".join(row[0] for row in table)))
+    documented = [int(row[0]) for row in table]
+    ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, Interrupted.exit_code, Interrupted("", signal.SIGTERM).exit_code]
+    assert documented == ours
+    assert {kind.exit_code for kind in (WaitTimeout, AsyncmoeError)} == {1}
+    assert {kind.exit_code for kind in (DataError, StorageError, ConfigError)} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["--version"], 0), (["report", "nowhere"], 2), (["run", "nowhere.yaml"], 2), (["runn"], 2)]
+)
+def test_a_command_ends_with_them(arguments: list[str], status: int) -> None:
+    found = ended(f"import sys; sys.argv = ['asyncmoe', *{arguments!r}]; from asyncmoe.__main__ import main; main()")
+    assert (found.returncode, "Traceback" in found.stderr) == (status, False), found.stderr

@@ -1,0 +1,201 @@
+"""The report's file: what it holds, who can read it, and that nothing of a run can break out of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import stat
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from report_pages import NASTY, data_of, group_of, packed, write_samples
+from telemetry_runs import write_run
+from typer.testing import CliRunner
+
+from asyncmoe import cli
+from asyncmoe.errors import UserError
+from asyncmoe.telemetry import versions
+from asyncmoe.telemetry.records import JsonLines
+from asyncmoe.telemetry.report import command, page, run_page, sample_groups
+from asyncmoe.telemetry.report.settings import settings
+from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES
+
+LIBRARY = "/* a plot library */ const Plotly = {};"
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "_library", lambda: (LIBRARY, page.pack(LIBRARY.encode())))
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_page_is_one_file_whose_policy_allows_its_own_scripts_only(tmp_path: Path) -> None:
+    write_run(tmp_path / "a <run>&", warmup=2, rl=3)
+    path = command.report(tmp_path / "a <run>&")
+    text = path.read_text()
+    assert (path.name, path.parent.name) == ("report.html", "a <run>&")
+    assert "<title>a &lt;run&gt;&amp; · asyncmoe</title>" in text
+    assert not re.findall(r"""(?:src|href)=|@import|url\(""", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+    (own,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)[0]
+    hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in (own, LIBRARY)}
+    assert hashes == set(re.findall(r"'sha256-[^']*'", policy))
+    assert "connect-src 'none'" in policy
+    assert packed(text, "library").decode() == LIBRARY
+    assert command.report(tmp_path / "a <run>&").read_text() == text, "the same run gives the same page"
+    assert data_of(path)[0]["name"] == "a <run>&"
+
+
+def test_only_a_page_with_samples_is_private(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=2, rl=3)
+    path = command.report(tmp_path)
+    assert _mode(path) == _mode(tmp_path / "metrics.jsonl")
+    assert data_of(path)[0]["samples"]["notes"][0].startswith(f"samples of {tmp_path}: got a directory without config.yaml")
+    path.chmod(0o666)
+    write_samples(tmp_path)
+    assert _mode(command.report(tmp_path)) == 0o600
+    assert [head["outcome"] for head in data_of(path)[0]["samples"]["heads"]] == ["trained", "queued"]
+    path.chmod(0o640)
+    command.report(tmp_path, samples=False)
+    assert _mode(path) == _mode(tmp_path / "metrics.jsonl")
+    assert "group-" not in path.read_text().partition("<script>")[0]
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+
+
+def test_samples_have_every_kind_of_value_and_no_harmful_character(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=2, rl=3)
+    write_samples(tmp_path)
+    path = command.report(tmp_path)
+    before = path.read_text().partition("<script>")[0]
+    assert not any(piece in before for piece in ("onerror", "\x1b", "\u202e"))
+    group = group_of(path, 0, 0)
+    first, second = group["responses"]
+    tokens = first["tokens"]
+    assert tokens["roles"] == "r" * len(NASTY) + "o"
+    assert tokens["texts"][:4] == ["</script>", "<img src=x onerror=alert(1)>", "␛[31m", "⟨202E⟩gnp"]
+    assert tokens["versions"] == [19] * 4 + [20] * 5 + [None]
+    assert tokens["states"] == "bcw" + "." * 6 + " "
+    assert (tokens["engine"][:2], tokens["trainer"][:2], tokens["mismatch"][:3]) == ([-0.5, -0.5], [-0.5, -0.4], [0, 1, 2])
+    assert (group["prompt"], first["prompt"], group["answer"]) == ("What is 6*7?</script>", None, "42")
+    assert first["calls"] == [{"name": "add</script>", "argument": "1␇", "observation": "<b>42</b>", "seconds": 0.25}]
+    assert (first["why"], second["failure"], second["reward"]) == ("the answer is <i>right</i>", "scorer_error: 1/0 </script>", None)
+
+
+def test_samples_in_a_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, warmup=2, rl=3)
+    write_samples(tmp_path, 40, [f"word {n} " for n in range(5000)])
+    monkeypatch.setattr(run_page, "MOST_GROUP_BYTES", 100_000)
+    path = command.report(tmp_path)
+    samples = data_of(path)[0]["samples"]
+    places = [head["place"] for head in samples["heads"]]
+    assert samples["total"] == 40
+    assert 1 < len(places) < 20
+    assert places == list(range(40 - len(places), 40)), "the newest"
+    texts = group_of(path, 0, places[0])["responses"][0]["tokens"]["texts"]
+    assert len(texts) == run_page.MOST_TOKENS + 1
+    assert " … 3501 tokens … " in texts
+
+
+@pytest.mark.parametrize("count", [0, 1, 19, 20, 21, 22, 100, 1025])
+def test_groups_are_chosen_newest_first_and_then_spread_over_the_run(count: int) -> None:
+    order = list(sample_groups.by_interest(count))
+    assert sorted(order) == list(range(count))
+    assert order[:20] == list(range(count))[::-1][:20]
+    if count > 1000:
+        early = sorted(islice(order, 20, 36))
+        assert max(b - a for a, b in pairwise(early)) <= 2 * count / 16
+
+
+def test_a_torn_or_changed_sample_does_not_stop_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=2, rl=3)
+    write_samples(tmp_path)
+    file = tmp_path / FOLDER / ROLLOUT_SAMPLES
+    lines = file.read_bytes().splitlines(keepends=True)
+    broken = lines[1].replace(b'"pieces":["What is ', b'"pieces":[7,"What is ')
+    assert broken != lines[1]
+    file.write_bytes(b"".join([lines[0], broken, lines[2], b'{"record":"gro']))
+    samples = data_of(command.report(tmp_path))[0]["samples"]
+    assert [head["group"] for head in samples["heads"]] == [1]
+    assert "ends within line 4" in samples["notes"][0]
+    assert samples["notes"][-1].startswith("a group is left out: ")
+
+
+def test_several_runs_are_one_page(tmp_path: Path) -> None:
+    for name in ("a/run", "b/run"):
+        write_run(tmp_path / name, warmup=1, rl=2)
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": len(name), "dir": name}, "list": [1, {"x": None}]}))
+    write_samples(tmp_path / "b/run")
+    done = CliRunner().invoke(cli.app, ["report", str(tmp_path / "a/run"), str(tmp_path / "b/run")])
+    assert done.exit_code == 0, done.output
+    path = tmp_path / "a/run" / "comparison.html"
+    assert done.stdout.strip().replace("\n", "") == str(path)
+    runs = data_of(path)
+    assert [run["name"] for run in runs] == ["a/run", "b/run"]
+    assert runs[1]["settings"] == {"run.seed": "5", "run.dir": "b/run", "list[0]": "1", "list[1].x": "null"}
+    assert group_of(path, 1, 1)["head"]["group"] == 1
+    assert not (tmp_path / "a/run" / "report.html").exists()
+
+
+def test_a_run_may_have_any_name(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff\x1b[31m<b>")
+    write_run(tmp_path / name, warmup=1, rl=1)
+    assert data_of(command.report(tmp_path / name))[0]["name"] == "⟨DCFF⟩␛[31m<b>"
+
+
+def test_runs_that_one_page_cannot_show_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", warmup=1, rl=1)
+    (tmp_path / "link").symlink_to("run")
+    with pytest.raises(UserError, match="which are the same run"):
+        command.write([tmp_path / "run", tmp_path / "link"], tmp_path / "out.html")
+    with pytest.raises(UserError, match="got 13 runs, expected at most 12"):
+        command.check([tmp_path / str(n) for n in range(13)])
+    for out in (tmp_path, tmp_path / "no" / "x.html"):
+        with pytest.raises(UserError, match=r"asyncmoe report --out: got "):
+            command.write([tmp_path / "run"], out)
+
+
+def test_versions_are_those_of_the_start_not_of_the_reader(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=1, rl=1)
+    with JsonLines(tmp_path / versions.VERSIONS) as lines:
+        lines.write({"time": 1.0, "versions": {"torch": "2.6", "python": "3.11.1"}})
+        lines.write({"time": 2.0, "versions": {"torch": "2.7", "python": "3.11.1", "commit": "abc"}})
+    run = data_of(command.report(tmp_path))[0]
+    assert run["versions"] == {"torch": "2.7", "python": "3.11.1", "commit": "abc"}
+    assert run["changed"] == "torch 2.6"
+    versions.record(tmp_path, None)
+    found = versions.read(tmp_path)[-1].versions
+    assert {"python", "torch", "megatron-core", "numpy"} <= set(found)
+    assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?", found.get("commit", "0" * 40))
+
+
+def test_secrets_of_the_configuration_are_hidden(tmp_path: Path) -> None:
+    secret = "hush-hush"
+    config = {
+        "scoring": {
+            "options": {"api_key": secret, "headers": {"Authorization": f"Bearer {secret}", "X-Auth": f"bearer {secret}"}, "keys": 3},
+            "teacher": {"url": f"http://me:{secret}@host:80/x?token={secret}"},
+        },
+        "task": {
+            "options": {"tokens": ["hf_" + secret.replace("-", ""), "plain"], "OPENAI_API_KEY": secret, "broken": f"http://[{secret}"}
+        },
+        "rollout": {"max_new_tokens": 7},
+        "telemetry": {"samples": {"max_tokens": 8192}},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    found = settings(tmp_path)
+    assert secret not in json.dumps(found)
+    assert secret.replace("-", "") not in json.dumps(found)
+    assert found["scoring.teacher.url"] == "http://(hidden)@host:80/x?(hidden)"
+    assert (found["rollout.max_new_tokens"], found["telemetry.samples.max_tokens"], found["scoring.options.keys"]) == ("7", "8192", "3")
+    (tmp_path / "config.yaml").write_text('a: "\\ud83d\\e[31m"\n"b\\0": [{}, []]\n')
+    assert json.dumps(settings(tmp_path), ensure_ascii=False).encode()
+    assert settings(tmp_path)["a"] == "⟨D83D⟩␛[31m"
+    assert found["task.options.tokens"] == "[(hidden), plain]"

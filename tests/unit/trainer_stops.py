@@ -1,0 +1,92 @@
+"""Stops the trainer's loop at the end of a warm-up, with publishers that wait for engines in vain; prints as JSON what it did, in order.
+
+A program of its own, because the loop imports Megatron: python -m tests.unit.trainer_stops
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from asyncmoe.config import load
+from asyncmoe.errors import RunStopping, WeightSyncError
+from asyncmoe.rpc.messages import Lease, Leased
+from asyncmoe.trainer import loop
+
+CONFIG = load(Path(__file__).parents[2] / "examples" / "demo.yaml", ["warmup.steps=2", "run.steps=3"])
+
+
+class Client:
+    """The controller: grants every lease until a version is being published; then it answers with a stop, if the run is to stop."""
+
+    def __init__(self, did: list[str], stops: bool) -> None:
+        self._did, self._stops = did, stops
+
+    def ask(self, request: Any, timeout_s: float) -> tuple[Any, list[Any]]:
+        if not isinstance(request, Lease):
+            self._did.append(type(request).__name__)
+            return None, []
+        stop = self._stops and "begin" in self._did
+        return Leased(request.step, () if stop else (1,), 0, {}, stop), []  # type: ignore[arg-type]
+
+
+class Publisher:
+    """Publishes in the background, where it is refused: the next call says so."""
+
+    def __init__(self, did: list[str]) -> None:
+        self._did = did
+
+    def begin(self, version: int) -> None:
+        self._did.append("begin")
+
+    def check(self) -> None:
+        if "begin" in self._did:
+            raise WeightSyncError("the run is being stopped, and its engines have not started")
+
+    settle = check
+
+    def close(self) -> None:
+        self._did.append("close")
+
+
+class AtOnce(Publisher):
+    """Is refused while it publishes."""
+
+    def begin(self, version: int) -> None:
+        super().begin(version)
+        raise RunStopping("the run is being stopped, and its engines have not started")
+
+    def check(self) -> None:
+        pass
+
+    settle = check
+
+
+def run(kind: type[Publisher], stops: bool, done: int = 0) -> list[str]:
+    """Run the loop from step `done`; return what it did, with the error that ended it."""
+    did: list[str] = []
+    trainer: Any = loop.Trainer.__new__(loop.Trainer)
+    trainer._config, trainer._client, trainer._sync = CONFIG, Client(did, stops), kind(did)
+    trainer._mesh = SimpleNamespace(rank=0, world=1)
+    trainer._learner = SimpleNamespace(learn=lambda *_: [])
+    trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
+    trainer._record = lambda *_: did.append("record")
+    trainer._step = trainer._saved = done
+    trainer._total, trainer._first, trainer._waits = 5, True, []
+    trainer._metrics = trainer._spans = trainer._model = trainer._optimizer = None
+    try:
+        trainer.run()
+    except WeightSyncError:
+        did.append("failed")
+    return did
+
+
+if __name__ == "__main__":
+    whole: Any = loop
+    whole.gpt.gather_weights = whole.facts = lambda _: None
+    whole.checkpoint.save = lambda *_: Path("saved")
+    found = {kind.__name__: run(kind, True) for kind in (Publisher, AtOnce)}
+    print(json.dumps(found | {"resumed": run(AtOnce, True, done=2), "failing": run(Publisher, False)}))

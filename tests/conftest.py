@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -37,3 +39,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def thorough(pytestconfig: pytest.Config) -> bool:
     """Whether every layout is tried in every way."""
     return bool(pytestconfig.getoption("--thorough"))
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as Python handles it, also in processes that are started; a shell starts processes in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -24,7 +24,7 @@ def arguments(tmp_path: Path, *overrides: str, model: Path | None = None) -> tup
     ("override", "words"),
     [
         ("trainer.tpp=2", ["trainer.tpp", "unknown key", "tp, pp, ep"]),
-        ("trainer.tp=two", ["trainer.tp", "'two'", "integer"]),
+        ("trainer.tp=two", ["trainer.tp", "'two'", "whole number"]),
         ("trainer.ranks=3", ["trainer.ranks", "got 3", "multiple of"]),
         ("rollout.group_size=1", ["rollout.group_size", "got 1", "at least 2"]),
         ("task.kind=poetry", ["task.kind", "'poetry'", "arithmetic"]),

@@ -129,6 +129,7 @@ def test_without_typer_help_and_version_answer_and_commands_are_refused_in_one_l
     assert refused.stderr.startswith("error: asyncmoe run: got no module typer, expected the extra train; run: ")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
     """The signal comes from inside of an import, where a user's would land."""
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")

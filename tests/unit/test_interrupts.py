@@ -38,6 +38,7 @@ def ended(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     ("module", "said"),
     [
@@ -57,6 +58,7 @@ def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
     assert ended(program).stdout == "went on\n"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_block_cleans_up_before_the_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     cleaned = []
 

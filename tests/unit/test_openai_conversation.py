@@ -250,7 +250,8 @@ def test_tools_reach_the_template(known: Tokenizer) -> None:
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"max_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"stream": "yes"}, "stream"),
@@ -342,13 +343,15 @@ def test_conversations_and_turns_are_bounded_by_the_episode(known: Tokenizer) ->
     episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=2))
 
     async def run() -> list[str | None]:
-        session, codes = Session(episode), []
+        session, codes, statuses = Session(episode), [], []
         for text in ("a", "b", "c"):
             try:
                 await ask(session, [user(text)])
                 codes.append(None)
             except RequestRefused as refused:
                 codes.append(refused.code)
+                statuses.append(refused.status)
+        assert set(statuses) == {400}, "clients retry 503"
         return codes
 
     assert asyncio.run(run()) == [None, None, "episode_too_long"]

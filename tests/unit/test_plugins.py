@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -296,14 +296,6 @@ def test_a_name_that_is_not_found_has_a_hint(tmp_path: Path, monkeypatch: pytest
 
 
 # ---------------------------------------------------------------- code that does not return
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT as Python handles it; a shell starts processes in the background with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")

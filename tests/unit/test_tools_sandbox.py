@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +22,12 @@ from asyncmoe.rollout.episodes.tools import seccomp
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.sandboxes import guarded, own, python_tool
 from asyncmoe.rollout.episodes.tools.tool import ToolError
+
+
+@pytest.fixture(autouse=True)
+def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs have their directories here, where no other run of the tests leaves any."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def possible(namespaces: bool) -> bool:
@@ -258,7 +263,7 @@ python = sandboxes.python_tool(PythonLimits(namespaces={namespaces}, wall_s=60.0
 print("made", flush=True)
 asyncio.run(python.call("import time\\ntime.sleep(60)"))
 """
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": tempfile.gettempdir()}
     with subprocess.Popen([sys.executable, "-c", code], env=here, stdout=subprocess.PIPE) as controller:
         assert controller.stdout is not None
         assert controller.stdout.readline() == b"made\n"
@@ -269,8 +274,6 @@ asyncio.run(python.call("import time\\ntime.sleep(60)"))
         controller.send_signal(signal.SIGKILL)
         controller.wait()
     assert gone(mine)
-    for left in Path(tempfile.gettempdir()).glob("tool-*"):
-        shutil.rmtree(left)
 
 
 def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

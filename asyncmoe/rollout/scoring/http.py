@@ -41,7 +41,7 @@ class Poster:
         bound = aiohttp.ClientTimeout(self._timeout_s)
         try:
             async with self._session.post(self.url, data=body, headers=self._headers, timeout=bound, allow_redirects=False) as reply:
-                text = await _bounded(reply.content, max_bytes)
+                text = await bounded_body(reply.content, max_bytes)
         except TimeoutError as error:
             raise TrajectoryRejected(TIMEOUT, f"{self.url} took longer than {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
@@ -78,8 +78,8 @@ class HttpJudge:
         await self._poster.close()
 
 
-async def _bounded(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
-    """Read the content; stop once it exceeds `max_bytes`."""
+async def bounded_body(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
+    """Return the body of an answer; reading stops once it exceeds `max_bytes`."""
     parts: list[bytes] = []
     size = 0
     async for part in content.iter_any():

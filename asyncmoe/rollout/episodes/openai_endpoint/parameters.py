@@ -147,10 +147,10 @@ def limit(fields: dict[str, Any], *names: str) -> int | None:
     Raises:
         RequestRefused: it is not a positive whole number.
     """
-    given = [value for name in names if (value := taken(fields, name, int, "a positive whole number")) is not None]
-    if any(value < 1 for value in given):
-        raise wrong(names[-1], "must be a positive whole number")
-    return min(given, default=None)
+    given = {name: value for name in names if (value := taken(fields, name, int, "a positive whole number")) is not None}
+    if wrong_one := next((name for name, value in given.items() if value < 1), None):
+        raise wrong(wrong_one, "must be a positive whole number")
+    return min(given.values(), default=None)
 
 
 def stop_texts(value: object, name: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
 from asyncmoe.errors import DataError, TrajectoryRejected
-from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
+from asyncmoe.rollout.episodes.environment import TOO_LONG, Agent, Episode, Response
 from asyncmoe.rollout.episodes.openai_endpoint import answers, conversation
 from asyncmoe.rollout.episodes.openai_endpoint.answers import Speech
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
@@ -111,7 +111,8 @@ class Session:
             told: called with each piece of the response's text.
 
         Raises:
-            RequestRefused: 400: the chat template cannot render the messages. 503: the episode cannot continue, or is over.
+            RequestRefused: 400: the chat template cannot render the messages, or a limit of the episode leaves no room. 503: the episode
+                cannot continue, or is over.
         """
         if self._over:
             raise _over()
@@ -150,7 +151,8 @@ class Session:
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
-            raise RequestRefused(503, str(rejected), code=rejected.reason) from rejected
+            # No retry can make room; clients retry 503, also those that ignore x-should-retry.
+            raise RequestRefused(400 if rejected.reason == TOO_LONG else 503, str(rejected), code=rejected.reason) from rejected
         except DataError as error:
             raise _unrendered(error) from error
         answer = self._completion(request, response, seen, speech)

@@ -17,6 +17,7 @@ from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.sandbox import ProgramEnded, PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
+from asyncmoe.rollout.scoring.http import bounded_body
 
 _GRACE_S = 10.0
 """Seconds of a request in addition to the program's own."""
@@ -113,7 +114,7 @@ class RemoteSandbox:
         try:
             timeout = aiohttp.ClientTimeout(seconds)
             async with self._session.post(self._url, data=body, headers=self._headers, timeout=timeout, allow_redirects=False) as reply:
-                text = await _bounded(reply.content, most)
+                text = await bounded_body(reply.content, most)
         except TimeoutError as error:
             raise ToolError(CRASH, f"error: the sandbox {self._url}: no answer within {seconds:g} s") from error
         except aiohttp.ClientConnectorError as error:
@@ -157,15 +158,3 @@ def _told(limits: PythonLimits) -> dict[str, float]:
 def _seconds(value: str | None) -> float | None:
     """Return the seconds of a Retry-After header; None for none, and for a date."""
     return float(value) if value is not None and value.isdecimal() and len(value) < 6 else None
-
-
-async def _bounded(content: aiohttp.StreamReader, most: int) -> bytes:
-    """Read the content; stop once it exceeds `most` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > most:
-            break
-    return b"".join(parts)

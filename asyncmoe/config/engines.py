@@ -67,8 +67,9 @@ class EngineSection(Section):
     )
     hang_timeout_s: PositiveFloat = Field(
         60.0,
-        description="Seconds without a token from an engine, of a request or a probe, after which it is killed and its responses start "
-        "over elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it.",
+        ge=12.0,
+        description="Seconds after its last token, of a request or a probe, within which an engine that hangs is killed; its responses "
+        "start over elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it.",
     )
     restarts: NonNegative = Field(
         3,

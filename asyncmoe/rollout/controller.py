@@ -21,7 +21,7 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.liveness import Liveness
+from asyncmoe.rollout.engines.liveness import PAUSE_SHARE, Liveness
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
 from asyncmoe.rollout.engines.restarts import Restarts
 from asyncmoe.rollout.engines.weight_updates import turns
@@ -130,7 +130,13 @@ class Controller:
         if isinstance(environment, Demonstrator):
             self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, self._stage.bounds, config.run.seed)
         self._coordinator = WeightUpdateCoordinator(
-            self._pool, config.sync.timeout_s, self._published, recorder.paused, config.rollout.interruption, self._unfinished
+            self._pool,
+            config.sync.timeout_s,
+            self._published,
+            recorder.paused,
+            config.rollout.interruption,
+            self._unfinished,
+            config.engines.hang_timeout_s * PAUSE_SHARE,
         )
         self._membership = Membership(config, self._pool, self._coordinator.updating)
         self._queue: BoundedQueue | None = None

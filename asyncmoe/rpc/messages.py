@@ -282,6 +282,8 @@ class EngineInfo(Message, frozen=True):
     """`asyncmoe.rpc.address.host_id` of the engine's machine."""
     device: str = ""
     """Compute device that its server reports, "cpu" or "cuda"; empty if not requested."""
+    waiting: bool = False
+    """It generates nothing, because it has joined or started again since the last version."""
 
 
 class Engines(Message, frozen=True):

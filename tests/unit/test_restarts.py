@@ -10,6 +10,8 @@ from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.restarts import Restarts
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rpc.messages import Engines, EnginesAsk
 from tests.unit.fake_engine import FakeHandle
 
 BACKOFF_S = 0.02
@@ -69,15 +71,33 @@ def test_a_start_that_fails_is_tried_again_until_the_limit() -> None:
     pool, _, made = restarted(3, lambda attempt: attempt == 3)
     assert made == [(0, 1), (0, 2), (0, 3)]
     assert len(pool.present) == 2
-    pool, _, made = restarted(2, lambda attempt: False)
+    pool, engines, made = restarted(2, lambda attempt: False)
     assert made == [(0, 1), (0, 2)]
     assert [member.engine.name for member in pool.present] == ["engine.1"]
+    assert engines[0].stopped  # one that is late would keep its memory
 
 
 def test_the_limit_counts_every_death() -> None:
     pool, _, made = restarted(2, lambda attempt: True, deaths=3)
     assert made == [(0, 1), (0, 2)]
     assert [member.engine.name for member in pool.present] == ["engine.1"]
+
+
+def test_the_trainer_hears_that_a_restarted_engine_waits_for_a_version() -> None:
+    async def run() -> Engines:
+        pool, _, _ = await asyncio.to_thread(restarted, 3, lambda attempt: True)
+        pool.members[0].waiting = False
+        coordinator = WeightUpdateCoordinator(pool, 5.0, nothing, lambda *_: None)
+        coordinator.engines_started()
+        reply = await coordinator.handle(EnginesAsk(1.0))
+        assert isinstance(reply, Engines)
+        return reply
+
+    assert [(one.name, one.waiting) for one in asyncio.run(run()).engines] == [("engine.1", False), ("engine.0", True)]
+
+
+async def nothing(_: int) -> None:
+    """A version is published."""
 
 
 def test_none_starts_again_with_limit_0() -> None:

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from asyncmoe.rollout.engines.pool import Member, Pool
 
 _PROBES = 6
-"""Probes in the time after which a silent engine is fenced."""
+"""Probes in `hang_timeout_s`. The first that fails may begin a probe's time after the last sign of life, so all but one must fail."""
+PAUSE_SHARE = 1 / 3
+"""Share of `hang_timeout_s` in which a running engine pauses."""
 _POLL_S = 0.2
 
 
@@ -23,8 +25,8 @@ class Liveness:
     """Probes every engine of a pool.
 
     Args:
-        hang_timeout_s: silence in seconds after which an engine is fenced.
-        paused: returns True if an engine is paused.
+        hang_timeout_s: seconds after its last token within which a silent engine is fenced.
+        paused: returns True if an engine cannot sample at the moment, which is no silence.
     """
 
     def __init__(self, pool: Pool, hang_timeout_s: float, paused: Callable[[Member], bool]) -> None:
@@ -39,8 +41,8 @@ class Liveness:
                 for member in self._pool.serving:
                     if member not in self._probes:
                         self._probes[member] = asyncio.create_task(self._follow(member))
-                for task in [task for member, task in self._probes.items() if task.done()]:
-                    task.result()
+                for member in [member for member, task in self._probes.items() if task.done()]:
+                    self._probes.pop(member).result()
                 await asyncio.sleep(_POLL_S)
         finally:
             for task in self._probes.values():
@@ -48,23 +50,25 @@ class Liveness:
             await asyncio.gather(*self._probes.values(), return_exceptions=True)
 
     async def _follow(self, member: Member) -> None:
-        member.heard = begin = time.monotonic()
+        failed = 0
         while member in self._pool.serving:
+            begin = time.monotonic()
             if self._paused(member):
-                member.heard = begin = time.monotonic()
+                failed = 0
                 await asyncio.sleep(_POLL_S)
                 continue
             alive = await member.engine.client.alive(self._every_s)
-            if alive or self._paused(member):
-                member.heard, member.suspect = time.monotonic(), member.suspect and not alive
-            elif member.heard <= begin:
-                member.suspect = True
-            silent = time.monotonic() - member.heard
-            if silent >= self._limit_s:
-                await self._fence(member, silent)
-                return
+            if alive:
+                member.suspect = False
+            if alive or member.heard > begin or self._paused(member):
+                failed = 0
+            else:
+                # Probes are counted, not seconds: if this process itself stands still, each engine fails one probe, not all.
+                failed, member.suspect = failed + 1, True
+                if failed >= _PROBES - 1:
+                    await self._fence(member, failed * self._every_s)
+                    return
             await asyncio.sleep(max(0.0, begin + self._every_s - time.monotonic()))
-            begin = time.monotonic()
 
     async def _fence(self, member: Member, silent: float) -> None:
         self._pool.fence(member, f"no token for {silent:.0f} s (engines.hang_timeout_s {self._limit_s:g})")

@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,15 +160,9 @@ class Pool:
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response; any engine can say. See `Engine.parse_calls`. Raises as `generate`."""
         await self._some()
-        member = min(self.serving, key=lambda member: member.in_flight)
-        try:
+        member = min(self.serving, key=lambda member: (member.suspect, member.in_flight))
+        with self._asking(member):
             return await member.engine.client.parse_calls(text, parser, tools)
-        except EngineLost as error:
-            raise TrajectoryRejected("engine_died", str(error)) from error
-        except WaitTimeout as error:
-            raise TrajectoryRejected("engine_timeout", str(error)) from error
-        except EngineError as error:
-            raise TrajectoryRejected("engine_error", str(error)) from error
 
     def join(self, engine: EngineHandle) -> Member:
         """Add an engine; it receives requests after its first version."""
@@ -255,12 +249,23 @@ class Pool:
     ) -> PooledGeneration:
         self._enter(member)
         try:
-            with member.serving() as serving:
+            with self._asking(member), member.serving() as serving:
                 salt = serving.version
                 client = member.engine.client
                 generation = await client.generate(tokens, sampling, str(salt), self._timeout_s, routed, serving.adapter, listener)
-            if member.slots is not None:
-                generation = attributed(generation, serving)
+                if member.slots is not None:
+                    generation = attributed(generation, serving)
+        finally:
+            self._leave(member)
+        member.heard, member.suspect = time.monotonic(), False
+        self.generated_tokens += len(generation.tokens)
+        return PooledGeneration(generation, salt)
+
+    @contextmanager
+    def _asking(self, member: Member) -> Iterator[None]:
+        """Reject the trajectory if the engine fails within the block; fence an engine that is gone, and suspect one that is silent."""
+        try:
+            yield
         except EngineLost as error:
             self.fence(member, str(error))
             raise TrajectoryRejected("engine_died", str(error)) from error
@@ -269,11 +274,6 @@ class Pool:
         except WaitTimeout as error:
             member.suspect = True
             raise TrajectoryRejected("engine_timeout", str(error)) from error
-        finally:
-            self._leave(member)
-        member.heard, member.suspect = time.monotonic(), False
-        self.generated_tokens += len(generation.tokens)
-        return PooledGeneration(generation, salt)
 
     def _choose(self, request: ScheduledRequest) -> Member:
         serving = self.serving

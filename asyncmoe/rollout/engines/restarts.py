@@ -66,6 +66,7 @@ class Restarts:
             await engine.wait_ready()
         except AsyncmoeError as error:
             log.error("%s did not start again: %s", old.name, error)
+            await self._engines[index].stop()  # it may still be starting, and hold memory
             return
         for member in self._members_of(old):
             self._pool.remove(member)

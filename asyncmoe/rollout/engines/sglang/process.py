@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import EngineError, UserError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
@@ -75,7 +75,11 @@ class SGLangProcess:
         arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
-        self._child = Child(name, arguments, log, environment(config, index) | {API_KEY: key})
+        try:
+            self._child = Child(name, arguments, log, environment(config, index) | {API_KEY: key})
+        except AsyncmoeError:
+            self._reserved.close()
+            raise
         self.url = f"http://{host}:{port}"
         self.client = SGLangClient(name, self.url, key)
 
@@ -113,11 +117,11 @@ class SGLangProcess:
         """
         await self.client.close()
         self._reserved.close()
-        await asyncio.to_thread(self.kill)
+        await asyncio.to_thread(self._child.end, 0.0)
 
     def kill(self) -> None:
-        """Kill the server with every process it spawned; its requests in progress fail with `EngineLost`."""
-        self._child.end(0.0)
+        """Kill the server with every process it spawned, without waiting; its requests in progress fail with `EngineLost`."""
+        self._child.kill()
 
 
 def command(

@@ -40,7 +40,7 @@ class WeightUpdateCoordinator:
         timeout_s: limit on each request, and on the sender's silence between two requests while engines are paused.
         published: awaited with a version once every engine serves it.
         record: called with (engine, begin, end), Unix seconds, for every pause.
-        interruption, unfinished: as for `UpdateDriver`.
+        interruption, unfinished, pause_s: as for `UpdateDriver`.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class WeightUpdateCoordinator:
         record: Callable[[str, float, float], None],
         interruption: Interruption = "in_place",
         unfinished: Callable[[], int] = lambda: 0,
+        pause_s: float | None = None,
     ) -> None:
-        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished)
+        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, timeout_s if pause_s is None else pause_s)
         self._pool, self._timeout_s, self._published = pool, timeout_s, published
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,7 +89,9 @@ class WeightUpdateCoordinator:
         return self.driver.current is not None and member in self.driver.current.members
 
     def paused(self, member: Member) -> bool:
-        """Return True if this engine is paused for an open update."""
+        """Return True if this engine cannot sample at the moment: it is paused for an open update, or loads an adapter."""
+        if member.slots is not None and member.slots.loading:
+            return True
         return self.driver.current is not None and member.engine.name in self.driver.current.paused
 
     async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:
@@ -137,7 +140,7 @@ class WeightUpdateCoordinator:
         roster = driver.roster = driver.roster.now(self._pool)
         devices = [await m.engine.client.device() if request.devices else "" for m in roster.members]
         infos = tuple(
-            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device)
+            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device, m.waiting)
             for m, offset, device in zip(roster.members, roster.offsets, devices, strict=True)
         )
         return Engines(infos, roster.world, roster.number, lost)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
+from aiohttp import web_protocol
 from openai.types.responses import ResponseFunctionToolCall
 
 from asyncmoe.config import parse
@@ -22,7 +25,7 @@ from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
 from asyncmoe.rollout.episodes.openai_endpoint import threads
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
-from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
+from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, OnConflict
 from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -393,6 +396,42 @@ def test_a_client_that_leaves_a_stream_ends_its_request_to_the_engine(known: Tok
             await asyncio.sleep(0.01)
 
     served(policy, known, client)
+
+
+@pytest.mark.parametrize("then", ["more", "end"])
+def test_a_client_that_leaves_with_bytes_unread_is_no_error(known: Tokenizer, caplog: pytest.LogCaptureFixture, then: str) -> None:
+    raw, left = socket.socket(), asyncio.Event()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+
+    async def spoken(request: CompletionRequest) -> AsyncGenerator[str | Completion]:
+        """Speaks until bytes wait in the server because the client reads none; the client then says that it sends no more."""
+        (accepted,) = [one for one in served_connections() if one is not None]
+        while not accepted.get_write_buffer_size():
+            yield "x" * 20_000
+        raw.shutdown(socket.SHUT_WR)
+        while not accepted.is_closing():
+            await asyncio.sleep(0.01)
+        left.set()
+        if then == "more":
+            yield "x"
+
+    def served_connections() -> list[Any]:
+        return [getattr(one, "transport", None) for one in gc.get_objects() if isinstance(one, web_protocol.RequestHandler)]
+
+    async def client(url: str, session: Session) -> None:
+        session.spoken = spoken  # type: ignore[method-assign,assignment]
+        address = urlsplit(url)
+        await asyncio.get_running_loop().sock_connect(raw, (address.hostname, address.port))
+        body = json.dumps({"model": "m", "messages": MESSAGES, "stream": True})
+        head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {session.key}\r\n"
+        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        await left.wait()
+        await asyncio.sleep(0.05)
+        raw.close()
+
+    served(says(known), known, client)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_a_stream_that_fails_says_so_in_the_stream(known: Tokenizer) -> None:

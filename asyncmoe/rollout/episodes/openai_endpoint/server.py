@@ -7,11 +7,11 @@ import hmac
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
@@ -173,16 +173,17 @@ async def _stream(
     """Answer with server-sent events. The status waits for the first of them, so that a request that fails at once fails as any other."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     writer = api.stream(asked)
-    async with aclosing(session.spoken(asked)) as parts:
-        try:
-            async for part in parts:
+    # A client that leaves cancels this handler, but not before the bytes for it are sent or lost: until then, writing raises.
+    with suppress(ClientConnectionResetError):
+        async with aclosing(session.spoken(asked)) as parts:
+            try:
+                async for part in parts:
+                    if not response.prepared:
+                        await response.prepare(request)
+                        await response.write(writer.begin())
+                    await response.write(writer.end(part) if isinstance(part, Completion) else writer.text(part))
+            except RequestRefused as refused:
                 if not response.prepared:
-                    await response.prepare(request)
-                    await response.write(writer.begin())
-                await response.write(writer.end(part) if isinstance(part, Completion) else writer.text(part))
-        except RequestRefused as refused:
-            if not response.prepared:
-                raise
-            await response.write(writer.failed(refused))
-    await response.write_eof()
-    return response
+                    raise
+                await response.write(writer.failed(refused))
+    return response  # aiohttp ends it, unless the client has left

@@ -53,6 +53,9 @@ def run(arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from asyncmoe.launch import agent_store
+
+    agent_store.install()
     try:
         agent.main(list(arguments))
     except ChildFailedError as error:
@@ -62,6 +65,9 @@ def run(arguments: Sequence[str]) -> None:
             why = ", as when memory runs out" if number == signal.SIGKILL else ""
             say(AsyncmoeError(f"{KILLED} {number.name}{why}: rank {cause.rank} on {socket.gethostname()}"))
         sys.exit(status(cause.exitcode))
+    except UserError as error:
+        say(error)
+        sys.exit(error.exit_code)
     except SignalException as received:
         sys.exit(status(-received.sigval))
 

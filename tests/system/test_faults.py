@@ -1,10 +1,17 @@
-"""Whole runs in which an engine dies or hangs: the run goes on, and the engine is replaced."""
+"""Whole runs in which engines die or hang, one way after the other: the run goes on, and each engine is replaced and serves again.
+
+`pytest -s` shows what was measured.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,48 +21,85 @@ from asyncmoe.telemetry.schema import CONTROLLER_SPANS
 from tests.system.runs import MARK, Command, metrics, start, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
-STEPS = 400
+HANG_S = 12.0
+Fault = Callable[[psutil.Process], None]
 
 
-def server(command: Command) -> psutil.Process:
-    """The process of engine.0, which has the run's own seed, 0."""
+def server(command: Command, index: int) -> psutil.Process:
+    """The main process of an engine of the first start, whose seed is its index."""
     for process in psutil.process_iter():
         try:
             words = process.cmdline() if command.mark == process.environ().get(MARK) else []
         except psutil.Error:
             continue
-        if ["--random-seed", "0"] in [words[at : at + 2] for at in range(len(words))]:
+        if ["--random-seed", str(index)] in [words[at : at + 2] for at in range(len(words))]:
             return process
-    raise AssertionError("engine.0 does not run")
+    raise AssertionError(f"engine.{index} does not run")
 
 
-@pytest.mark.parametrize("how", ["killed", "hung"])
-def test_an_engine_that_is_lost_is_replaced_and_the_run_goes_on(tmp_path: Path, how: str) -> None:
-    directory = tmp_path / "run"
-    two = ("engines.count=2", f"run.steps={STEPS}", "engines.hang_timeout_s=12", "rollout.request_timeout_s=120")
-    command = start(directory, *two)
-    controller = directory / "logs" / "controller.log"
+def part(main: psutil.Process, title: str) -> psutil.Process:
+    (found,) = [one for one in main.children(recursive=True) if title in " ".join(one.cmdline())]
+    return found
+
+
+FAULTS: dict[str, Fault] = {
+    "its main process is killed": lambda main: main.kill(),
+    "its scheduler is stopped": lambda main: part(main, "sglang::scheduler").send_signal(signal.SIGSTOP),
+    "its detokenizer is killed": lambda main: part(main, "sglang::detokenizer").kill(),
+    "its main process is stopped": lambda main: main.send_signal(signal.SIGSTOP),
+}
+
+
+def generated(directory: Path) -> tuple[float, int]:
+    """Time and tokens of the newest rollout record."""
+    newest = json.loads((directory / "rollout.jsonl").read_text().rstrip().splitlines()[-1])
+    return newest["time"], newest["generated_tokens"]
+
+
+def lose(directory: Path, command: Command, index: int, fault: str) -> dict[str, Any]:
+    """Lose an engine, and wait until its replacement has served; returns what was measured."""
+    log, name, steps = directory / "logs" / "controller.log", f"engine.{index}", len(metrics(directory))
+    before = generated(directory)
+    time.sleep(15.0)
+    at = generated(directory)
+    FAULTS[fault](server(command, index))
+    begin = time.monotonic()
 
     def said(text: str) -> bool:
-        return controller.exists() and text in controller.read_text()
+        return re.search(rf"{re.escape(name)} {text}", log.read_text()) is not None
 
+    assert wait_for(lambda: said("is fenced"), 60), fault
+    fenced = time.monotonic() - begin
+    assert wait_for(lambda: said("starts again"), 60), fault
+    starting, now = time.monotonic(), generated(directory)
+    assert wait_for(lambda: len(metrics(directory)) > steps + 2, 60), "the other engine feeds the run"
+    assert wait_for(lambda: said("has started again"), 240), fault
+    ready, again = time.monotonic() - starting, time.time()
+    spans = directory / CONTROLLER_SPANS
+    assert wait_for(lambda: any(one.who == name and one.begin > again for one in read_spans(spans)), 120), fault
+    rate = (at[1] - before[1]) / (at[0] - before[0])
+    meanwhile = (now[1] - at[1]) / (now[0] - at[0])
+    return {
+        "fault": fault,
+        "fenced_s": round(fenced, 1),
+        "bound_s": HANG_S,
+        "started_again_s": round(ready, 1),
+        "served_after_start_s": round(time.monotonic() - starting - ready, 1),
+        "tokens_per_s_of_two_engines_before": round(rate, 1),
+        "tokens_per_s_of_the_other_until_the_restart": round(meanwhile, 1),
+    }
+
+
+@pytest.mark.parametrize("faults", [tuple(FAULTS)[:2], tuple(FAULTS)[2:]], ids=["first", "second"])
+def test_engines_that_are_lost_are_replaced_and_the_run_goes_on(tmp_path: Path, faults: tuple[str, ...]) -> None:
+    directory = tmp_path / "run"
+    command = start(directory, "engines.count=2", "run.steps=2000", f"engines.hang_timeout_s={HANG_S}", "rollout.request_timeout_s=120")
     try:
         assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(directory)), 240)
-        lost = server(command)
-        if how == "killed":
-            lost.kill()
-        else:
-            (scheduler,) = [one for one in lost.children(recursive=True) if "sglang::scheduler" in " ".join(one.cmdline())]
-            scheduler.send_signal(signal.SIGSTOP)
-        begin, steps = time.monotonic(), len(metrics(directory))
-        assert wait_for(lambda: said("engine.0 is fenced"), 60)
-        fenced_after = time.monotonic() - begin
-        assert fenced_after < (10 if how == "killed" else 2 * 12)
-        assert wait_for(lambda: len(metrics(directory)) > steps + 2, 60), "the other engine feeds the run"
-        assert wait_for(lambda: said("engine.0 has started again"), 180)
-        again = time.time()
-        spans = directory / CONTROLLER_SPANS
-        assert wait_for(lambda: any(one.who == "engine.0" and one.begin > again for one in read_spans(spans)), 120)
+        for index, fault in enumerate(faults):
+            measured = lose(directory, command, index, fault)
+            print(json.dumps(measured))
+            assert measured["fenced_s"] < HANG_S + 5.0
     finally:
         command.process.send_signal(signal.SIGINT)
         status, _, error = command.finish(120)

@@ -6,14 +6,17 @@ rank, so a user error is distinct from a crash, and names a rank that a signal e
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.process import KILLED, say
+from asyncmoe.scratch import Scratch
 
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """One OpenMP thread per rank, because ranks that outnumber the cores would spin against each other and against the engines."""
@@ -56,6 +59,9 @@ def run(arguments: Sequence[str]) -> None:
     from asyncmoe.launch import agent_store
 
     agent_store.install()
+    scratch = Scratch()
+    os.environ.update(scratch.environment())
+    tempfile.tempdir = None  # Python remembers the folder before
     try:
         agent.main(list(arguments))
     except ChildFailedError as error:
@@ -70,6 +76,8 @@ def run(arguments: Sequence[str]) -> None:
         sys.exit(error.exit_code)
     except SignalException as received:
         sys.exit(status(-received.sigval))
+    finally:
+        scratch.remove()
 
 
 def first(failed: Sequence[FailedRank]) -> FailedRank:

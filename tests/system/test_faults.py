@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,8 +92,12 @@ def lose(directory: Path, command: Command, index: int, fault: str) -> dict[str,
 
 
 @pytest.mark.parametrize("faults", [tuple(FAULTS)[:2], tuple(FAULTS)[2:]], ids=["first", "second"])
-def test_engines_that_are_lost_are_replaced_and_the_run_goes_on(tmp_path: Path, faults: tuple[str, ...]) -> None:
-    directory = tmp_path / "run"
+def test_engines_that_are_lost_are_replaced_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]
+) -> None:
+    directory, temporary = tmp_path / "run", Path(tempfile.mkdtemp())  # the path of a socket below tmp_path is too long
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    shared = set(Path("/dev/shm").glob("*asyncmoe-*"))
     command = start(directory, "engines.count=2", "run.steps=2000", f"engines.hang_timeout_s={HANG_S}", "rollout.request_timeout_s=120")
     try:
         assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(directory)), 240)
@@ -105,3 +110,6 @@ def test_engines_that_are_lost_are_replaced_and_the_run_goes_on(tmp_path: Path, 
         status, _, error = command.finish(120)
     assert "resumes from" in error or status == 0
     assert command.gone(), command.alive()
+    assert set(Path("/dev/shm").glob("*asyncmoe-*")) <= shared
+    assert [path.name for path in temporary.iterdir()] == []
+    temporary.rmdir()

@@ -30,7 +30,9 @@ while not (folder / "leave").exists():
 def started(tmp_path: Path, master: str, port: int) -> Child:
     (tmp_path / "store_rank.py").write_text(RANK)
     command = [sys.executable, *torchrun(2, (master, port), "store_rank", str(tmp_path))]
-    return Child("trainer", command, tmp_path / "log", {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"})
+    (tmp_path / "t").mkdir()
+    variables = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "TMPDIR": str(tmp_path / "t")}
+    return Child("trainer", command, tmp_path / "log", variables)
 
 
 def test_ranks_meet_on_loopback_and_no_other_address_answers(tmp_path: Path) -> None:
@@ -48,6 +50,7 @@ def test_ranks_meet_on_loopback_and_no_other_address_answers(tmp_path: Path) -> 
         (tmp_path / "leave").write_text("")
         assert child.wait(30)
         assert child.returncode == 0, child.log.read_text()
+        assert list((tmp_path / "t").iterdir()) == [], "torchrun leaves no temporary files"
     finally:
         child.end(1.0)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import shutil
 import signal
+import subprocess
+import sys
+import termios
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,6 +104,58 @@ def test_a_trainer_that_loses_a_stopping_controller_has_not_failed(configured: C
 def test_sigterm_stops_like_ctrl_c_with_a_status_of_its_own(configured: Config, tmp_path: Path) -> None:
     said = stops(configured, tmp_path, 'trap "exit 0" INT; echo ready; sleep 600 & wait', "echo ready", signal.SIGTERM)
     assert said.exit_code == 143
+
+
+CLOSED = """
+import sys
+from pathlib import Path
+from asyncmoe import config
+from asyncmoe.launch import watch
+from asyncmoe.launch.part import main
+from asyncmoe.process import Child
+
+folder = Path(sys.argv[1])
+settings = config.load(Path(sys.argv[2]), [f"run.dir={folder / 'run'}", "telemetry.live=on"])
+saves = f'trap "echo saved > {folder}/saved; exit 0" INT; sleep 600 & wait'
+
+def start(ending):
+    controller = Child("controller", ["sh", "-c", saves], folder / "controller.log")
+    ending.callback(controller.end, 1.0)
+    trainer = Child("trainer", ["sh", "-c", f"while [ ! -e {folder}/saved ]; do sleep 0.1; done"], folder / "trainer.log")
+    ending.callback(trainer.end, 1.0)
+    return watch.Processes(controller, (trainer,))
+
+main(lambda: watch.supervise(settings, start))
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["closed", "nohup"])
+def test_a_terminal_that_is_closed_stops_a_run_in_order(tmp_path: Path, ignored: bool) -> None:
+    ours, its = pty.openpty()
+
+    def with_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    command = [sys.executable, "-c", CLOSED, str(tmp_path), str(ROOT / "examples" / "demo.yaml")]
+    run = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, cwd=ROOT, start_new_session=True, preexec_fn=with_terminal)
+    os.close(its)
+    try:
+        while not (tmp_path / "trainer.log").exists():
+            assert run.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.close(ours)  # the kernel sends SIGHUP
+        if ignored:
+            time.sleep(1.0)
+            assert not (tmp_path / "saved").exists()
+        else:
+            assert run.wait(20) == 129
+            assert (tmp_path / "saved").exists()
+    finally:
+        run.kill()
+        run.wait()
 
 
 @pytest.mark.parametrize("pressed", [2, 3])

@@ -12,11 +12,12 @@ end_with_parent()
 
 import torch  # noqa: E402  takes seconds, during which the parent may end
 
-from asyncmoe.platform.sglang import access, overlap  # noqa: E402
+from asyncmoe.platform.sglang import access, overlap, shared_names  # noqa: E402
 
 _CUDA = torch.cuda.is_available()
 access.install()
 overlap.install()
+shared_names.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu
 

@@ -25,6 +25,7 @@ from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.rpc import address
+from asyncmoe.scratch import Scratch
 
 _POLL_S = 0.2
 _SEEDS = 1 << 31
@@ -75,10 +76,12 @@ class SGLangProcess:
         arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
+        self._scratch = Scratch()
         try:
-            self._child = Child(name, arguments, log, environment(config, index) | {API_KEY: key})
+            self._child = Child(name, arguments, log, environment(config, index) | self._scratch.environment() | {API_KEY: key})
         except AsyncmoeError:
             self._reserved.close()
+            self._scratch.remove()
             raise
         self.url = f"http://{host}:{port}"
         self.client = SGLangClient(name, self.url, key)
@@ -110,7 +113,7 @@ class SGLangProcess:
             await lora.install(self.client, *self._adapter, self._start_timeout_s)
 
     async def stop(self) -> None:
-        """End the server with every process it spawned.
+        """End the server with every process it spawned, and remove what they have left.
 
         It is killed at once: nothing waits for its responses any more, and SGLang, if asked to stop, checks only up to 5 s later whether
         requests are left and then kills its processes itself (`sigterm_watchdog`).
@@ -118,6 +121,7 @@ class SGLangProcess:
         await self.client.close()
         self._reserved.close()
         await asyncio.to_thread(self._child.end, 0.0)
+        self._scratch.remove()
 
     def kill(self) -> None:
         """Kill the server with every process it spawned, without waiting; its requests in progress fail with `EngineLost`."""

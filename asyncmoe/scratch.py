@@ -1,0 +1,73 @@
+"""Folders for the temporary files of child processes, of which SGLang and torchrun leave some behind, most of all when they are killed.
+
+A folder is private to this user, and locked by the process that made it. Whoever makes the next one removes folders whose maker has
+ended, with the shared memory that has their name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from asyncmoe.storage import writing
+
+VARIABLE = "ASYNCMOE_SCRATCH"
+"""Environment variable with the name of the folder, which names of shared memory contain."""
+SHARED = Path("/dev/shm")
+_PREFIX, _LOCK = "asyncmoe-", ".lock"
+_NAME = f"{_PREFIX}{'[a-z0-9_]' * 8}"
+"""What `mkdtemp` makes of the prefix."""
+
+
+class Scratch:
+    """A new folder. Making it removes what ended processes of this user have left.
+
+    Raises:
+        StorageError: the folder cannot be created.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        for old in base.glob(_NAME):
+            _remove_if_left(old)
+        with writing("folder for temporary files", base):
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            made = self.path / f"{_LOCK}.new"
+            self._lock: IO[str] = made.open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            made.rename(self.path / _LOCK)  # nobody finds it unlocked
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that have a child process use the folder; what is worth keeping stays where it would be without it."""
+        kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept))
+        return {"TMPDIR": str(self.path), VARIABLE: self.path.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+    def remove(self) -> None:
+        """Remove the folder and its shared memory, after the processes that use them have ended. Idempotent."""
+        _remove(self.path)
+        self._lock.close()
+
+
+def _remove_if_left(folder: Path) -> None:
+    with suppress(OSError):  # another process may remove it at the same time
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            return
+        with (folder / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    for shared in SHARED.glob(f"*{folder.name}*"):
+        with suppress(OSError):
+            shared.unlink()
+    shutil.rmtree(folder, ignore_errors=True)

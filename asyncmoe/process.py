@@ -86,6 +86,7 @@ class Child:
 
     Raises:
         StorageError: the log cannot be opened.
+        AsyncmoeError: the system cannot start the process.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -95,15 +96,18 @@ class Child:
             self._log_start = log.stat().st_size if log.exists() else 0
             opened = log.open("ab")
         with opened as output:
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+            except OSError as error:
+                raise AsyncmoeError(f"{name}: {command[0]} cannot be started: {error.strerror}") from error
 
     @property
     def pid(self) -> int:
@@ -127,6 +131,10 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def kill(self) -> None:
+        """Send SIGKILL to the whole session, and do not wait: memory of devices may take seconds to free."""
+        self._signal_session(signal.SIGKILL)
 
     def end(self, grace_s: float) -> None:
         """Send SIGTERM to the whole session, and SIGKILL after `grace_s`; with `grace_s` 0, only SIGKILL."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -109,11 +110,12 @@ async def measure(config: Config, updates: int) -> dict[str, Any]:
         "staging", "share"}: all tokens that came in those times over the times, where there was any staging.
     """
     config.run.dir.mkdir(parents=True)
-    engines = [backend.start(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+    key = secrets.token_urlsafe(32)
+    engines = [backend.start(f"engine.{index}", config, index, config.run.dir, key=key) for index in range(config.engines.count)]
     seen = Seen()
     try:
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
-        costs = await _publish(config, engines, seen, updates)
+        costs = await _publish(config, engines, key, seen, updates)
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines))
     pauses, seconds = [cost["pause_ms"] for cost in costs], [cost["seconds"] for cost in costs]
@@ -131,7 +133,7 @@ async def measure(config: Config, updates: int) -> dict[str, Any]:
     return found
 
 
-async def _publish(config: Config, engines: Sequence[EngineProcess], seen: Seen, updates: int) -> list[dict[str, float]]:
+async def _publish(config: Config, engines: Sequence[EngineProcess], key: str, seen: Seen, updates: int) -> list[dict[str, float]]:
     """Have a trainer publish while the first engine generates; the first update, in which all meet, is left out."""
 
     async def nothing(_: int) -> None:
@@ -161,7 +163,7 @@ async def _publish(config: Config, engines: Sequence[EngineProcess], seen: Seen,
         rendezvous = await server.start()
         keys.write(config.run.dir, rendezvous)
         background = [asyncio.create_task(server.serve())]
-        background += [asyncio.create_task(_generate(engines[0].url, pool.members[0], seen)) for _ in range(STREAMS)]
+        background += [asyncio.create_task(_generate(engines[0].url, key, pool.members[0], seen)) for _ in range(STREAMS)]
         try:
             await _train(config, result, updates)
         finally:
@@ -189,11 +191,12 @@ async def _train(config: Config, result: Path, updates: int) -> None:
         raise EngineError(f"the trainer of the measurement ended with status {status}; the end of its log is above")
 
 
-async def _generate(url: str, member: Member, seen: Seen) -> None:
+async def _generate(url: str, key: str, member: Member, seen: Seen) -> None:
     """One response after the other, streamed, until cancelled."""
     sampling = {"temperature": 1.0, "max_new_tokens": _TOKENS, "ignore_eos": True}
     body = {"input_ids": list(_PROMPT), "sampling_params": sampling, "stream": True}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_read=60.0)) as session:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_read=60.0)) as session:
         while True:
             counted = 0
             with member.serving() as serving:

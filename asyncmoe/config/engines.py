@@ -65,6 +65,17 @@ class EngineSection(Section):
     start_timeout_s: PositiveFloat = Field(
         180.0, description="Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."
     )
+    hang_timeout_s: PositiveFloat = Field(
+        60.0,
+        ge=12.0,
+        description="Seconds after its last token, of a request or a probe, within which an engine that hangs is killed; its responses "
+        "start over elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it.",
+    )
+    restarts: NonNegative = Field(
+        3,
+        description="How often the controller starts one of its engines again that died or hung, while another serves; it waits 5 s before "
+        "the first restart and twice as long before each further one. The engine serves from the next version on.",
+    )
     args: tuple[str, ...] = Field((), description="Further command-line arguments for sglang.launch_server.")
 
     @model_validator(mode="after")

@@ -16,6 +16,10 @@ class TeacherSection(Section):
     """A second SGLang server whose log-probabilities of the sampled tokens are added to each trajectory (on-policy distillation)."""
 
     url: str = Field(description="Address of the teacher, http://host:port; its model must have the policy's tokenizer.")
+    key_variable: str | None = Field(
+        None,
+        description="Environment variable of the controller with the API key that the teacher's server requires; null: it requires none.",
+    )
     timeout_s: PositiveFloat = Field(60.0, description="Seconds one call may take.")
     concurrency: Positive = Field(16, description="Maximum calls in flight.")
 

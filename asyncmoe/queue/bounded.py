@@ -191,8 +191,8 @@ class BoundedQueue:
         same answer. An answer without items (and with `stop` false) means that `wait_s` (at most a day) expired: ask again.
 
         Raises:
-            ProtocolError: the step was already committed, ranks disagree on the other arguments, `count` is not whole groups, or steps
-                not yet committed hold too many episodes.
+            ProtocolError: the step was already committed, ranks disagree on the other arguments, `count` is not whole groups, `version` is
+                older than the engines', or steps not yet committed hold too many episodes.
             ConfigError: `count` exceeds the capacity.
             AsyncmoeError: the error passed to `fail`.
         """
@@ -200,6 +200,8 @@ class BoundedQueue:
             raise ProtocolError(f"lease of step {step}: got count {count} and wait_s {wait_s}, expected a positive and a finite number")
         if phase == "rl" and count % self._group_size:
             raise ProtocolError(f"lease of step {step}: got count {count}, expected whole groups of {self._group_size}")
+        if phase == "rl" and version < self._version:
+            raise ProtocolError(f"lease of step {step}: got version {version}, expected at least {self._version}, which the engines serve")
         terms = LeaseTerms(phase, count, version)
         self._leases = self._leases.ask(step, terms, self._lanes[phase].capacity)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))

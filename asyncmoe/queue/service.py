@@ -37,6 +37,8 @@ class QueueService:
             case Hello():
                 return self._welcome(request)
             case Lease():
+                if request.version > request.step:  # each step makes one version, so a later one would discard what is fresh
+                    raise ProtocolError(f"lease of step {request.step}: got version {request.version}, expected at most {request.step}")
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
             case Fetch():
                 return Fetched(request.keys), self._queue.fetch(request.step, request.keys, request.layers, request.masks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,10 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.liveness import PAUSE_SHARE, Liveness
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
+from asyncmoe.rollout.engines.restarts import Restarts
+from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Demonstrator
@@ -76,13 +79,17 @@ async def _serve(
     loaded: RolloutParts,
     memory: Sequence[str],
 ) -> None:
+    def start(index: int, attempt: int) -> EngineProcess:
+        seed = index + attempt * config.engines.count  # a restarted engine must not draw the samples of its start again
+        return backend.start(f"engine.{index}", config, index, run_dir, memory=memory, seed=seed)
+
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
         await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
-            engines.append(backend.start(f"engine.{index}", config, index, run_dir, memory=memory))
-        controller = Controller(config, engines, recorder, loaded)
+            engines.append(start(index, 0))
+        controller = Controller(config, engines, start, recorder, loaded)
         host = address.reachable(config.cluster.network)
         async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
             rendezvous = await server.start()
@@ -106,11 +113,12 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        engines: Sequence[EngineProcess],
+        engines: list[EngineProcess],
+        start: Callable[[int, int], EngineProcess],
         recorder: Recorder,
         loaded: RolloutParts,
     ) -> None:
-        self._config, self._engines, self._recorder = config, engines, recorder
+        self._config, self._engines, self._start, self._recorder = config, engines, start, recorder
         self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
         tokenizer, environment = loaded.tokenizer, loaded.environment
         self._curriculum = loaded.task if isinstance(loaded.task, Curriculum) else None
@@ -122,7 +130,13 @@ class Controller:
         if isinstance(environment, Demonstrator):
             self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, self._stage.bounds, config.run.seed)
         self._coordinator = WeightUpdateCoordinator(
-            self._pool, config.sync.timeout_s, self._published, recorder.paused, config.rollout.interruption, self._unfinished
+            self._pool,
+            config.sync.timeout_s,
+            self._published,
+            recorder.paused,
+            config.rollout.interruption,
+            self._unfinished,
+            config.engines.hang_timeout_s * PAUSE_SHARE,
         )
         self._membership = Membership(config, self._pool, self._coordinator.updating)
         self._queue: BoundedQueue | None = None
@@ -136,6 +150,7 @@ class Controller:
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
         if isinstance(request, WeightsRequest):
+            turns.check(request, self._pool.version, None if self._queue is None else self._queue.trained_steps)
             return await self._coordinator.handle(request)
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)
@@ -160,7 +175,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        engines = (self._start_engines(), self._watch_engines(), self._evaluator.run())
+        engines = (self._start_engines(), self._watch_engines(), self._keep_engines(), self._evaluator.run())
         work = (*engines, self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
@@ -202,6 +217,12 @@ class Controller:
         # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
         await self._coordinator.wait_started()
         await self._pool.watch()
+
+    async def _keep_engines(self) -> None:
+        await self._coordinator.wait_started()
+        alive = Liveness(self._pool, self._config.engines.hang_timeout_s, self._coordinator.paused)
+        again = Restarts(self._pool, self._engines, self._config.engines.restarts, self._start)
+        await asyncio.gather(alive.run(), again.run())
 
     async def _demonstrate(self) -> None:
         await self._met.wait()

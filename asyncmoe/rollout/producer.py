@@ -169,7 +169,8 @@ class Producer:
         except TrajectoryRejected as rejected:
             self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
-            self._note(rejected)
+            if not (flight.restarted and rejected.reason == "engine_died"):  # one engine can take more groups with it than are hopeless
+                self._note(rejected)
             if not flight.restarted:
                 self._close(flight)
                 self._note_lost(rejected)

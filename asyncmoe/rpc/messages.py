@@ -9,7 +9,7 @@ answer, without a collective among the ranks.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,28 +22,43 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     """Base of all messages; the tag is the class name."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A number in a request: not negative, and exact in every encoding."""
+MAX_WAIT_S = 1e9
+
+
+class _Waits(Message, frozen=True):
+    """Base of requests that wait at most `wait_s` seconds for their reply."""
+
+    def __post_init__(self) -> None:
+        # An infinite wait, or one that is not a number, stops every timer of asyncio's loop.
+        wait_s: float = self.wait_s  # type: ignore[attr-defined]
+        if not 0.0 <= wait_s <= MAX_WAIT_S:
+            raise ValueError(f"wait_s: got {wait_s}, expected seconds from 0 to {MAX_WAIT_S:g}")
+
+
 # ---------------------------------------------------------------- requests: queue
 
 
 class Hello(Message, frozen=True):
     """First message of every rank. The controller refuses a trainer with a different configuration."""
 
-    rank: int
-    world: int
+    rank: Count
+    world: Count
     config_digest: str
-    step: int
+    step: Count
     """Optimizer steps the trainer has already taken (not 0 after a resume)."""
     facts: Facts | None = None
     """Facts about the rank's process, if it may run on another machine."""
 
 
-class Lease(Message, frozen=True):
+class Lease(_Waits, frozen=True):
     """Request the batch of step `step`. Waits until the batch is complete or `wait_s` expires."""
 
-    step: int
+    step: Count
     phase: Phase
-    count: int
-    version: int
+    count: Count
+    version: Count
     """The trainer's current version; the consumption rule measures age from it."""
     wait_s: float
 
@@ -51,9 +66,9 @@ class Lease(Message, frozen=True):
 class Fetch(Message, frozen=True):
     """Request the leased trajectories named `keys`."""
 
-    step: int
+    step: Count
     keys: tuple[str, ...]
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Count, ...] | None = None
     """Send only the routes of these layers; None: of all layers."""
     masks: bool = True
     """Send sampling masks."""
@@ -62,7 +77,7 @@ class Fetch(Message, frozen=True):
 class Commit(Message, frozen=True):
     """The trainer has trained on the batch of step `step`; its lease ends."""
 
-    step: int
+    step: Count
 
 
 class Saving(Message, frozen=True):
@@ -74,13 +89,13 @@ class Saving(Message, frozen=True):
 class Saved(Message, frozen=True):
     """A checkpoint covers every step up to and including `step`."""
 
-    step: int
+    step: Count
 
 
 class Goodbye(Message, frozen=True):
     """A rank of the trainer leaves: all steps are done (`finished`), or the trainer stops early and will resume."""
 
-    rank: int
+    rank: Count
     finished: bool
 
 
@@ -95,11 +110,11 @@ class WeightsJoin(Message, frozen=True):
     """
 
     host: str
-    port: int
+    port: Count
     group: str
     backend: Literal["gloo", "nccl"]
     method: Literal["broadcast", "reshard"] = "broadcast"
-    senders: int = 1
+    senders: Count = 1
 
 
 class WeightsStage(Message, frozen=True):
@@ -109,24 +124,24 @@ class WeightsStage(Message, frozen=True):
     are paused from this request on.
     """
 
-    version: int
+    version: Count
     in_place: bool = False
 
 
 class WeightsBegin(Message, frozen=True):
     """Pause all engines in place and open an update."""
 
-    version: int
+    version: Count
 
 
 class WeightsBucket(Message, frozen=True):
     """One flattened bucket: the bytes of `names`, concatenated. The sender broadcasts it while this request is open."""
 
-    version: int
+    version: Count
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     """torch's names without the prefix: "float32", "bfloat16"."""
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[Count, ...], ...]
 
 
 class WeightsCommit(Message, frozen=True):
@@ -136,26 +151,26 @@ class WeightsCommit(Message, frozen=True):
     `update`: after `WeightsStage`, the number of the update that all receivers reported as received.
     """
 
-    version: int
+    version: Count
     checksums: tuple[dict[str, str], ...] = ()
-    update: int = 0
+    update: Count = 0
 
 
 class WeightsAdapter(Message, frozen=True):
     """Every engine loads the adapter in `folder` and samples new requests with it, as `version`."""
 
-    version: int
+    version: Count
     folder: str
 
 
 class WeightsAbort(Message, frozen=True):
     """The sender failed: fence the engines if they may hold part of `version`."""
 
-    version: int
+    version: Count
     why: str
 
 
-class EnginesAsk(Message, frozen=True):
+class EnginesAsk(_Waits, frozen=True):
     """Request the current engines, which become the roster. Waits until the run's engines have started or `wait_s` expires."""
 
     wait_s: float
@@ -176,13 +191,13 @@ class EngineJoin(Message, frozen=True):
     """API key that the engine's server requires."""
     host: str
     """`asyncmoe.rpc.address.host_id` of the engine's machine."""
-    tp: int
-    ep: int
+    tp: Count
+    ep: Count
     config_digest: str
     facts: Facts | None = None
 
 
-class EngineAlive(Message, frozen=True):
+class EngineAlive(_Waits, frozen=True):
     """Heartbeat of an engine. Answered when there is an order for the engine, or after `wait_s`."""
 
     name: str
@@ -267,6 +282,8 @@ class EngineInfo(Message, frozen=True):
     """`asyncmoe.rpc.address.host_id` of the engine's machine."""
     device: str = ""
     """Compute device that its server reports, "cpu" or "cuda"; empty if not requested."""
+    waiting: bool = False
+    """It generates nothing, because it has joined or started again since the last version."""
 
 
 class Engines(Message, frozen=True):

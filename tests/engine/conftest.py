@@ -21,6 +21,9 @@ from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoor
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.engine.sender import Sender
 
+KEY = "key-of-the-tests"
+"""API key of the servers that tests talk to without the client."""
+
 
 @dataclass
 class Rig:
@@ -73,7 +76,7 @@ def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempP
 
     async def start(count: int, first: int) -> Rig:
         config = settings(model, tmp_path_factory.mktemp("run"), count=count)
-        engines = [SGLangProcess(f"engine.{first + index}", config, index, config.run.dir) for index in range(count)]
+        engines = [SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=KEY) for index in range(count)]
         started.extend(engines)
         rig = await make(config, engines, runner.run)
         await asyncio.gather(*(engine.wait_ready() for engine in engines))

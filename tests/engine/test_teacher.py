@@ -15,15 +15,18 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring import Sample, Score, Scorer
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.engine.conftest import Rig
+from tests.engine.conftest import KEY, Rig
 from tests.engine.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
 
 def taught(untouched: Rig, tokenizer: Tokenizer, scorer: str) -> Scorer:
-    section = ScoringSection.model_validate({"scorer": scorer, "retries": 0, "teacher": {"url": untouched.engine.client.url}})
-    return scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
+    teacher = {"url": untouched.engine.client.url, "key_variable": "KEY_OF_THE_TEACHER"}
+    section = ScoringSection.model_validate({"scorer": scorer, "retries": 0, "teacher": teacher})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("KEY_OF_THE_TEACHER", KEY)
+        return scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
 
 
 def conversations(count: int, vocabulary: int) -> list[Sample]:

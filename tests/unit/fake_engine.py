@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.errors import EngineError
+from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.receiver.command import Command, CommitCommand
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling, VersionSpan
@@ -20,13 +21,14 @@ class FakeEngine:
     Attributes:
         version: version of its weights.
         partial: True while it holds part of another.
+        hangs: True if it runs but samples nothing.
         failures: the results of its next calls, in turn: None succeeds. When they are used up, every call does.
         wrong: what it did that no engine may be made to do.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.version, self.partial = name, 0, False
-        self.paused, self.updating, self.dead = False, False, False
+        self.paused, self.updating, self.dead, self.hangs = False, False, False, False
         self.adapters: set[str] = set()
         self.failures: deque[type[EngineError] | None] = deque()
         self.wrong: list[str] = []
@@ -34,6 +36,11 @@ class FakeEngine:
 
     async def ready(self) -> bool:
         return not self.dead
+
+    async def alive(self, timeout_s: float) -> bool:
+        if self.hangs:
+            await asyncio.sleep(timeout_s)
+        return not (self.dead or self.hangs)
 
     async def device(self) -> str:
         return "cpu"
@@ -54,12 +61,14 @@ class FakeEngine:
         if adapter is not None and adapter not in self.adapters:
             raise EngineError(f"{self.name}: no adapter {adapter}")
         versions: list[int] = []
-        aborting = self._aborting
+        aborting, until = self._aborting, time.monotonic() + timeout_s
         while len(versions) < sampling.max_new_tokens and aborting == self._aborting:
             await asyncio.sleep(0)
             if self.dead:
                 raise EngineLost(f"{self.name} is gone")
-            if not self.paused:
+            if time.monotonic() > until:
+                raise WaitTimeout(self.name, "/generate", timeout_s)
+            if not self.paused and not self.hangs:
                 self._check(not self.partial, "sampled with part of a version")
                 versions.append(self.version)
                 if listener is not None and listener.kept is None:

@@ -298,7 +298,8 @@ async def test_a_wait_without_end_is_cut_short(monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "error", "text"),
     [
         ((0, "rl", 8, 9, 0), ProtocolError, "ranks disagree"),
-        ((0, "rl", 4, 8, 0), ProtocolError, "ranks disagree"),
+        ((0, "rl", 4, 10, 0), ProtocolError, "ranks disagree"),
+        ((0, "rl", 4, 8, 0), ProtocolError, "got version 8, expected at least 9, which the engines serve"),
         ((0, "warmup", 4, 9, 0), ProtocolError, "ranks disagree"),
         ((1, "rl", 3, 9, 0), ProtocolError, "whole groups of 2"),
         ((1, "rl", 0, 9, 0), ProtocolError, "positive"),
@@ -322,9 +323,9 @@ async def test_a_lease_that_cannot_be_is_refused(arguments: tuple[Any, ...], err
 
 @asynchronous
 async def test_a_token_newer_than_the_trainer_is_a_broken_invariant() -> None:
-    held = await filled(group(0, 3), group(1, 9))
-    with pytest.raises(InvariantBroken, match="a token of version 9, but the trainer is at 8"):
-        await held.lease(0, "rl", 4, 8, 0)
+    held = await filled(group(0, 3), group(1, 10))
+    with pytest.raises(InvariantBroken, match="a token of version 10, but the trainer is at 9"):
+        await held.lease(0, "rl", 4, 9, 0)
 
 
 @asynchronous

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.process import Child
 from asyncmoe.rollout.engines.sglang import client, connection
 from asyncmoe.rollout.engines.sglang import process as engine_process
+from asyncmoe.rollout.engines.types import EngineLost, Sampling
 
 
 def config(trust: bool = False, **engines: object) -> Config:
@@ -118,3 +124,22 @@ def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pyte
 
     asyncio.run(ask_three_times())
     assert len(connections) == 2
+
+
+LISTENER: Any = SimpleNamespace(every=1, kept=None, live=True)
+
+
+def test_a_closed_client_says_that_the_engine_is_lost() -> None:
+    async def call() -> None:
+        closed = client.SGLangClient("engine.0", "http://127.0.0.1:1")
+        await closed.close()
+        for ask in (closed.resume(), closed.generate((1,), Sampling(1.0, 1, ()), "0", 1.0, listener=LISTENER)):
+            with pytest.raises(EngineLost, match="its connections are closed"):
+                await ask
+
+    asyncio.run(call())
+
+
+def test_a_program_that_cannot_be_started_is_named_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(AsyncmoeError, match=r"engine\.0: /nowhere/python cannot be started: No such file or directory"):
+        Child("engine.0", ["/nowhere/python"], tmp_path / "log")

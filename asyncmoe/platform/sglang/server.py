@@ -12,9 +12,10 @@ end_with_parent()
 
 import torch  # noqa: E402  takes seconds, during which the parent may end
 
-from asyncmoe.platform.sglang import overlap  # noqa: E402
+from asyncmoe.platform.sglang import access, overlap  # noqa: E402
 
 _CUDA = torch.cuda.is_available()
+access.install()
 overlap.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu

@@ -58,9 +58,14 @@ class _Slot:
 class TwoSlots:
     """The versions one engine serves. It starts with version 0, the base model without an adapter.
 
+    Attributes:
+        loading: True while the engine loads a version; SGLang samples nothing meanwhile.
+
     Args:
         timeout_s: limit on each call to the engine, and on the wait for responses of an older version.
     """
+
+    loading = False
 
     def __init__(self, server: AdapterHost, timeout_s: float) -> None:
         self._server, self._timeout_s = server, timeout_s
@@ -108,7 +113,11 @@ class TwoSlots:
                 raise WeightSyncError(f"{self._server.name}: got adapter version {version}, expected {expected}")
             slot = await self._vacated()
             serving = ServedBy(version, f"v{version}")
-            await self._server.load_adapter(f"v{version}", folder, self._timeout_s)
+            self.loading = True
+            try:
+                await self._server.load_adapter(f"v{version}", folder, self._timeout_s)
+            finally:
+                self.loading = False
             slot.serving = self._serving = serving
             self._current = slot
 

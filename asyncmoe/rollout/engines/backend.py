@@ -19,7 +19,7 @@ def start(
     run_dir: Path,
     *,
     host: str | None = None,
-    key: str = "",
+    key: str | None = None,
     seed: int | None = None,
     memory: Sequence[str] = (),
 ) -> EngineProcess:
@@ -29,7 +29,7 @@ def start(
         name: name of the engine in records and messages.
         index: index of this engine on its machine.
         host: address to listen on; default: engines.host.
-        key: key that every request needs; empty: none.
+        key: key that every request needs; default: a random one, which only this process knows.
         seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
         memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`).
 

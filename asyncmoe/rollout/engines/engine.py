@@ -63,6 +63,13 @@ class Engine(AdapterHost, Protocol):
         """Return True if the engine accepts requests; False also while nothing listens yet. Never raises."""
         ...
 
+    async def alive(self, timeout_s: float) -> bool:
+        """Return True as soon as the engine produces a token, of any request; an idle engine is made to sample one. Never raises.
+
+        Call it while the engine is not paused.
+        """
+        ...
+
     async def device(self) -> str:
         """Return the type of device it computes on: "cpu", "cuda"."""
         ...

@@ -5,9 +5,9 @@
 - The number of requests at the engines is limited; the others wait at the gate, in the order of `scheduling.Waiting`.
 - The gate is closed during a weight update: a request already at an engine pauses there and a new request waits here, so no prefix is
   cached under a version that is about to change.
-- An engine that exits or stops answering is *fenced*: killed with every process it spawned, so that it can never serve a mixed version.
-  Its responses in progress fail with `TrajectoryRejected("engine_died")`; the producer restarts those groups on the remaining engines,
-  which also receive the next version. `watch` raises as soon as no engine is left.
+- An engine that exits or falls silent (`asyncmoe.rollout.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
+  can never serve a mixed version. Its responses in progress fail with `TrajectoryRejected("engine_died")`; the producer restarts those
+  groups on the remaining engines, which also receive the next version. `watch` raises as soon as no engine is left.
 - An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
 """
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class Member:
         waiting: True if it has joined but not received a version.
         leaving: True if it only finishes the requests it has.
         busy_since: Unix time at which its unrecorded generation began, or None if idle.
+        heard: monotonic time at which it last answered.
+        suspect: True if a request or a probe has timed out since.
     """
 
     engine: EngineHandle
@@ -59,6 +61,8 @@ class Member:
     waiting: bool = False
     leaving: bool = False
     busy_since: float | None = None
+    heard: float = 0.0
+    suspect: bool = False
 
     def serving(self) -> AbstractContextManager[ServedBy]:
         """Return a context for one request; it yields the version and adapter that sample the request."""
@@ -156,15 +160,9 @@ class Pool:
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response; any engine can say. See `Engine.parse_calls`. Raises as `generate`."""
         await self._some()
-        member = min(self.serving, key=lambda member: member.in_flight)
-        try:
+        member = min(self.serving, key=lambda member: (member.suspect, member.in_flight))
+        with self._asking(member):
             return await member.engine.client.parse_calls(text, parser, tools)
-        except EngineLost as error:
-            raise TrajectoryRejected("engine_died", str(error)) from error
-        except WaitTimeout as error:
-            raise TrajectoryRejected("engine_timeout", str(error)) from error
-        except EngineError as error:
-            raise TrajectoryRejected("engine_error", str(error)) from error
 
     def join(self, engine: EngineHandle) -> Member:
         """Add an engine; it receives requests after its first version."""
@@ -251,26 +249,36 @@ class Pool:
     ) -> PooledGeneration:
         self._enter(member)
         try:
-            with member.serving() as serving:
+            with self._asking(member), member.serving() as serving:
                 salt = serving.version
                 client = member.engine.client
                 generation = await client.generate(tokens, sampling, str(salt), self._timeout_s, routed, serving.adapter, listener)
-            if member.slots is not None:
-                generation = attributed(generation, serving)
+                if member.slots is not None:
+                    generation = attributed(generation, serving)
+        finally:
+            self._leave(member)
+        member.heard, member.suspect = time.monotonic(), False
+        self.generated_tokens += len(generation.tokens)
+        return PooledGeneration(generation, salt)
+
+    @contextmanager
+    def _asking(self, member: Member) -> Iterator[None]:
+        """Reject the trajectory if the engine fails within the block; fence an engine that is gone, and suspect one that is silent."""
+        try:
+            yield
         except EngineLost as error:
             self.fence(member, str(error))
             raise TrajectoryRejected("engine_died", str(error)) from error
         except EngineError as error:
             raise TrajectoryRejected("engine_error", str(error)) from error
         except WaitTimeout as error:
+            member.suspect = True
             raise TrajectoryRejected("engine_timeout", str(error)) from error
-        finally:
-            self._leave(member)
-        self.generated_tokens += len(generation.tokens)
-        return PooledGeneration(generation, salt)
 
     def _choose(self, request: ScheduledRequest) -> Member:
-        members = {member.engine.name: member for member in self.serving}
+        serving = self.serving
+        # A silent engine has few requests, because they time out, so it would be the first choice.
+        members = {member.engine.name: member for member in serving if not member.suspect} or {m.engine.name: m for m in serving}
         loads = {name: member.in_flight for name, member in members.items()}
         return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.scoring import ScoringSection, TeacherSection
 from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import parse_score, plugin, teacher
@@ -68,14 +68,24 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
         seed: the run's seed.
 
     Raises:
-        ConfigError: the function or class cannot be loaded, or does not accept `scoring.options`.
+        ConfigError: the function or class cannot be loaded or does not accept `scoring.options`, or the teacher's key is missing.
     """
     scorer = _scorer(section, task, decode, seed)
     if section.teacher is None:
         assert scorer is not None
         return scorer
-    judge = teacher.TeacherJudge(section.teacher.url, section.teacher.timeout_s)
+    judge = teacher.TeacherJudge(section.teacher.url, section.teacher.timeout_s, _teacher_key(section.teacher))
     return Taught(scorer, LimitedScorer("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
+
+
+def _teacher_key(section: TeacherSection) -> str:
+    name = section.key_variable
+    if name is None:
+        return ""
+    if not (key := os.environ.get(name, "").strip()):
+        why = "is not set" if name not in os.environ else "is empty"
+        raise ConfigError("scoring.teacher.key_variable", got=f"{name}, which {why}", expected="a variable with the API key of the teacher")
+    return key
 
 
 def untaught(scorer: Scorer) -> Scorer:

@@ -20,10 +20,12 @@ class Poster:
     Args:
         url: complete URL; redirects are not followed.
         timeout_s: limit for one call, up to the last byte of its answer.
+        key: sent as a bearer token, if not empty.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
         self.url, self._timeout_s = url, timeout_s
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, body: bytes, max_bytes: int) -> bytes:
@@ -36,10 +38,9 @@ class Poster:
         if self._session is None:
             # `LimitedScorer` limits the calls in flight. We close idle connections before the server does (uvicorn: after 5 s).
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S))
-        headers = {"Content-Type": "application/json"}
         bound = aiohttp.ClientTimeout(self._timeout_s)
         try:
-            async with self._session.post(self.url, data=body, headers=headers, timeout=bound, allow_redirects=False) as reply:
+            async with self._session.post(self.url, data=body, headers=self._headers, timeout=bound, allow_redirects=False) as reply:
                 text = await bounded_body(reply.content, max_bytes)
         except TimeoutError as error:
             raise TrajectoryRejected(TIMEOUT, f"{self.url} took longer than {self._timeout_s:g} s") from error

@@ -64,12 +64,13 @@ class TeacherJudge:
 
     Args:
         url: the server's address, "http://host:port".
+        key: API key that the server requires; empty: none.
     """
 
     width: int | None = None
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self._poster = Poster(f"{url.rstrip('/')}/generate", timeout_s)
+    def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
+        self._poster = Poster(f"{url.rstrip('/')}/generate", timeout_s, key)
 
     async def call(self, sample: Sample) -> object:
         """See `Judge`. Returns bytes."""

@@ -135,10 +135,10 @@ def watch(config: Config, client: Client) -> Callable[[], None]:
     return look
 
 
-def starving(config: Config, client: Client, met: Meeting) -> bool:
-    """Return whether there are engines but none of them joined this meeting, so that no engine generates. For rank 0."""
-    now = {engine.name for engine in _ask_engines(config, client).engines}
-    return bool(now) and now.isdisjoint(engine.name for engine in met.terms.engines)
+def starving(config: Config, client: Client) -> bool:
+    """Return whether there are engines but all of them wait for a version, so that no engine generates. For rank 0."""
+    now = _ask_engines(config, client).engines
+    return bool(now) and all(engine.waiting for engine in now)
 
 
 def changed(config: Config, model: Model, client: Client, group: dist.ProcessGroup, roster: int, wait_s: float = 0.0) -> bool:

@@ -82,7 +82,7 @@ class Sender:
         store, key = self.met.store, protocol.over(self._number)
         if self._rank == 0:
             try:
-                while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client, self.met):
+                while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client):
                     pass
             except AsyncmoeError as error:
                 store.put(key, Over(failure=str(error)))

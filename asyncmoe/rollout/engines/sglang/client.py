@@ -44,6 +44,14 @@ class SGLangClient(WeightEndpoints):
         except (aiohttp.ClientError, TimeoutError):
             return False
 
+    async def alive(self, timeout_s: float) -> bool:
+        """SGLang waits in steps of a second; a busy scheduler answers after its next batch instead of running the probe."""
+        try:
+            async with self._session.get(f"{self.url}/health_generate", timeout=aiohttp.ClientTimeout(timeout_s)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # RuntimeError: the session was closed
+            return False
+
     async def device(self) -> str:
         if not self._device:
             text = await self._send("/server_info", None, self._timeout_s)

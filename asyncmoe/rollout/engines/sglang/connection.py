@@ -52,6 +52,7 @@ class SGLangConnection:
 
     async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         """POST a body, or GET without one; return the answer's body."""
+        self._check_open(path)
         headers = {"Content-Type": "application/json"}
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         try:
@@ -69,6 +70,7 @@ class SGLangConnection:
 
     async def _stream(self, path: str, body: Mapping[str, Any], seconds: float) -> AsyncGenerator[bytes]:
         """POST a body; yield the answer's body as it arrives. Leaving early closes the connection, which cancels the request."""
+        self._check_open(path)
         try:
             data, headers, timeout = msgspec.json.encode(body), {"Content-Type": "application/json"}, aiohttp.ClientTimeout(seconds)
             async with self._session.post(self.url + path, data=data, headers=headers, timeout=timeout) as reply:
@@ -80,6 +82,11 @@ class SGLangConnection:
             raise WaitTimeout(self.name, path, seconds) from error
         except aiohttp.ClientError as error:
             raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
+
+    def _check_open(self, path: str) -> None:
+        """Raise EngineLost after `close`: whoever fences an engine closes its client, while others may be about to call it."""
+        if self._session.closed:
+            raise EngineLost(f"{self.name}: {path}: its connections are closed")
 
 
 def _message(text: bytes) -> str:

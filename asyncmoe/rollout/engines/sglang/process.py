@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import EngineError, UserError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
@@ -27,6 +28,7 @@ from asyncmoe.rpc import address
 
 _POLL_S = 0.2
 _SEEDS = 1 << 31
+_KEY_BYTES = 32
 _GPUS = Path("/dev/nvidiactl")
 
 
@@ -49,7 +51,7 @@ class SGLangProcess:
         run_dir: Path,
         *,
         host: str | None = None,
-        key: str = "",
+        key: str | None = None,
         seed: int | None = None,
         memory: Sequence[str] = (),
     ) -> None:
@@ -71,9 +73,13 @@ class SGLangProcess:
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         keeps_routing = models.kept_routing(config, hf) is not None
         arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
+        key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
-        secret = {API_KEY: key} if key else {}
-        self._child = Child(name, arguments, log, environment(config, index) | secret)
+        try:
+            self._child = Child(name, arguments, log, environment(config, index) | {API_KEY: key})
+        except AsyncmoeError:
+            self._reserved.close()
+            raise
         self.url = f"http://{host}:{port}"
         self.client = SGLangClient(name, self.url, key)
 
@@ -111,11 +117,11 @@ class SGLangProcess:
         """
         await self.client.close()
         self._reserved.close()
-        await asyncio.to_thread(self.kill)
+        await asyncio.to_thread(self._child.end, 0.0)
 
     def kill(self) -> None:
-        """Kill the server with every process it spawned; its requests in progress fail with `EngineLost`."""
-        self._child.end(0.0)
+        """Kill the server with every process it spawned, without waiting; its requests in progress fail with `EngineLost`."""
+        self._child.kill()
 
 
 def command(

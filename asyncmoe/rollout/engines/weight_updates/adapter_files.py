@@ -6,29 +6,30 @@ from pathlib import Path
 
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.rollout.engines.pool import Member
-from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver, on_each, raise_first
+from asyncmoe.rollout.engines.weight_updates.driver import Failures, UpdateDriver, on_each
 from asyncmoe.rpc.messages import WeightsAdapter
 
 
-async def publish(driver: UpdateDriver, request: WeightsAdapter) -> int:
+async def publish(driver: UpdateDriver, request: WeightsAdapter) -> tuple[int, Failures]:
     """Have all engines sample new requests with a version; requests in progress keep theirs.
 
     Returns:
-        The number of engines.
+        The number of engines that serve it, and the engines that failed; they are fenced.
 
     Raises:
-        WeightSyncError: an engine is gone or refused, or was started without adapters.
+        WeightSyncError: an engine is gone, or was started without adapters.
     """
     members = driver.whole()
+    without = [member.engine.name for member in members if member.slots is None]
+    if without:
+        raise WeightSyncError(f"{without[0]} was started without adapter loading (sync.method broadcast)")
 
     async def load(member: Member) -> None:
-        if member.slots is None:
-            raise WeightSyncError(f"{member.engine.name} was started without adapter loading (sync.method broadcast)")
+        assert member.slots is not None
         await member.slots.publish(request.version, Path(request.folder))
         member.version, member.waiting = request.version, False
 
     failed = await on_each(members, load)
     for member, error in failed:
         driver.pool.fence(member, str(error))
-    raise_first(failed, f"publishing version {request.version}")
-    return len(members)
+    return len(members) - len(failed), failed

@@ -11,7 +11,7 @@ from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncE
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard
-from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver, raise_first
+from asyncmoe.rollout.engines.weight_updates.driver import Failures, UpdateDriver, raise_first
 from asyncmoe.rpc.messages import (
     Committed,
     Done,
@@ -40,7 +40,7 @@ class WeightUpdateCoordinator:
         timeout_s: limit on each request, and on the sender's silence between two requests while engines are paused.
         published: awaited with a version once every engine serves it.
         record: called with (engine, begin, end), Unix seconds, for every pause.
-        interruption, unfinished: as for `UpdateDriver`.
+        interruption, unfinished, pause_s: as for `UpdateDriver`.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class WeightUpdateCoordinator:
         record: Callable[[str, float, float], None],
         interruption: Interruption = "in_place",
         unfinished: Callable[[], int] = lambda: 0,
+        pause_s: float | None = None,
     ) -> None:
-        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished)
+        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, timeout_s if pause_s is None else pause_s)
         self._pool, self._timeout_s, self._published = pool, timeout_s, published
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,6 +88,12 @@ class WeightUpdateCoordinator:
         """Return True if an open update goes to this engine."""
         return self.driver.current is not None and member in self.driver.current.members
 
+    def paused(self, member: Member) -> bool:
+        """Return True if this engine cannot sample at the moment: it is paused for an open update, or loads an adapter."""
+        if member.slots is not None and member.slots.loading:
+            return True
+        return self.driver.current is not None and member.engine.name in self.driver.current.paused
+
     async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:
         """Answer one request.
 
@@ -111,9 +118,8 @@ class WeightUpdateCoordinator:
             case WeightsBucket():
                 await self._expecting_next(broadcast.load(self.driver, request))
             case WeightsAdapter():
-                engines = await adapter_files.publish(self.driver, request)
-                await self._published(request.version)
-                return Committed(request.version, (0.0,) * engines)
+                serving, failed = await adapter_files.publish(self.driver, request)
+                return await self._publish(request.version, (0.0,) * serving, failed)
             case WeightsCommit():
                 self._listen(False)
                 return await self._commit(request)
@@ -134,7 +140,7 @@ class WeightUpdateCoordinator:
         roster = driver.roster = driver.roster.now(self._pool)
         devices = [await m.engine.client.device() if request.devices else "" for m in roster.members]
         infos = tuple(
-            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device)
+            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device, m.waiting)
             for m, offset, device in zip(roster.members, roster.offsets, devices, strict=True)
         )
         return Engines(infos, roster.world, roster.number, lost)
@@ -160,15 +166,27 @@ class WeightUpdateCoordinator:
 
         failed += await self.driver.fencing(update, resume)
         self.driver.close(update)
+        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed)
+
+    async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures) -> Committed:
+        """Publish a version that some engines serve now, and report engines that refused it.
+
+        Args:
+            pause_ms: pauses of the engines that serve it.
+
+        Raises:
+            WeightSyncError: an engine refused it, or none is left.
+        """
         # First, because the engines that resumed sample the version, whatever is wrong with the others.
-        if pauses:
-            await self._published(update.version)
+        if pause_ms:
+            await self._published(version)
         # An engine whose process has ended is fenced and serves nothing; the others have the version.
-        raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {update.version}")
-        if not pauses:
-            why = update.members[0].fenced if update.members else "all have left"
-            raise WeightSyncError(f"publishing version {update.version}: no engine is left; {why}")
-        return Committed(update.version, tuple(1e3 * seconds for seconds in pauses))
+        raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {version}")
+        if not pause_ms:
+            gone = [member.fenced for member in self._pool.members if member.fenced is not None]
+            why = gone[-1] if gone else "all have left"
+            raise WeightSyncError(f"publishing version {version}: no engine is left; {why}")
+        return Committed(version, pause_ms)
 
     async def _abort(self, request: WeightsAbort) -> None:
         update = self.driver.current

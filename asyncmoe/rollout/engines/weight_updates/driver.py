@@ -44,6 +44,7 @@ class UpdateDriver:
     Attributes:
         pool: the engines; its members' `version` is the ledger.
         timeout_s: limit on each call to an engine, and on each wait for responses.
+        pause_s: limit on an engine's pause, for which the others wait; a running engine pauses after at most one forward pass.
         interruption: how responses in progress are handled (`asyncmoe.rollout.engines.interruption`).
         roster: the engines that versions go to.
         group: name of the process group that they are in with the sender, if it broadcasts.
@@ -61,8 +62,9 @@ class UpdateDriver:
         record: Callable[[str, float, float], None],
         interruption: Interruption,
         unfinished: Callable[[], int],
+        pause_s: float,
     ) -> None:
-        self.pool, self.timeout_s, self.interruption = pool, timeout_s, interruption
+        self.pool, self.timeout_s, self.interruption, self.pause_s = pool, timeout_s, interruption, pause_s
         self._record, self._unfinished = record, unfinished
         self.roster = EngineSet(0, ())
         self.group = ""
@@ -90,7 +92,14 @@ class UpdateDriver:
         return self.current
 
     async def pause_all(self, update: OpenUpdate) -> None:
-        """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise."""
+        """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise.
+
+        Engines that seem to hang are first given the time in which they are trusted again or fenced, so that the others need not wait
+        for them in a pause.
+        """
+        until = time.monotonic() + self.timeout_s
+        while any(member.suspect and member.fenced is None for member in update.members) and time.monotonic() < until:
+            await asyncio.sleep(_ENDING_S)
         update.state = state.pause(update.state)
         await self._interrupt(update)
         self.pool.hold()
@@ -98,10 +107,14 @@ class UpdateDriver:
 
         async def begin(member: Member) -> None:
             update.paused[member.engine.name] = time.time()
-            await member.engine.client.pause(retract=retract)
-            if retract:
-                await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
-            await member.engine.client.begin_update()
+            try:
+                async with asyncio.timeout(self.pause_s):
+                    await member.engine.client.pause(retract=retract)
+                    if retract:
+                        await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
+                    await member.engine.client.begin_update()
+            except TimeoutError as error:
+                raise WaitTimeout(member.engine.name, f"pause for version {update.version}", self.pause_s) from error
 
         failed = await on_each(update.members, begin)
         for member, error in failed:

@@ -1,0 +1,64 @@
+"""The key of a server is required by every request.
+
+SGLang's own check lets health checks, metrics, OPTIONS and web sockets pass without a key (`decide_request_auth` and
+`_ApiKeyASGIMiddleware`, sglang/srt/utils/auth.py 0.5.23). A health check can generate, and any user of the machine can reach loopback.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from asyncmoe.platform.sglang.patching import after_import
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_BODY = b'{"error": {"message": "Unauthorized"}}'
+
+
+class KeyRequired:
+    """ASGI middleware that answers nothing but 401 without the header `Authorization: Bearer KEY`.
+
+    Args:
+        app: the application behind it.
+        key: the key; compared in constant time.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
+        self._app, self._expected = app, b"bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one connection."""
+        if scope["type"] == "lifespan" or self._admitted(scope["headers"]):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            # A server answers a socket that is closed before it is accepted with status 403.
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
+            await send({"type": "http.response.body", "body": _BODY})
+
+    def _admitted(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = [value for name, value in headers if name.lower() == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        return hmac.compare_digest(scheme.lower() + b" " + key, self._expected)
+
+
+def install() -> None:
+    """Add the middleware wherever SGLang adds its own, which it does when the server has a key. Call it before the import of SGLang."""
+    after_import("sglang.srt.utils.auth", _mend)
+
+
+def _mend(auth: Any) -> None:
+    original = auth.add_api_key_middleware
+
+    def both(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+        original(app, api_key=api_key, admin_api_key=admin_api_key)
+        if api_key is not None:
+            app.add_middleware(KeyRequired, key=api_key)
+
+    auth.add_api_key_middleware = both

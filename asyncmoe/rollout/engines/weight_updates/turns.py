@@ -1,0 +1,27 @@
+"""Whether a sender's request comes in turn. Every rank holds the run's key, so a faulty rank could otherwise mislead the controller."""
+
+from __future__ import annotations
+
+from asyncmoe.errors import ProtocolError
+from asyncmoe.rpc.messages import Message, WeightsAdapter, WeightsBegin, WeightsStage
+
+
+def check(request: Message, serving: int, trained: int | None) -> None:
+    """Refuse a request that opens a version which the trainer cannot have made, or before the trainer is known.
+
+    Args:
+        serving: version that the engines serve.
+        trained: optimizer steps that the trainer has taken, which is its newest version; None: it has sent no `Hello`.
+
+    Raises:
+        ProtocolError: the request is out of turn.
+    """
+    if not isinstance(request, WeightsStage | WeightsBegin | WeightsAdapter):
+        return
+    name = type(request).__name__
+    if trained is None:
+        raise ProtocolError(f"{name}: got it before any Hello, expected Hello first")
+    if not serving <= request.version <= trained:
+        raise ProtocolError(
+            f"{name}: got version {request.version}, expected {serving}, which the engines serve, to {trained}, the trainer's newest"
+        )

@@ -1,0 +1,208 @@
+"""An engine that runs but generates nothing: it gets no requests, and is fenced in bounded time. With real engines: tests/engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
+from asyncmoe.rollout.engines.liveness import Liveness
+from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rpc.messages import WeightsAdapter, WeightsCommit, WeightsStage
+from tests.unit.fake_engine import fake, handles
+
+LIMIT_S = 1.2
+SAMPLING = Sampling(1.0, 3, ())
+
+
+async def nothing(_: int) -> None:
+    """A version is published."""
+
+
+def watched(engines: int, hung: int, seconds: float, paused: Callable[[Member], bool] = lambda member: False) -> tuple[Pool, list[str]]:
+    """Ask for responses for `seconds` while the first `hung` engines generate nothing; also returns who was asked in the second half."""
+
+    async def run() -> tuple[Pool, list[str]]:
+        pool = Pool(handles(engines), 8, 0.3, lambda *_: None)
+        for member in pool.members[:hung]:
+            fake(member.engine).hangs = True
+        asked: list[str] = []
+        watch = asyncio.create_task(Liveness(pool, LIMIT_S, paused).run())
+        begin = time.monotonic()
+        while time.monotonic() < begin + seconds:
+            before = {member.engine.name: member.in_flight for member in pool.members}
+            asking = asyncio.create_task(pool.generate((1,), SAMPLING))
+            await asyncio.sleep(0)
+            now = [member.engine.name for member in pool.members if member.in_flight > before[member.engine.name]]
+            asked += now if time.monotonic() > begin + seconds / 2 else []
+            with suppress(TrajectoryRejected, EngineError):
+                await asking
+            await asyncio.sleep(0.01)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        return pool, asked
+
+    return asyncio.run(run())
+
+
+def test_a_silent_engine_is_fenced_in_bounded_time_and_the_others_serve() -> None:
+    pool, asked = watched(engines=3, hung=1, seconds=2 * LIMIT_S)
+    assert [member.fenced is not None for member in pool.members] == [True, False, False]
+    assert "engines.hang_timeout_s 1.2" in str(pool.members[0].fenced)
+    assert set(asked) == {"engine.1"}
+    assert len(asked) > 20
+
+
+def test_a_suspect_gets_no_requests_long_before_it_is_fenced() -> None:
+    pool, asked = watched(engines=2, hung=1, seconds=0.7 * LIMIT_S)
+    assert [member.fenced for member in pool.members] == [None, None]
+    assert [member.suspect for member in pool.members] == [True, False]
+    assert "engine.0" not in asked
+
+
+def test_a_paused_engine_is_not_silent() -> None:
+    pool, _ = watched(engines=1, hung=1, seconds=1.5 * LIMIT_S, paused=lambda member: True)
+    assert pool.members[0].fenced is None
+
+
+@pytest.mark.parametrize("hung", [True, False])
+def test_an_idle_engine_is_probed(hung: bool) -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(1), 8, 5.0, lambda *_: None)
+        fake(pool.members[0].engine).hangs = hung
+        with suppress(TimeoutError):
+            await asyncio.wait_for(Liveness(pool, LIMIT_S, lambda member: False).run(), 1.5 * LIMIT_S)
+        return pool
+
+    assert (asyncio.run(run()).members[0].fenced is not None) == hung
+
+
+def test_five_probes_fail_before_an_engine_is_fenced_which_with_the_wait_for_the_first_are_the_bound() -> None:
+    async def run() -> list[float]:
+        pool, asked = Pool(handles(1), 8, 5.0, lambda *_: None), []
+
+        async def alive(timeout_s: float) -> bool:
+            asked.append(timeout_s)
+            await asyncio.sleep(timeout_s)
+            return False
+
+        fake(pool.members[0].engine).alive = alive  # type: ignore[method-assign]
+        watch = asyncio.create_task(Liveness(pool, LIMIT_S, lambda member: False).run())
+        while pool.members[0].fenced is None:
+            await asyncio.sleep(0.01)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        return asked
+
+    assert asyncio.run(run()) == [pytest.approx(LIMIT_S / 6)] * 5
+
+
+def test_no_engine_is_fenced_because_this_process_stood_still() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(3), 8, 5.0, lambda *_: None)
+        for member in pool.members:
+            fake(member.engine).hangs = True
+        watch = asyncio.create_task(Liveness(pool, LIMIT_S, lambda member: False).run())
+        await asyncio.sleep(0.05)
+        time.sleep(1.5 * LIMIT_S)
+        for member in pool.members:
+            fake(member.engine).hangs = False
+        await asyncio.sleep(LIMIT_S / 2)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        return pool
+
+    assert [(member.fenced, member.suspect) for member in asyncio.run(run()).members] == [(None, False)] * 3
+
+
+def test_an_engine_that_hangs_in_a_pause_is_fenced_and_the_others_resume() -> None:
+    async def run() -> tuple[Pool, float]:
+        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+        hung = fake(pool.members[0].engine)
+        hung.pause = lambda retract=False: asyncio.sleep(60)  # type: ignore[method-assign]
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.3)
+        await coordinator.handle(WeightsStage(1))
+        begin = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"engine\.0: pause for version 1"):
+            await coordinator.handle(WeightsCommit(1, update=1))
+        took = time.monotonic() - begin
+        await asyncio.wait_for(pool.generate((1,), SAMPLING), 1.0)
+        return pool, took
+
+    pool, took = asyncio.run(run())
+    assert [member.fenced is not None for member in pool.members] == [True, False]
+    assert took < 1.0
+
+
+def test_the_others_generate_while_an_update_waits_for_a_suspect() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+        pool.members[0].suspect = True
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.3)
+        await coordinator.handle(WeightsStage(1))
+        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+        for _ in range(3):
+            await asyncio.wait_for(pool.generate((1,), SAMPLING), 1.0)
+            await asyncio.sleep(0.02)
+        assert not committing.done()
+        pool.members[0].suspect = False
+        await committing
+        return pool
+
+    assert [member.version for member in asyncio.run(run()).members] == [1, 1]
+
+
+def test_an_engine_that_loads_an_adapter_is_not_silent() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(1), 8, 5.0, lambda *_: None, slots=True)
+        engine = fake(pool.members[0].engine)
+
+        async def load(name: str, folder: Path, timeout_s: float) -> None:
+            engine.hangs = True
+            await asyncio.sleep(1.5 * LIMIT_S)
+            engine.hangs = False
+
+        engine.load_adapter = load  # type: ignore[method-assign]
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None)
+        watch = asyncio.create_task(Liveness(pool, LIMIT_S, coordinator.paused).run())
+        await coordinator.handle(WeightsAdapter(1, "/nowhere"))
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        return pool
+
+    (member,) = asyncio.run(run()).members
+    assert (member.fenced, member.version) == (None, 1)
+
+
+def test_a_lost_engine_is_fenced_by_whichever_call_finds_it() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+        fake(pool.members[0].engine).dead = True
+        with pytest.raises(TrajectoryRejected, match="engine_died"):
+            await pool.parse_calls("", "qwen", [])
+        assert await pool.parse_calls("", "qwen", []) == ()
+        return pool
+
+    assert [member.fenced is not None for member in asyncio.run(run()).members] == [True, False]
+
+
+def test_an_engine_that_recovers_serves_again() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(1), 8, 0.2, lambda *_: None)
+        engine = fake(pool.members[0].engine)
+        engine.hangs = True
+        with pytest.raises(TrajectoryRejected, match="engine_timeout"):
+            await pool.generate((1,), SAMPLING)
+        assert pool.members[0].suspect
+        engine.hangs = False
+        await pool.generate((1,), SAMPLING)  # the only engine, suspect or not
+        return pool
+
+    assert not asyncio.run(run()).members[0].suspect

@@ -17,7 +17,8 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -54,7 +55,9 @@ METADATA = frozenset(
 module or opens a file."""
 MAX_METADATA_BYTES = 2 << 30
 """One entry is some 200 bytes: this is room for ten million shards."""
-COMMON = "common.pt"
+METADATA_FILE, COMMON = ".metadata", "common.pt"
+_read: dict[Path, Metadata] = {}
+"""By file: what was read in `reading`."""
 _EXTRA_STATE = "_extra_state"
 _NAMED = re.compile(r"GLOBAL (\S+)")
 
@@ -132,15 +135,34 @@ def _parsed(what: str, load: Callable[[], Any]) -> Any:
 
 def _regular(file: Path) -> BinaryIO:
     """Open a regular file; a pipe in its place would make `open` wait."""
-    opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        raise Unreadable(f"no {file.name}") from None
     if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
         opened.close()
         raise Unreadable(f"{file.name}, which is no regular file")
     return opened
 
 
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Read a checkpoint's `.metadata` now, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what reading raises
+    (checkpoint/state_dict_loader.py), so a refusal must come before.
+
+    Raises: see `metadata`.
+    """
+    file = checkpoint / METADATA_FILE
+    _read[file] = metadata(file)
+    try:
+        yield
+    finally:
+        del _read[file]
+
+
 def _read_metadata(self: Any, *_: object, **named: Any) -> Metadata:
-    found = metadata(Path(self._get_metadata_path(named.get("rank"))))
+    file = Path(self._get_metadata_path(named.get("rank")))
+    found = _read[file] if file in _read else metadata(file)
     if not isinstance(found.storage_meta, StorageMeta):
         found.storage_meta = StorageMeta()
     found.storage_meta.load_id = self.load_id

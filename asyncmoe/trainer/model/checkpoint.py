@@ -118,7 +118,8 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
 def _read(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpoint's values of `state`. Raise DataError if `reader` refuses a file."""
     try:
-        return dict(dist_checkpointing.load(state, str(checkpoint), sharded_strategy=_FORMAT))
+        with reader.reading(checkpoint):
+            return dict(dist_checkpointing.load(state, str(checkpoint), sharded_strategy=_FORMAT))
     except reader.Unreadable as error:
         raise _unreadable(checkpoint, error) from error
     except CheckpointException as error:  # what a rank raised between collectives, on all ranks

@@ -13,10 +13,10 @@ from typing import Any
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import StorageError
+from asyncmoe.errors import DataError, StorageError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
-from asyncmoe.platform.megatron import writer
+from asyncmoe.platform.megatron import reader, writer
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model, gather_weights
 from asyncmoe.trainer.model.optimizer import fuse
@@ -27,7 +27,10 @@ from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
+reader.install()
 writer.install()
+_FORMAT = ("torch_dist", 1)
+"""The only format that is loaded, whatever a checkpoint's metadata.json says: it is the only one whose files `reader` checks."""
 
 
 def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, others_part: Callable[[], None] = lambda: None) -> Path:
@@ -96,19 +99,39 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
 
     Raises:
         DataError: another model family made the checkpoint, or the optimizer state was written by the other kind of optimizer, or the run
-            has switched between ep = 1 and ep > 1, or the trained parameters differ from the configuration's.
+            has switched between ep = 1 and ep > 1, or the trained parameters differ from the configuration's, or a file cannot be read or
+            holds anything but tensors and plain values.
     """
     checkpoints.check_family(checkpoint, family_of(model.hf).name)
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
         checkpoints.check_kind(checkpoint, _kind(config, model))
-    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(checkpoint))
+    state = _read(checkpoint, _state(model, optimizer, loading=True))
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         _trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
         fuse(optimizer, model)
     return int(facts["step"])
+
+
+def _read(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint's values of `state`. Raise DataError if `reader` refuses a file."""
+    try:
+        with reader.reading(checkpoint):
+            return dict(dist_checkpointing.load(state, str(checkpoint), sharded_strategy=_FORMAT))
+    except reader.Unreadable as error:
+        raise _unreadable(checkpoint, error) from error
+    except CheckpointException as error:  # what a rank raised between collectives, on all ranks
+        refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, reader.Unreadable)), None)
+        if refused is None:
+            raise
+        raise _unreadable(checkpoint, refused) from None
+
+
+def _unreadable(checkpoint: Path, found: reader.Unreadable) -> DataError:
+    hint = "it is damaged, or somebody else has written it: remove it to go on from the one before"
+    return DataError(str(checkpoint), got=str(found), expected="a checkpoint that asyncmoe has written", hint=hint)
 
 
 def _state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:

@@ -1,0 +1,193 @@
+"""Reads checkpoints without running what is in them: whoever can write a checkpoint must not gain the account that loads it.
+
+A torch_dist checkpoint holds pickles in three places, and the libraries unpickle two of them without any check:
+
+    .metadata    names, shapes and places of all tensors; `FileSystemReader.read_metadata` unpickles it (torch 2.13)
+    __*.distcp   objects among the tensors, such as `_extra_state`; `DefaultLoadPlanner.load_bytes` loads them with `weights_only=False`
+    common.pt    the rest; Megatron leaves `weights_only` to torch's default, which an environment variable turns off
+
+Here `.metadata` may name only `METADATA`, and the others only what torch allows for weights. What was checked is what was loaded: each file
+is opened once. The patches are installed everywhere, also with a GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from asyncmoe.platform.megatron.patch import gone, module
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_FLOATS = ("bfloat16", "float16", "float32", "float64", *_FLOAT8)
+_INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_CHECKPOINT = "torch.distributed.checkpoint"
+METADATA = frozenset(
+    {("torch", name) for name in ("Size", *_FLOATS, *_INTEGERS)}
+    | {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), (f"{_CHECKPOINT}.filesystem", "_StorageInfo")}
+    | {(f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")}
+    | {
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
+)
+"""(module, name) of every global that `.metadata` may name: those that torch and Megatron write, and nothing that runs a command, imports a
+module or opens a file."""
+MAX_METADATA_BYTES = 2 << 30
+"""One entry is some 200 bytes: this is room for ten million shards."""
+METADATA_FILE, COMMON = ".metadata", "common.pt"
+_read: dict[Path, Metadata] = {}
+"""By file: what was read in `reading`."""
+_EXTRA_STATE = "_extra_state"
+_NAMED = re.compile(r"GLOBAL (\S+)")
+
+
+class Unreadable(pickle.UnpicklingError):
+    """What a checkpoint's file holds, as "what the file names or is"; has one argument, so that it crosses processes."""
+
+
+class _Restricted(pickle.Unpickler):
+    """Unpickles instances of `METADATA` only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in METADATA:
+            raise Unreadable(f"a pickle that names {module}.{name}"[:200])
+        return super().find_class(module, name)
+
+
+def install() -> None:
+    """Replace the library calls that unpickle parts of a checkpoint.
+
+    Raises:
+        ConfigError: this version of torch or Megatron reads differently.
+    """
+    common = module("dist_checkpointing.strategies.common").TorchCommonLoadStrategy
+    for owner, name, value in (
+        (dcp.FileSystemReader, "read_metadata", _read_metadata),
+        (dcp.DefaultLoadPlanner, "load_bytes", _load_bytes),
+        (common, "load_common", _load_common),
+    ):
+        if name not in vars(owner):
+            raise gone(f"{owner.__name__}.{name}", everywhere=True)
+        setattr(owner, name, value)
+
+
+def metadata(file: Path) -> Metadata:
+    """Read the `.metadata` of a checkpoint.
+
+    Raises:
+        Unreadable: it is no pickle of `Metadata` alone, is larger than `MAX_METADATA_BYTES`, or names a file outside the checkpoint.
+        OSError: it cannot be opened.
+    """
+    with _regular(file) as opened:
+        payload = opened.read(MAX_METADATA_BYTES + 1)
+    if len(payload) > MAX_METADATA_BYTES:
+        raise Unreadable(f"{file.name} of more than {MAX_METADATA_BYTES} bytes")
+    found = _parsed(file.name, lambda: _Restricted(io.BytesIO(payload)).load())
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict) or not isinstance(found.state_dict_metadata, dict):
+        raise Unreadable(f"{file.name}, which is no list of tensors")
+    for place in found.storage_data.values():
+        path = getattr(place, "relative_path", None)
+        if not isinstance(path, str) or path in ("", ".", "..") or PurePosixPath(path).name != path:
+            raise Unreadable(f"{file.name}, which names the file {path!r}"[:200])
+    return found
+
+
+def weights(file: BinaryIO, what: str) -> Any:
+    """Load a file that `torch.save` wrote, on the CPU, with tensors and plain values only.
+
+    Raises:
+        Unreadable: it is damaged, or holds anything else.
+    """
+    return _parsed(what, lambda: torch.load(file, map_location="cpu", weights_only=True))
+
+
+def _parsed(what: str, load: Callable[[], Any]) -> Any:
+    """Return the result of `load`; bytes from a stranger may make a parser raise anything."""
+    try:
+        return load()
+    except (OSError, MemoryError, Unreadable):
+        raise
+    except Exception as error:
+        named = _NAMED.search(str(error))
+        raise Unreadable(f"a pickle that names {named[1]}" if named else f"{what}, which cannot be read") from error
+
+
+def _regular(file: Path) -> BinaryIO:
+    """Open a regular file; a pipe in its place would make `open` wait."""
+    try:
+        opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        raise Unreadable(f"no {file.name}") from None
+    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+        opened.close()
+        raise Unreadable(f"{file.name}, which is no regular file")
+    return opened
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Read a checkpoint's `.metadata` now, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what reading raises
+    (checkpoint/state_dict_loader.py), so a refusal must come before.
+
+    Raises: see `metadata`.
+    """
+    file = checkpoint / METADATA_FILE
+    _read[file] = metadata(file)
+    try:
+        yield
+    finally:
+        del _read[file]
+
+
+def _read_metadata(self: Any, *_: object, **named: Any) -> Metadata:
+    file = Path(self._get_metadata_path(named.get("rank")))
+    found = _read[file] if file in _read else metadata(file)
+    if not isinstance(found.storage_meta, StorageMeta):
+        found.storage_meta = StorageMeta()
+    found.storage_meta.load_id = self.load_id
+    return found
+
+
+def _load_bytes(self: Any, item: Any, value: io.BytesIO) -> None:
+    """Load an object among the tensors and store it where `DefaultLoadPlanner.load_bytes` does."""
+    name = item.dest_index.fqn
+    loaded = weights(value, name)
+    if _EXTRA_STATE in name and not all(map(_empty, loaded if isinstance(loaded, list) else [loaded])):
+        raise Unreadable(f"a value of {name}, which Transformer Engine would unpickle")
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+    else:
+        self.state_dict[name] = loaded
+
+
+def _empty(value: object) -> bool:
+    """Return whether a layer's extra state says nothing, as without training in float8."""
+    if isinstance(value, io.BytesIO):
+        return not value.getbuffer().nbytes or weights(value, _EXTRA_STATE) is None
+    return value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)
+
+
+def _load_common(_: Any, checkpoint_dir: str | Path) -> Any:
+    with _regular(Path(checkpoint_dir) / COMMON) as opened:
+        return weights(opened, COMMON)

@@ -170,7 +170,7 @@ class Guarded:
 
 
 def settings(limits: PythonLimits, seccomp_filter: str, python: str, directory: str) -> dict[str, Any]:
-    """Return the guard's settings for one program that runs in `directory`, without namespaces of its own and without a known parent."""
+    """Return the guard's settings for one program that runs in `directory`, in the guard's own root and without a known parent."""
     cpu_s = math.ceil(limits.cpu_s)
     return {
         "parent": None,
@@ -186,8 +186,8 @@ def settings(limits: PythonLimits, seccomp_filter: str, python: str, directory: 
             resource.RLIMIT_CORE: (0, 0),
         },
         "seccomp": seccomp_filter,
-        "namespaces": False,
-        "disk_bytes": limits.file_bytes,
+        "root": None,
+        "landlock": False,
     }
 
 

@@ -152,8 +152,9 @@ class Guarded:
         return ProgramEnded(text, status=status, timeout="cpu" if cpu else None)
 
     def _text(self, output: bytes, directory: str) -> str:
-        """Return the output without the name of the directory, which may differ in every run."""
-        return output.decode(errors="replace").replace(f"{self._launcher.place(directory)}/", "")
+        """Return the output without the name of the directory: outside it may differ in every run; inside, only tracebacks name it."""
+        place, text = self._launcher.place(directory), output.decode(errors="replace")
+        return text.replace(f"{place}/", "") if place == directory else text.replace(f'File "{place}/', 'File "')
 
     async def _end(self, process: asyncio.subprocess.Process, handle: int | None, directory: str, *, killed: bool) -> None:
         """End the guard, and with it the program, even if the waiting caller is cancelled again."""

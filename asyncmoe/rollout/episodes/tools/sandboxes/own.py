@@ -34,6 +34,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 from collections.abc import Mapping
 
@@ -91,7 +92,13 @@ class Own:
 
     def refused(self, got: str) -> ConfigError:
         """See `Launcher`."""
-        allow = f"as root: sysctl {' '.join(refusing_switches())}" if refusing_switches() else "allow unprivileged user namespaces (kernel 5.12+)"
+        if refusal := re.search(r"\[Errno \d+\] (.*): 'unshare'$", got):
+            got = f"no user namespace ({refusal[1]})"
+        allow = (
+            f"as root: sysctl {' '.join(refusing_switches())}"
+            if refusing_switches()
+            else "allow unprivileged user namespaces (kernel 5.12+)"
+        )
         instead = "set namespaces=false, where Landlock hides files" if landlock_version() else "choose another environment.sandbox.backend"
         hint = f"{allow}, or {instead}" if self._limits.namespaces else None
         return ConfigError("tools python", got=got, expected="a kernel that confines a program", hint=hint)

@@ -72,9 +72,7 @@ def python_files(python: str | None = None) -> PythonFiles:
         done = subprocess.run(command, env={}, capture_output=True, timeout=_LISTING_S, check=True)
         paths, opened = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
-        got = f"{python}: {said[-1] if said else error}"
-        raise ConfigError("tools python", got=got, expected="a Python with its standard library") from error
+        raise ConfigError("tools python", got=f"{python}: {_why(error)}", expected="a Python with its standard library") from error
     directories = _outermost([os.path.normpath(path) for path in paths])
     libraries = [os.path.normpath(name) for name in opened if name.startswith("/")]
     files = [path for path in (python, *libraries, *_SYSTEM) if os.path.exists(path) and not _inside(path, directories)]
@@ -84,6 +82,12 @@ def python_files(python: str | None = None) -> PythonFiles:
         bound={path: os.path.realpath(path) for path in sorted({*directories, *files})},
         hidden=tuple(path for path in hidden if os.path.isdir(path)),
     )
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return next(reversed(error.stderr.decode(errors="replace").strip().splitlines()), f"status {error.returncode}")
+    return f"nothing within {_LISTING_S:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
 
 
 def _inside(path: str, directories: list[str]) -> bool:

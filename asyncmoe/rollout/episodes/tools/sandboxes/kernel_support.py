@@ -13,13 +13,13 @@ _SWITCHES = (
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
 )
-"""Files of /proc/sys, the value that refuses user namespaces to some or all, and the sysctl that allows them. The second is Debian's and its
-derivatives', the third Ubuntu's from 23.10 on; root is not bound by either."""
+"""Files of /proc/sys, the value that refuses user namespaces to some or all, and the sysctl that allows them. The second is Debian's, the
+third Ubuntu's from 23.10 on; root is not bound by either."""
 
 
 def landlock_version() -> int:
     """Return the version of Landlock, by which a process without any privilege gives up files (landlock(7)); 0: there is none."""
-    if not platform.system() == "Linux":
+    if platform.system() != "Linux":
         return 0
     return max(0, int(ctypes.CDLL(None).syscall(_LANDLOCK_CREATE, None, 0, _VERSION)))
 

@@ -21,10 +21,10 @@ in many containers):
 - a root's program runs as the user nobody, unless this root may not become nobody;
 - it has at most `_THREADS` threads (Linux 5.14 on).
 
-With `namespaces: false`, Landlock (Linux 5.13 on, where it is switched on) refuses the content of all other files, also to root, and changes
-of files anywhere but in its own directory. There the program may still learn that a path exists, and a file's size, owner and times, and
-list the names of installed packages; its files together have no limit, and its threads none but its memory. On a kernel without Landlock
-it may read and write what the controller's user may: use this only on a machine that you can afford to lose. A warning says so.
+With `namespaces: false`, Landlock (Linux 5.13 on, where it is switched on) refuses the content of all other files, also to root, and
+changes of files anywhere but in its own directory. There the program may still learn that a path exists, and a file's size, owner and
+times, and list the names of installed packages; its files together have no limit, and its threads none but its memory. On a kernel without
+Landlock it may read and write what the controller's user may: use this only on a machine that you can afford to lose. A warning says so.
 
 Not guaranteed: protection against kernel vulnerabilities. The sandbox contains a model that explores, not an attacker.
 """
@@ -94,11 +94,8 @@ class Own:
         """See `Launcher`."""
         if refusal := re.search(r"\[Errno \d+\] (.*): 'unshare'$", got):
             got = f"no user namespace ({refusal[1]})"
-        allow = (
-            f"as root: sysctl {' '.join(refusing_switches())}"
-            if refusing_switches()
-            else "allow unprivileged user namespaces (kernel 5.12+)"
-        )
+        switches = " ".join(refusing_switches())
+        allow = f"as root: sysctl {switches}" if switches else "allow unprivileged user namespaces (kernel 5.12+)"
         instead = "set namespaces=false, where Landlock hides files" if landlock_version() else "choose another environment.sandbox.backend"
         hint = f"{allow}, or {instead}" if self._limits.namespaces else None
         return ConfigError("tools python", got=got, expected="a kernel that confines a program", hint=hint)

@@ -96,6 +96,10 @@ class Own:
             got = f"no user namespace ({refusal[1]})"
         switches = " ".join(refusing_switches())
         allow = f"as root: sysctl {switches}" if switches else "allow unprivileged user namespaces (kernel 5.12+)"
-        instead = "set namespaces=false, where Landlock hides files" if landlock_version() else "choose another environment.sandbox.backend"
-        hint = f"{allow}, or {instead}" if self._limits.namespaces else None
-        return ConfigError("tools python", got=got, expected="a kernel that confines a program", hint=hint)
+        if landlock_version():
+            hint = f"{allow}, or set namespaces=false, where Landlock hides files"
+        else:
+            hint = f"{allow}, or choose another environment.sandbox.backend"
+        return ConfigError(
+            "tools python", got=got, expected="a kernel that confines a program", hint=hint if self._limits.namespaces else None
+        )

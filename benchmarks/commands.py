@@ -119,6 +119,19 @@ def samples_(
     typer.echo(samples.table(results))
 
 
+@bench.command("sandbox")
+def sandbox_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    rounds: Annotated[int, typer.Option(help="Programs in each way, in turn.", min=3)] = 40,
+) -> None:
+    """What confining a program of the tool python costs a call, in each way that this machine offers."""
+    from benchmarks import sandbox
+
+    results = sandbox.run(rounds)
+    _show(results, json_path)
+    typer.echo(sandbox.table(results))
+
+
 @bench.command("async")
 def async_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

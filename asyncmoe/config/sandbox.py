@@ -19,7 +19,7 @@ class SandboxSection(Section):
 
     backend: Backend = Field(
         "asyncmoe",
-        description="asyncmoe: Linux's own mechanisms, nothing to install; bubblewrap: besides, files outside are hidden (needs bwrap); "
+        description="asyncmoe: Linux's own mechanisms, nothing to install, other files are hidden; bubblewrap: the same by bwrap; "
         "container: in an image (needs docker or podman); http: on a server of your own.",
     )
     runtime: Literal["docker", "podman"] = Field("docker", description="For backend container: the command line that starts one.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncmoe.doctor import built, devices, host, run, run_on_gpus, software
+from asyncmoe.doctor import built, devices, host, run, run_on_gpus, sandbox, software
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.verdict import Finding, Verdict
 
@@ -31,6 +31,7 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
     "shm": host.shm,
     "open-files": host.open_files,
     "memlock": host.memlock,
+    "sandbox": sandbox.sandbox,
     "configuration": run.configuration,
     "ports": run.ports,
     "run-dir": run.run_dir,

@@ -148,6 +148,22 @@ class Clock:
 
 
 @dataclass(frozen=True)
+class SandboxFacts:
+    """What confines programs of the tool python.
+
+    Attributes:
+        landlock: version of Landlock; 0: the kernel has none, or it is switched off.
+        programs: those of bwrap, docker and podman that are there.
+        trouble, hint: why the default sandbox does not run a program, and what to do about it; None: it runs one.
+    """
+
+    landlock: int = 0
+    programs: tuple[str, ...] = ()
+    trouble: str | None = None
+    hint: str | None = None
+
+
+@dataclass(frozen=True)
 class WantedPort:
     """A TCP port of the configuration; `trouble` tells why it is unavailable, and is None if it is available."""
 
@@ -247,6 +263,8 @@ class RunFacts:
         keep_checkpoints: number of checkpoints kept; one more exists while the next is written.
         on_gpus: demands on GPUs if the run used them; None if its sizes do not suit its model, or are unknown.
         disk, model: None if they were not probed, or did not answer in time (`disk_trouble`, `model_trouble`).
+        sandbox: where the tool python runs programs: "namespaces" in the default sandbox, "no namespaces" with that option, the name of
+            another backend; None: no such tool is named.
         own: names of the user's own code, by the keys that name it.
         own_trouble: why some of it cannot be used.
     """
@@ -266,6 +284,7 @@ class RunFacts:
     model: ModelFacts | None = None
     model_trouble: str | None = None
     on_gpus: OnGpus | None = None
+    sandbox: str | None = None
     own: Mapping[str, str] = field(default_factory=dict)
     own_trouble: str | None = None
 
@@ -305,6 +324,7 @@ class Machine:
     network: Network
     clock: Clock
     run: RunFacts | None
+    sandbox: SandboxFacts = field(default_factory=SandboxFacts)
 
     @property
     def engine_python(self) -> PythonFacts:

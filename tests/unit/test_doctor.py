@@ -15,7 +15,7 @@ import asyncmoe
 from asyncmoe.config.devices import Wanted
 from asyncmoe.doctor import versions
 from asyncmoe.doctor.examination import CHECKS, examine, failed
-from asyncmoe.doctor.facts import Clock, GpuFacts, Machine, Port, WantedPort
+from asyncmoe.doctor.facts import Clock, GpuFacts, Machine, Port, SandboxFacts, WantedPort
 from asyncmoe.doctor.probes import config_probe
 from asyncmoe.doctor.python_facts import Apex, Torch
 from asyncmoe.doctor.report import Report, show
@@ -42,6 +42,7 @@ DENSE = RunFeatures(
     published_every=1,
 )
 EXCLUSIVE = tuple(replace(gpu, compute_mode="Exclusive_Process") for gpu in GPUS[:2])
+NO_SANDBOX = SandboxFacts(0, (), "no user namespace", "sysctl x")
 FLEX = {"moe_token_dispatcher_type": "flex"}
 A100 = GpuFacts(0, "NVIDIA A100-SXM4-80GB", 81920, 4, "Default", "8.0")
 
@@ -305,6 +306,10 @@ CASES: list[Case] = [
     ("open-files", LAPTOP, {"limits__open_files": 1024, "limits__open_files_hard": 1024}, "warning", "4096", "limits.conf"),
     ("memlock", NODE, {"limits__memlock": 1 << 16}, "error", "65.5 kB: NCCL cannot register", "ulimit -l unlimited"),
     ("memlock", LAPTOP, {"limits__memlock": 1 << 16}, "ok", "65.5 kB", ""),
+    ("sandbox", LAPTOP, {"sandbox": SandboxFacts(7, ("bwrap",))}, "ok", "a root of their own; besides: Landlock 7, bwrap", ""),
+    ("sandbox", LAPTOP, {"sandbox": NO_SANDBOX}, "warning", "refused: no user namespace; besides: no Landlock", "python: sysctl x"),
+    ("sandbox", NODE, {"sandbox": NO_SANDBOX, "run__sandbox": "namespaces"}, "error", "no user namespace", "sysctl x"),
+    ("sandbox", NODE, {"sandbox": NO_SANDBOX, "run__sandbox": "http"}, "ok", "the configuration asks for http", ""),
     (
         "configuration",
         NODE,
@@ -385,4 +390,4 @@ def test_a_configuration_that_is_wrong_is_a_line_among_others() -> None:
     assert wrong.startswith("error     configuration       ")
     assert "run.stepz: got an unknown key" in wrong
     assert lines[lines.index(wrong) + 1].strip().startswith("-> correct what is named")
-    assert lines[-1] == "laptop: ok: 14, warning: 0, error: 1, not here: 16"
+    assert lines[-1] == "laptop: ok: 15, warning: 0, error: 1, not here: 16"

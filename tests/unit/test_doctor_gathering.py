@@ -16,11 +16,13 @@ import pytest
 import asyncmoe
 from asyncmoe import build
 from asyncmoe.doctor.facts import Port
-from asyncmoe.doctor.probes import machine, nvidia, python_probe, pythons, timeouts
+from asyncmoe.doctor.probes import config_probe, machine, nvidia, python_probe, pythons, sandbox_probe, timeouts
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.doctor.python_facts import Apex, Shown
-from asyncmoe.errors import WaitTimeout
+from asyncmoe.errors import ConfigError, WaitTimeout
 from asyncmoe.reshard import _C
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
+from asyncmoe.rollout.episodes.tools.sandboxes import kernel_support
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
@@ -290,3 +292,26 @@ def test_sources_that_change_are_other_sources(tmp_path: Path) -> None:
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
     (tmp_path / "csrc/plan.cpp").rename(tmp_path / "csrc/plain.cpp")
     assert build.source_digests(tmp_path)[0] != before[0]
+
+
+def test_what_confines_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe runs a program in the real sandbox, or says why it cannot."""
+    found = sandbox_probe.look()
+    assert found.landlock == kernel_support.landlock_version()
+    assert set(found.programs) == {name for name in ("bwrap", "docker", "podman") if shutil.which(name)}
+    assert found.trouble is None or found.hint
+
+    def refuses(limits: PythonLimits) -> None:
+        raise ConfigError("tools python", got="no user namespace", expected="one", hint="as root: sysctl")
+
+    monkeypatch.setattr(sandbox_probe, "python_tool", refuses)
+    assert (sandbox_probe.look().trouble, sandbox_probe.look().hint) == ("no user namespace", "as root: sysctl")
+    asked = ["environment.kind=tools", "environment.tools.names=[python]"]
+    for overrides, expected in (
+        ([], None),
+        (asked, "namespaces"),
+        ([*asked, "environment.tools.options.python={namespaces: false}"], "no namespaces"),
+        ([*asked, "environment.sandbox.backend=bubblewrap"], "bubblewrap"),
+    ):
+        _, run = config_probe.read(ROOT / "examples" / "demo.yaml", overrides)
+        assert (run.trouble, run.sandbox) == (None, expected)

@@ -206,7 +206,8 @@ def test_a_container_is_asked_for_exactly_this(docker: Path, runtime: str) -> No
     assert called[:-1] == expected
     settings = json.loads(called[-1])
     assert settings["parent"] is None
-    assert settings["namespaces"] is False
+    assert settings["root"] is None
+    assert settings["landlock"] is False
     assert settings["program"] == ["/usr/bin/env", "python3", "-I", "-S", "-u", "-X", "utf8", "main.py"]
     assert settings["rlimits"]["0"] == [5, 6]
 

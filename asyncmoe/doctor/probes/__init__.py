@@ -17,7 +17,7 @@ import asyncmoe
 from asyncmoe import build
 from asyncmoe.config import Config
 from asyncmoe.doctor.facts import Machine, RunFacts
-from asyncmoe.doctor.probes import config_probe, machine, nvidia, pythons
+from asyncmoe.doctor.probes import config_probe, machine, nvidia, pythons, sandbox_probe
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.errors import UserError
@@ -44,6 +44,7 @@ def _gather(config: Config | None, run: RunFacts | None) -> Machine:
     trainer = Later(lambda: pythons.look(sys.executable, packages))
     engine = Later(lambda: _engine(config, packages))
     gpus, net, clock = Later(nvidia.look), Later(machine.network), Later(machine.clock)
+    programs = Later(sandbox_probe.look)
     if config is not None and run is not None:
         run = config_probe.with_files(run, config)
     return Machine(
@@ -63,6 +64,7 @@ def _gather(config: Config | None, run: RunFacts | None) -> Machine:
         network=net.result("the name service", "its answers", _REST_S),
         clock=clock.result("timedatectl", "its answer", _REST_S),
         run=run,
+        sandbox=programs.result("the sandbox of the tool python", "the end of a program", _REST_S),
     )
 
 

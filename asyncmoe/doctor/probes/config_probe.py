@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config, devices
+from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.transports import TRANSPORTS, TransportName, resolved, transport_for
 from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
 from asyncmoe.doctor.probes import machine, plugin_probe
@@ -55,7 +56,16 @@ def of(config: Config, name: str) -> RunFacts:
         connections=config.rollout.max_concurrent,
         keep_checkpoints=config.trainer.keep_checkpoints,
         ports=machine.try_ports(_ports(config)),
+        sandbox=_sandbox(config.environment),
     )
+
+
+def _sandbox(environment: EnvironmentSection) -> str | None:
+    if environment.kind != "tools" or "python" not in environment.tools.names:
+        return None
+    if environment.sandbox.backend != "asyncmoe":
+        return environment.sandbox.backend
+    return "namespaces" if environment.tools.options.get("python", {}).get("namespaces", True) else "no namespaces"
 
 
 def _ports(config: Config) -> list[tuple[str, str, int]]:

@@ -24,7 +24,8 @@ class PythonLimits:
         open_files: number of files open at once.
         output_bytes: standard output and error together.
         code_bytes: size of the program.
-        namespaces: require namespaces; only for the sandbox `asyncmoe`, see `asyncmoe.rollout.episodes.tools.sandboxes.own`.
+        namespaces: require namespaces, and with them a root of its own; False: Landlock instead, where the kernel has it. Only for the
+            sandbox `asyncmoe`, see `asyncmoe.rollout.episodes.tools.sandboxes.own`.
     """
 
     wall_s: float = 10.0

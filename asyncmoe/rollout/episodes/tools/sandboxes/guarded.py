@@ -152,8 +152,9 @@ class Guarded:
         return ProgramEnded(text, status=status, timeout="cpu" if cpu else None)
 
     def _text(self, output: bytes, directory: str) -> str:
-        """Return the output without the name of the directory, which may differ in every run."""
-        return output.decode(errors="replace").replace(f"{self._launcher.place(directory)}/", "")
+        """Return the output without the name of the directory: outside it may differ in every run; inside, only tracebacks name it."""
+        place, text = self._launcher.place(directory), output.decode(errors="replace")
+        return text.replace(f"{place}/", "") if place == directory else text.replace(f'File "{place}/', 'File "')
 
     async def _end(self, process: asyncio.subprocess.Process, handle: int | None, directory: str, *, killed: bool) -> None:
         """End the guard, and with it the program, even if the waiting caller is cancelled again."""
@@ -170,7 +171,7 @@ class Guarded:
 
 
 def settings(limits: PythonLimits, seccomp_filter: str, python: str, directory: str) -> dict[str, Any]:
-    """Return the guard's settings for one program that runs in `directory`, without namespaces of its own and without a known parent."""
+    """Return the guard's settings for one program that runs in `directory`, in the guard's own root and without a known parent."""
     cpu_s = math.ceil(limits.cpu_s)
     return {
         "parent": None,
@@ -186,8 +187,8 @@ def settings(limits: PythonLimits, seccomp_filter: str, python: str, directory: 
             resource.RLIMIT_CORE: (0, 0),
         },
         "seccomp": seccomp_filter,
-        "namespaces": False,
-        "disk_bytes": limits.file_bytes,
+        "root": None,
+        "landlock": False,
     }
 
 

@@ -142,6 +142,46 @@ def test_calls_of_each_family_reach_clients_of_each_api_and_are_never_tokenised_
         assert [*policy.read[0][2]] == TOOLS
 
 
+STRICT = """{%- set spoken = namespace(count=0) -%}
+{%- for m in messages -%}
+  {%- if m.role in ("user", "assistant") and not m.tool_calls -%}
+    {%- if (m.role == "user") != (spoken.count % 2 == 0) -%}{{ raise_exception("user and assistant must alternate") }}{%- endif -%}
+    {%- set spoken.count = spoken.count + 1 -%}
+  {%- endif -%}
+  {%- if m.role == "user" -%}<user>{{ m.content }}</user>
+  {%- elif m.role == "tool" -%}
+    {%- if (m.tool_call_id or "") | length != 9 -%}{{ raise_exception("an id has nine characters") }}{%- endif -%}
+    <result>{{ m.content }}</result>
+  {%- elif m.tool_calls -%}[TOOL_CALLS] {{ m.tool_calls | length }}<|im_end|>~
+  {%- else -%}{{ m.content }}<|im_end|>~{%- endif -%}
+{%- endfor -%}"""
+"""A template with the rules of Mistral's: who calls tools does not count as speaking, and ids have nine characters."""
+
+
+def test_a_template_that_wants_calls_as_such_gets_results_of_many_rounds(known: Tokenizer, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case["parser"] == "mistral" and len(case["calls"]) == 2)
+    strict = openai_policy.tokenizer(tmp_path)
+    strict._tokenizer.chat_template = STRICT
+    policy = says(strict, case["said"])
+
+    async def client(url: str, session: Session) -> None:
+        messages: list[Any] = [*MESSAGES]
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as openais:
+            for number in range(4):
+                told = (await openais.chat.completions.create(model="m", messages=messages, tools=TOOLS)).choices[0].message
+                results = [{"role": "tool", "tool_call_id": call.id, "content": str(number)} for call in told.tool_calls or []]
+                messages += [told.to_dict(), *results]
+        messages[-1]["tool_call_id"] = "too long an id"
+        async with post(url, session, json.dumps({"messages": messages, "tools": TOOLS}).encode()) as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "messages")
+
+    episode = served(policy, strict, client, style="mistral")
+    added = [strict.encode(f"~<result>{number}</result><result>{number}</result>") for number in range(3)]
+    assert [(name, given) for name, given, _ in policy.asked] == [("policy", given) for given in (strict.encode("<user>a</user>"), *added)]
+    (agent,) = episode.spoke
+    assert len(agent.turns) == 4
+
+
 def test_one_call_at_a_time_is_a_conflict_where_only_an_engine_reads_calls(known: Tokenizer) -> None:
     case = next(case for case in CASES if case["parser"] == "kimi_k2" and len(case["calls"]) == 2)
     body = json.dumps({"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False}).encode()

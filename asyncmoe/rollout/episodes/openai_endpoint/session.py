@@ -151,7 +151,7 @@ class Session:
     async def _answer(self, request: CompletionRequest, told: Callable[[str], None] | None) -> Completion:
         speech = None if told is None else Speech(told, request.calls, request.stops)
         # Only an engine can tell the text from calls in its styles, when all is sampled.
-        heard = speech is not None and (self._style == answers.HERMES or not request.calls)
+        hear = speech.hear if speech is not None and (self._style == answers.HERMES or not request.calls) else None
         stops = (*request.stops, CLOSE) if request.one_call else request.stops
         try:
             line, given = self._place(request)
@@ -161,9 +161,7 @@ class Session:
                     line.agent.see(given.tokens)
                     line.seen = given.tokens
                 seen = len(line.agent.tokens)
-                response = await line.agent.respond(
-                    max_new_tokens=request.most, stop=stops or None, told=speech.hear if speech is not None and heard else None
-                )
+                response = await line.agent.respond(max_new_tokens=request.most, stop=stops or None, told=hear)
                 answer = await self._settled(request, line, given, response, seen, speech)
             finally:
                 line.busy = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def table(lines: Sequence[CheckpointLine]) -> str:
 
 def _line(path: Path, verify: bool) -> CheckpointLine:
     step = directories.step_of(path.name.partition(".")[0])
-    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    nbytes = sum(map(_size, path.rglob("*")))
     saved, parts = _told(path)
     if directories.DAMAGED in path.name:
         fault = intact.fault(path, None if verify else 0) or "set aside because a file was damaged"
@@ -86,6 +87,15 @@ def _line(path: Path, verify: bool) -> CheckpointLine:
         return CheckpointLine(path.name, step, saved, nbytes, parts, "damaged", found)
     state: State = "unverifiable" if intact.listing(path) is None else "verified" if verify else "complete"
     return CheckpointLine(path.name, step, saved, nbytes, parts, state)
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; 0 for a directory, and for a file that a save has just renamed or deleted."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _told(path: Path) -> tuple[float | None, tuple[str, ...]]:

@@ -26,7 +26,7 @@ def checkpoints(
 
     - complete: all files of its manifest are there, in their sizes
 
-    - verified: with --verify, which reads them: about 1 GB/s on one machine
+    - verified: with --verify, which reads them, at the speed of the disk
 
     - unverifiable: saved before checkpoints had manifests
 

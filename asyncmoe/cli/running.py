@@ -41,8 +41,10 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
+    from asyncmoe.config import moved
     from asyncmoe.launch import part
 
+    moved.check_place(config, overrides or ())
     part.controller(config, overrides or ())
 
 

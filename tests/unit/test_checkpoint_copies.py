@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner
 
-from asyncmoe import checkpoints
+from asyncmoe import checkpoints, cli
 from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import AsyncmoeError, DataError, Interrupted, UserError
+from asyncmoe.launch import local
 from tests.unit.test_checkpoints import FILES, flip, saved
 
 
@@ -182,6 +185,27 @@ def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_p
         UserError, match=r"run with a copy of step 3, expected none, as .*run has none; asyncmoe checkpoints .*run --restore "
     ):
         copier.check(config(run, url))
+
+
+def test_the_command_brings_a_copy_back_and_lists_it(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/place"
+    path = saved(run, 3)
+    copies.send(path, copies.place_of(url, run), {})
+    path.rename(tmp_path / "lost")
+    asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url, "--verify"])
+    assert asked.exit_code == 0, asked.output
+    first, _, line = asked.output.splitlines()
+    assert first == f"brought back {path}"
+    assert line.startswith("step-00000003  ")
+    assert line.endswith("verified: all files are as they were written")
+    flip(path / "common.pt")
+    asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--verify", "--json"])
+    assert asked.exit_code == 1
+    told = json.loads(asked.output)
+    assert (told["step"], told["state"], told["parts"]) == (3, "damaged", ["weights", "optimizer"])
+    assert told["fault"].startswith("common.pt has other content")
+    with local.claim(run), pytest.raises(UserError, match="in use by another run"):
+        CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url], catch_exceptions=False)
 
 
 def test_credentials_are_not_shown() -> None:

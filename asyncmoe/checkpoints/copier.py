@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from pathlib import Path
@@ -18,7 +19,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted, WaitTimeout
 
 log = logging.getLogger(__name__)
-_POLL_S = 1.0
+_POLL_S, _JOIN_S = 1.0, 0.25
 _TRIES, _RETRY_S = 3, 2.0
 """Attempts at a checkpoint, and seconds before the second, which double."""
 _ANSWER_S = 60.0
@@ -71,9 +72,13 @@ class Copier:
 
     A failure is said once, until a copy succeeds, and never ends the run. At the end of the block the last checkpoint is awaited for
     `LAST_S`, unless the user ended the run at once.
+
+    Args:
+        asked_to_end: how often the user has asked the run to end; once more ends the wait for the last checkpoint.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, asked_to_end: Callable[[], int] = lambda: 0) -> None:
+        self._asked_to_end = asked_to_end
         self._section, self._run_dir = config.trainer, config.run.dir
         self._place = None if self._section.checkpoint_copy is None else copies.place_of(self._section.checkpoint_copy, self._run_dir)
         self._ending, self._now = threading.Event(), threading.Event()
@@ -94,12 +99,15 @@ class Copier:
         self._ending.set()
         if self._now.is_set():
             return
-        self._thread.join(_POLL_S)
+        begin, told, asked = time.monotonic(), False, self._asked_to_end()
+        while self._thread.is_alive() and self._asked_to_end() == asked and time.monotonic() - begin < LAST_S:
+            self._thread.join(_JOIN_S)
+            if not told and time.monotonic() - begin > _POLL_S:
+                told = True
+                _say(f"copying the last checkpoint to {self._place.shown} (Ctrl-C ends without it)")
         if self._thread.is_alive():
-            _say(f"copying the last checkpoint to {self._place.shown}")
-            self._thread.join(LAST_S)
-        if self._thread.is_alive():
-            _say(f"{KEY}: the last checkpoint is not yet copied after {LAST_S:.0f} s, and is left out")
+            self._now.set()
+            _say(f"{KEY}: the last checkpoint was not copied within {time.monotonic() - begin:.0f} s, and is left out")
 
     def _work(self) -> None:
         assert self._place is not None

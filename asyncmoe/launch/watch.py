@@ -118,7 +118,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     stop = StopOnSignal()
     try:
         processes.record(config.run.dir, "supervisor")
-        with Copier(config), LiveView(config) as view, ExitStack() as ending:
+        with Copier(config, lambda: stop.count), LiveView(config) as view, ExitStack() as ending:
             _watch(config, start(ending), view, stop)
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), stop.number) from None

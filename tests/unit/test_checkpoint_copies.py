@@ -163,6 +163,21 @@ def test_a_run_that_is_ended_at_once_waits_for_no_copy(failing: str, tmp_path: P
     assert time.monotonic() - begin < 5
 
 
+def test_the_wait_for_the_last_copy_ends_when_the_user_asks_again(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Failing.left = 10**9
+    monkeypatch.setattr(copier, "_RETRY_S", 1000)
+    saved(tmp_path / "run", 1)
+    begin = time.monotonic()
+    with Copier(config(tmp_path / "run", failing), lambda: 1 + (time.monotonic() > begin + 1.5)):
+        pass
+    assert time.monotonic() - begin < 10
+    first, last = capfd.readouterr().err.splitlines()
+    assert first == "copying the last checkpoint to failing://place/run (Ctrl-C ends without it)"
+    assert last.startswith("trainer.checkpoint_copy: the last checkpoint was not copied within ")
+
+
 @pytest.mark.parametrize("url", ["nosuchkind://x", "s3://bucket/x"])
 def test_a_place_that_cannot_be_opened_is_refused_before_the_run(url: str, tmp_path: Path) -> None:
     if url.startswith("s3") and copies.installed.has("s3fs"):

@@ -79,7 +79,7 @@ def _supervise(where: Allocation, config: Config, planned: Sequence[steps.JobSte
     """Start and supervise all steps; return the root cause of a failure, or None if all ended well or on request."""
     started: list[Part] = []
     processes.record(config.run.dir, "supervisor")
-    with Copier(config), LiveView(config) as view:  # ends last: loggers are sent the last records
+    with Copier(config, lambda: int(stop.now)), LiveView(config) as view:  # ends last: loggers are sent the last records
         try:
             parts.start(planned, started)
             return _watch(where, {part.step.name: part for part in started}, view, stop)

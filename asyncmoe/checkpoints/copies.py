@@ -102,7 +102,7 @@ def send(checkpoint: Path, place: SecondPlace, sent: dict[str, Sealed]) -> None:
             sent.pop(name)
             raise DataError(f"{place.shown}/{checkpoint.name}/{name}", got=f"{size} bytes", expected=sealed.nbytes)
     with place.files.open(f"{folder}/{MANIFEST}", "wb") as file:
-        file.write((checkpoint / MANIFEST).read_bytes())
+        file.write(manifest.text_of(listed))
 
 
 def prune(place: SecondPlace, keep: int, keep_every: int) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 from asyncmoe.errors import DataError, UserError
 
 MANIFEST = "manifest.json"
+OPTIONAL = ("curriculum.npz",)
+"""Files that the user may delete: without it a run measures the difficulty of prompts anew."""
 _FORMAT = 1
 MOST_BYTES = 256 << 20
 """Largest manifest that is read: about two million files."""
@@ -58,11 +60,16 @@ def seal(path: Path, *, sync: bool = False) -> Sealed:
     return Sealed(total, digest)
 
 
+def text_of(manifest: Manifest) -> bytes:
+    """Return the content of `manifest.json`, which `parse` reads."""
+    files = {name: [one.nbytes, f"{one.crc32c:08x}"] for name, one in sorted(manifest.items())}
+    return json.dumps({"format": _FORMAT, "digest": "crc32c", "files": files, "check": _check(files)}, indent=1).encode()
+
+
 def write(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, and have it on its disk."""
-    files = {name: [one.nbytes, f"{one.crc32c:08x}"] for name, one in sorted(manifest.items())}
-    with (directory / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "digest": "crc32c", "files": files, "check": _check(files)}, file, indent=1)
+    with (directory / MANIFEST).open("wb") as file:
+        file.write(text_of(manifest))
         file.flush()
         os.fsync(file.fileno())
 

@@ -48,7 +48,7 @@ def complete(run_dir: Path) -> list[Path]:
 
 def newest(run_dir: Path) -> Path | None:
     """Return the complete checkpoint of the highest step, or None. See `asyncmoe.checkpoints.intact` for what is in it."""
-    return (complete(run_dir) or [None])[-1]
+    return next(reversed(complete(run_dir)), None)
 
 
 def temporary(run_dir: Path, step: int) -> Path:

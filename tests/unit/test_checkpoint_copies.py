@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
-from asyncmoe import checkpoints, cli
+from asyncmoe import checkpoints, cli, installed
 from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config, parse
@@ -190,7 +190,7 @@ def test_the_wait_for_the_last_copy_ends_when_the_user_asks_again(
 
 @pytest.mark.parametrize("url", ["nosuchkind://x", "s3://bucket/x"])
 def test_a_place_that_cannot_be_opened_is_refused_before_the_run(url: str, tmp_path: Path) -> None:
-    if url.startswith("s3") and copies.installed.has("s3fs"):
+    if url.startswith("s3") and installed.has("s3fs"):
         pytest.skip("s3fs is installed")
     with pytest.raises(
         UserError, match=r"trainer\.checkpoint_copy: got .*, expected a URL that fsspec can open; s3:// needs pip install s3fs"

@@ -129,15 +129,12 @@ QWEN: dict[str, Any] = {
 def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(
     changed: dict[str, Any], overrides: dict[str, Any], line: str | None, tmp_path: Path
 ) -> None:
-    values = {"run": {"dir": str(tmp_path), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    values: dict[str, Any] = {"run": {"dir": str(tmp_path), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
     config = configuration.parse(values)
     path = saved(tmp_path, 4)
     facts = {"step": 4, "family": "qwen3_moe", "dtype": "float32", **config.checkpoint_kind, **resume.facts_of(config, QWEN)}
     (path / "asyncmoe.json").write_text(json.dumps(facts))
-    asked = configuration.parse(
-        {key: {**one, **overrides.get(key, {})} for key, one in values.items()}
-        | {key: one for key, one in overrides.items() if key not in values}
-    )
+    asked = configuration.parse({**values, **{key: {**values[key], **one} if key in values else one for key, one in overrides.items()}})
     if line is None:
         resume.check(path, asked, {**QWEN, **changed})
         return

@@ -16,7 +16,7 @@ from asyncmoe.checkpoints import copies, directories
 from asyncmoe.checkpoints.copies import KEY, SecondPlace
 from asyncmoe.checkpoints.manifest import Sealed
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
 
 log = logging.getLogger(__name__)
 _POLL_S, _JOIN_S = 1.0, 0.25
@@ -71,7 +71,7 @@ class Copier:
     """Sends each new checkpoint, the newest first; one that a newer replaces meanwhile may be left out. Use as a context manager.
 
     A failure is said once, until a copy succeeds, and never ends the run. At the end of the block the last checkpoint is awaited for
-    `LAST_S`, unless the user ended the run at once.
+    `LAST_S`, unless the run has failed or the user ended it at once: its next start copies what is missing.
 
     Args:
         asked_to_end: how often the user has asked the run to end; once more ends the wait for the last checkpoint.
@@ -94,7 +94,7 @@ class Copier:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._place is None:
             return
-        if kind is not None and issubclass(kind, Interrupted | KeyboardInterrupt):
+        if kind is not None:
             self._now.set()
         self._ending.set()
         if self._now.is_set():

@@ -6,6 +6,7 @@ the directory is renamed, and the rename before older checkpoints are deleted: a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -105,10 +106,13 @@ def publish(written: Path, final: Path, sealed: Manifest | None = None) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Have a directory's entries on its disk. Raises OSError."""
+    """Have a directory's entries on its disk, on file systems that can. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as file systems in user space answer that cannot (fsync(2))
+            raise
     finally:
         os.close(handle)
 

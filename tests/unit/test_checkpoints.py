@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -227,3 +230,63 @@ def test_everything_is_on_its_disk_before_it_is_visible_and_the_rename_before_th
     assert calls[visible - 1] == ("fsync", "step-00000002.writing")
     assert calls[visible + 1] == ("fsync", "checkpoints")
     assert calls.index(("rename", "step-00000001.deleting")) > visible + 1
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_without_fsync_of_directories_will_do(
+    number: int, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def of_files(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").is_dir():
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    if fails:
+        with pytest.raises(OSError, match="Input/output error"):
+            saved(tmp_path, 1)
+        assert checkpoints.newest(tmp_path) is None
+    else:
+        assert intact.fault(saved(tmp_path, 1)) is None
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_kill_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call that changes names on the disk is one at which the process is killed, in a save that also replaces and deletes."""
+    moments, newest = 0, set()
+    for last in range(1, 1000):
+        run = tmp_path / str(last)
+        for step in (1, 2):
+            saved(run, step, keep=2)
+        left = last
+
+        def killing(call: Callable[..., Any]) -> Callable[..., Any]:
+            def killed(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise Killed
+                return call(*arguments, **options)
+
+            return killed
+
+        with monkeypatch.context() as patched, contextlib.suppress(Killed):
+            for name in ("fsync", "rename", "unlink", "rmdir", "mkdir"):
+                patched.setattr(os, name, killing(getattr(os, name)))
+            saved(run, 2, keep=1, files={"x": b"again"})
+        found = checkpoints.survey(run)
+        assert found.newest is not None
+        assert not found.damaged
+        newest.add(found.newest.name)
+        assert intact.fault(saved(run, 3, keep=1)) is None
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
+        if left > 0:
+            break
+        moments += 1
+    assert moments > 20
+    assert newest == {"step-00000001", "step-00000002"}, "step 1 alone is left while step 2 is replaced"

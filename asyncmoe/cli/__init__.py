@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from asyncmoe import config_commands, usage
-from asyncmoe.cli import bench, models, planning, records, report, running
+from asyncmoe.cli import bench, checkpoints, models, planning, records, report, running
 from asyncmoe.launch import part
 
 app = typer.Typer(
@@ -47,6 +47,7 @@ for _command in (running.run, running.rollout, running.engine, models.make_model
 app.command("simulate", context_settings={"ignore_unknown_options": True})(planning.simulate_command)  # `read_plant` refuses them
 app.command()(report.report)
 app.command("log")(records.log_command)
+app.command()(checkpoints.checkpoints)
 app.command()(records.stacks)
 app.command()(records.show)
 app.add_typer(config_commands.app, name="config")

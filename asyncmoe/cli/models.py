@@ -36,10 +36,16 @@ def export(
     float8: Annotated[
         bool, typer.Option("--float8", help="For a float8 model: write float8; otherwise weights are in the trainer's dtype.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step of the checkpoint, as `asyncmoe checkpoints RUN` lists; default: newest.")
+    ] = None,
 ) -> None:
-    """Write the newest checkpoint of a run as a Hugging Face checkpoint, with an adapter merged into the weights."""
+    """Write a checkpoint of a run as a Hugging Face checkpoint, with an adapter merged into the weights.
+
+    RUN may have been moved, copied or renamed since it ran.
+    """
     from asyncmoe.launch import export as launcher
 
     if adapter and float8:
         raise UserError("asyncmoe export", got="--adapter and --float8", expected="one of them; an adapter is not in float8")
-    launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights")
+    launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights", step=step)

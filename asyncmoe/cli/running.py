@@ -13,12 +13,20 @@ from asyncmoe.cli.arguments import ConfigPath, Overrides
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run everything on this machine: engines, queue, trainer, live view, report. Repeat the command to resume a stopped run.
 
+    CONFIG may be the directory of a run, which then goes on there, even if it was moved or copied:
+
+        asyncmoe run runs/demo run.steps=200
+
     Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. With launch=ray everything runs on the nodes of a Ray cluster.
     """
     from asyncmoe import config as configuration
+    from asyncmoe.config import moved
 
     with interrupts.stopping(interrupts.NO_RUN_YET):
-        loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
+        moved.check_place(config, overrides or ())
+        loaded = (moved.of_run if moved.is_run(config) else configuration.load)(
+            config, overrides or ()
+        )  # before the imports below, which need the compiled extension
     with interrupts.leaving(interrupts.NO_RUN_YET):
         from rich.console import Console
 
@@ -33,8 +41,10 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
+    from asyncmoe.config import moved
     from asyncmoe.launch import part
 
+    moved.check_place(config, overrides or ())
     part.controller(config, overrides or ())
 
 

@@ -7,6 +7,7 @@ given and the value expected. `asyncmoe.models.check` refuses combinations that 
 from __future__ import annotations
 
 from asyncmoe.config.loading import load, parse
+from asyncmoe.config.moved import of_run
 from asyncmoe.config.schema import MAX_SUPPORT, Config
 
-__all__ = ["MAX_SUPPORT", "Config", "load", "parse"]
+__all__ = ["MAX_SUPPORT", "Config", "load", "of_run", "parse"]

@@ -113,7 +113,16 @@ class TrainerSection(Section):
     checkpoint_every: NonNegative = Field(
         0, description="Steps between checkpoints, and so the most work a crash costs; 0: only after the warm-up, at the end and on Ctrl-C."
     )
-    keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept on disk; older ones are deleted.")
+    keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept on disk; older ones are deleted, except as keep_every says.")
+    keep_every: NonNegative = Field(
+        0, description="Steps between checkpoints that are never deleted: the first at or after each multiple of this. 0: none."
+    )
+    checkpoint_copy: str | None = Field(
+        None,
+        min_length=1,
+        description="URL of a second place, as fsspec takes it (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to "
+        "a folder there with the name of the run's. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies.",
+    )
     timeout_s: PositiveFloat = Field(600.0, description="Seconds a collective of the trainer ranks may wait before the run fails.")
 
     @property

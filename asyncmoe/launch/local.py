@@ -21,6 +21,8 @@ from typing import IO, Any
 import yaml
 
 from asyncmoe import checkpoints, installed, interrupts, models, storage
+from asyncmoe.checkpoints import copier
+from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
@@ -28,6 +30,7 @@ from asyncmoe.launch import preflight
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
 from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
+from asyncmoe.models import resume
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
@@ -58,8 +61,8 @@ def run(config: Config) -> dict[str, object]:
         return supervise(config, partial(_start, config, file))
 
 
-def check(config: Config) -> None:
-    """Check whatever can be checked before a process starts; writes nothing.
+def check(config: Config) -> Survey:
+    """Check whatever can be checked before a process starts; writes nothing. Return the checkpoints that were found.
 
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
@@ -81,12 +84,16 @@ def check(config: Config) -> None:
         raise ConfigError(
             "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
         )
-    if newest is not None:
-        checkpoints.check_family(newest, models.family_of(hf).name)
-        checkpoints.check_kind(newest, config.checkpoint_kind, recorded=True)
-        _check_steps(newest, config)
+    copier.check(config)
+    found = checkpoints.survey(config.run.dir)
+    for line in found.lines:
+        print(line, file=sys.stderr, flush=True)
+    if found.newest is not None:
+        resume.check(found.newest, config, hf)
+        _check_steps(found.newest, config)
     if here:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
+    return found
 
 
 def _check_profile(config: Config) -> None:
@@ -112,12 +119,14 @@ def _check_steps(newest: Path, config: Config) -> None:
 
 def prepare(config: Config) -> Path:
     """Check the configuration (see `check`), and return the file of it that all processes read."""
-    check(config)
+    found = check(config)
+    for damaged in found.damaged:
+        aside = checkpoints.set_aside(damaged.path)
+        print(f"checkpoint {damaged.path.name} is now {aside}; delete it when you have looked at it", file=sys.stderr, flush=True)
     if config.model.make is not None and to_make(config.model, config.run.dir):
         make_model(config.model.path, config.model.make, seed=config.run.seed)
         print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
-    newest = checkpoints.newest(config.run.dir)
-    if newest is None:
+    if found.newest is None:
         for stale in (
             "metrics.jsonl",
             "rollout.jsonl",

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Protocol
 
 from asyncmoe import checkpoints, storage
+from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import KILLED
@@ -118,7 +119,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     stop = StopOnSignal()
     try:
         processes.record(config.run.dir, "supervisor")
-        with LiveView(config) as view, ExitStack() as ending:
+        with Copier(config, lambda: stop.count), LiveView(config) as view, ExitStack() as ending:
             _watch(config, start(ending), view, stop)
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), stop.number) from None

@@ -301,6 +301,8 @@ class Controller:
         if not isinstance(request, Hello):
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
         config = self._config
+        if self._curriculum is not None:
+            curriculum_file.follow(self._curriculum, config.run.dir, request.step)  # at once: other ranks' Hellos must not come between
         queue = parts.queue_of(config, self._recording, request.step, self._stale, self._trained)
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         reply = await service(request)

@@ -27,6 +27,8 @@ class Recorded(msgspec.Struct, frozen=True):
     pid: int
     started: int
     """Clock ticks from boot to the start of the process: field 22 of /proc/PID/stat (proc(5))."""
+    directory: int = 0
+    """Inode of the run's directory on this host, which a copy of it does not have; 0: not recorded."""
 
 
 def record(run_dir: Path, role: str) -> None:
@@ -36,22 +38,24 @@ def record(run_dir: Path, role: str) -> None:
         StorageError: the file cannot be written.
     """
     pid = os.getpid()
-    ours = Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0)
     path = run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
     with writing("processes of the run", path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        ours = Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0, run_dir.stat().st_ino)
         part = path.with_suffix(f".{pid}.part")
         part.write_bytes(msgspec.json.encode(ours) + b"\n")
         part.replace(path)
 
 
 def read(run_dir: Path) -> list[Recorded]:
-    """Return what the processes of a run recorded, by role.
+    """Return what the processes of a run recorded, by role. In a copy of a run's directory nothing is of this host: the processes are the
+    run's from which it was copied.
 
     Raises:
         DataError: a file is damaged.
     """
-    return [_read(path) for path in sorted((run_dir / FOLDER).glob("*.json"))]
+    found = [_read(path) for path in sorted((run_dir / FOLDER).glob("*.json"))]
+    return [one for one in found if not is_here(one) or one.directory in (0, run_dir.stat().st_ino)]
 
 
 def is_here(process: Recorded) -> bool:

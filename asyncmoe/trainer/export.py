@@ -1,5 +1,5 @@
-"""`torchrun ... -m asyncmoe.trainer.export CONFIG OUT [FORM]`: export the newest checkpoint of a run as a Hugging Face checkpoint with
-adapters merged into the weights, or in another form (see `export`)."""
+"""`torchrun ... -m asyncmoe.trainer.export RUN STEP OUT [FORM]`: export a checkpoint of a run as a Hugging Face checkpoint with adapters
+merged into the weights, or in another form (see `export`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from safetensors.torch import save_file  # noqa: E402  prepare the platform befo
 
 from asyncmoe import checkpoints, models, storage  # noqa: E402
 from asyncmoe import config as configuration  # noqa: E402
+from asyncmoe.checkpoints import intact  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
-from asyncmoe.errors import AsyncmoeError, DataError, StorageError  # noqa: E402
+from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.families import without_family  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
@@ -30,7 +31,7 @@ from asyncmoe.models.quantised import KEY, without  # noqa: E402
 from asyncmoe.process import die_with_parent, leave, named, say  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
-from asyncmoe.trainer.model import checkpoint, gpt, mesh  # noqa: E402
+from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh  # noqa: E402
 from asyncmoe.trainer.model.gpt import Model  # noqa: E402
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in  # noqa: E402
 
@@ -38,24 +39,24 @@ _SHARD_BYTES = 4 << 30
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".index.json"}
 
 
-def export(config: Config, out: Path, form: str = "weights") -> None:
-    """Gather the newest checkpoint and write it. Collective over torchrun's ranks. `out` is complete or does not exist.
+def export(config: Config, step: int, out: Path, form: str = "weights") -> None:
+    """Gather the checkpoint of `step` and write it. Collective over torchrun's ranks. `out` is complete or does not exist.
 
     Args:
         form: "weights": in the trainer's dtype; "adapter": the adapter alone, if the run trains one; "float8": weights in float8, if the
             model was published in float8.
 
     Raises:
-        DataError: the run has no complete checkpoint.
+        DataError: the checkpoint is damaged.
         UserError: PEFT's format cannot express the adapter.
         StorageError: the export could not be written.
     """
-    newest = checkpoints.newest(config.run.dir)
-    if newest is None:
-        raise DataError(str(config.run.dir), got="no complete checkpoint", expected="checkpoints/step-*")
+    path = checkpoints.directory(config.run.dir, step)
     place = mesh.start(config.trainer, config.run.seed)
+    if (fault := checkpoint_choice.agreed_fault(path, place)) is not None:
+        raise intact.refused(path, fault)
     built = gpt.build(models.hf_config_of(config), config, place)
-    checkpoint.load(newest, config, built, None)
+    checkpoint.load(path, config, built, None)
     if built.adapter is not None and form != "adapter":
         gpt.load_hf(built, config.model.path)
         merge(built.chunks)
@@ -137,7 +138,7 @@ def main() -> None:
     die_with_parent()
     try:
         with named(f"export.{os.environ.get('RANK', '0')}"):
-            export(configuration.load(Path(sys.argv[1])), Path(sys.argv[2]), *sys.argv[3:])
+            export(configuration.of_run(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
     except AsyncmoeError as error:
         say(error)
         leave(error.exit_code)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from asyncmoe import checkpoints, models
+from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, RunStopping, WeightSyncError
 from asyncmoe.platform import kernels
@@ -30,7 +30,7 @@ from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch_client import ANSWER_S
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
-from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, checkpoint_choice, collectives, gpt, mesh, optimizer
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
@@ -60,7 +60,7 @@ def run(config: Config) -> None:
     agree(plugins)
     if place.rank == 0:
         log.info("%d rank(s), %s", place.world, kernels.detect())
-    newest = checkpoints.newest(config.run.dir)
+    newest = checkpoint_choice.choose(config.run.dir, place)
     built = gpt.build(hf, checkpoint.as_saved(config, newest), place)
     if place.rank == 0:
         for line in built.switches.lines:

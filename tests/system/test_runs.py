@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -115,7 +116,12 @@ def test_a_checkpoint_exports_to_hugging_face(finished: Path, tmp_path: Path) ->
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "hf"
-    status, _, error = Command("export", str(finished), str(out)).finish()
+    copy = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("*.log"))
+    away = finished.rename(finished.with_name("away"))  # the copy's configuration still names it
+    try:
+        status, _, error = Command("export", str(copy), str(out)).finish()
+    finally:
+        away.rename(finished)
     assert status == 0, error[-3000:]
     start_model = finished.parent / "model"
     exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
@@ -134,24 +140,42 @@ def test_weights_are_staged_while_the_trainer_trains(finished: Path) -> None:
     assert any(step["sync_wait_seconds"] < step["sync_seconds"] for step in steps)
 
 
-def test_a_killed_run_goes_on_exactly_where_its_checkpoint_is(tmp_path: Path) -> None:
-    """The warm-up is deterministic, so what it does again must have the losses it had before it was killed."""
-    shape = ("warmup.steps=60", "run.steps=1", "trainer.checkpoint_every=20")
-    killed = tmp_path / "killed"
+def test_a_killed_run_goes_on_exactly_where_its_newest_intact_checkpoint_is(tmp_path: Path) -> None:
+    """The warm-up is deterministic, so what it does again must have the losses it had before it was killed. The newest checkpoint is
+    damaged, the run was moved meanwhile, and the command names its directory alone."""
+    killed, moved, copies = tmp_path / "killed", tmp_path / "moved", tmp_path / "copies"
+    shape = ("warmup.steps=60", "run.steps=1", "trainer.checkpoint_every=10")
     first = start(killed, *shape)
     assert wait_for(lambda: any(s["step"] >= 22 for s in metrics(killed)), 120), first.process.poll()
     first.process.send_signal(signal.SIGKILL)
     assert first.gone(30), first.alive()
     assert checkpoints.newest(killed) == checkpoints.directory(killed, 20)
-    before = [s for s in metrics(killed) if s["step"] > 20]
+    before = [s for s in metrics(killed) if s["step"] > 10]
     assert before[-1]["step"] < 60
-    summary = run(killed, *shape)
-    assert summary["steps"] == 1
-    again = [s for s in metrics(killed) if s["step"] > 20][len(before) :]
-    assert [s["step"] for s in again] == list(range(21, 62))
+    killed.rename(moved)
+    with (checkpoints.directory(moved, 20) / "__1_0.distcp").open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)[0]
+        file.seek(1000)
+        file.write(bytes([byte ^ 4]))
+    status, out, error = Command("run", str(moved), f"trainer.checkpoint_copy=file://{copies}").finish()
+    assert status == 0, error
+    assert "checkpoint step-00000020 is damaged: __1_0.distcp has other content (CRC-32C " in error
+    assert "; the run resumes from step-00000010" in error
+    assert not killed.exists()
+    assert json.loads(out)["steps"] == 1
+    again = [s for s in metrics(moved) if s["step"] > 10][len(before) :]
+    assert [s["step"] for s in again] == list(range(11, 62))
     for old, new in zip(before, again, strict=False):
         assert new["loss"] == pytest.approx(old["loss"], abs=1e-6)
     assert again[-1]["version"] == 61
+    status, out, error = Command("checkpoints", str(moved), "--verify").finish()
+    assert status == 1, error
+    states = [line.split()[0] + " " + line.split(", optimizer")[1].split(":")[0].strip() for line in out.splitlines()[1:]]
+    assert states == ["step-00000020.damaged damaged", "step-00000060 verified", "step-00000061 verified"]
+    saved = checkpoints.directory(moved, 61)
+    kept = {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert {path.name: path.read_bytes() for path in (copies / "moved" / saved.name).iterdir()} == kept
 
 
 def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:

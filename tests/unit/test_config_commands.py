@@ -15,8 +15,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from asyncmoe import checkpoints, config_commands
 from asyncmoe import config as configuration
-from asyncmoe import config_commands
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
@@ -216,10 +216,41 @@ def test_what_needs_a_gpu_is_refused_where_there_is_none(tmp_path: Path, monkeyp
 def test_fewer_steps_than_a_run_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = demo(tmp_path, "warmup.steps=2", "run.steps=5")
     for step, said in ((6, ""), (7, "run.steps: all 5 steps are taken already; a higher number goes on from ")):
-        kept = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
-        kept.mkdir(parents=True)
-        (kept / "asyncmoe.json").write_text(json.dumps({"step": step, "family": "qwen3_moe", **config.checkpoint_kind}))
+        checkpoints.start(config.run.dir, step)
+        checkpoints.finish(config.run.dir, step, {"step": step, "family": "qwen3_moe", **config.checkpoint_kind}, keep=2)
         local.check(config)
         assert capsys.readouterr().err.startswith(said)
     with pytest.raises(UserError, match=r"^run\.steps: got 4, expected at least 5, the steps already taken; the run in .* has them, with"):
         local.check(demo(tmp_path, "warmup.steps=2", "run.steps=4"))
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_damaged_checkpoint_is_set_aside_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = demo(tmp_path, "warmup.steps=2", "run.steps=5")
+    for step in (3, 4, 5):
+        checkpoints.start(config.run.dir, step)
+        (checkpoints.temporary(config.run.dir, step) / "part").write_bytes(b"1234")
+        checkpoints.finish(config.run.dir, step, {"step": step, "family": "qwen3_moe", **config.checkpoint_kind}, keep=3)
+    (config.run.dir / "metrics.jsonl").write_text("")
+    for step, content in ((4, b"123"), (5, b"1235")):
+        (checkpoints.directory(config.run.dir, step) / "part").write_bytes(content)
+    then = "; the run resumes from step-00000003"
+    told = [
+        f"checkpoint step-00000005 is damaged: part has other content (CRC-32C 045177ed, expected f63af4ee){then}",
+        f"checkpoint step-00000004 is damaged: part has 3 bytes, expected 4{then}",
+    ]
+    local.check(config)
+    assert capsys.readouterr().err.splitlines() == told
+    local.prepare(config)
+    again = capsys.readouterr().err.splitlines()
+    assert again[:2] == told
+    assert [line.partition(" is now ")[0] for line in again[2:4]] == ["checkpoint step-00000005", "checkpoint step-00000004"]
+    names = {path.name for path in (config.run.dir / "checkpoints").iterdir()}
+    assert names == {"step-00000003", "step-00000004.damaged", "step-00000005.damaged"}
+    local.prepare(config)
+    assert capsys.readouterr().err == ""
+    (checkpoints.directory(config.run.dir, 3) / "asyncmoe.json").write_text("")
+    with pytest.raises(UserError, match=r"step-00000003 is damaged: asyncmoe\.json has 0 bytes"):
+        local.prepare(config)
+    assert names == {path.name for path in (config.run.dir / "checkpoints").iterdir()}
+    assert (config.run.dir / "metrics.jsonl").exists()

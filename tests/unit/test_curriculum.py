@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from asyncmoe import checkpoints
 from asyncmoe.config import parse
 from asyncmoe.config.curriculum import CurriculumSection
-from asyncmoe.errors import ConfigError, DataError, InvariantBroken, ProtocolError, TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout import tasks
@@ -272,6 +272,28 @@ def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path, caplog: pytest
     assert [record.message for record in caplog.records] == [
         "step-00000003 was written without task.curriculum: the difficulty of prompts is measured from now on"
     ]
+
+
+def test_the_controller_follows_a_trainer_that_fell_back(tmp_path: Path) -> None:
+    """The trainer's ranks find damage that no process found before engines started."""
+    drawn, again = curriculum(), curriculum()
+    play(drawn, 0, [(3, 3, False)] * 10)
+    older = saved(tmp_path, drawn)
+    wanted = drawn.first(4)
+    play(drawn, 30, [(3, 3, False)] * 10)
+    saved(tmp_path, drawn, step=4)
+    curriculum_file.resume(again, tmp_path)
+    assert again.first(4) == drawn.first(4) != wanted
+    curriculum_file.follow(again, tmp_path, 3)
+    assert again.first(4) == wanted
+    curriculum_file.follow(again, tmp_path, 0)
+    assert again.first(4) == wanted, "a run without checkpoint has nothing to follow"
+    (older / curriculum_file.FILE).unlink()
+    with pytest.raises(
+        AsyncmoeError, match=r"the trainer resumed from step-00000003, which has no curriculum\.npz; start the same command"
+    ):
+        curriculum_file.follow(again, tmp_path, 3)
+    curriculum_file.follow(curriculum(), tmp_path, 3)
 
 
 def _cut(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -66,6 +67,17 @@ def test_a_pid_that_another_process_has_now_is_left_alone(tmp_path: Path) -> Non
             with pytest.raises(UserError, match="no running process"):
                 list(stacks.stacks(tmp_path))
         path.write_bytes(whole)
+
+
+def test_the_processes_of_a_run_are_not_those_of_its_copy(tmp_path: Path) -> None:
+    run, copy, moved = tmp_path / "run", tmp_path / "copy", tmp_path / "moved"
+    with _running(run) as root:
+        shutil.copytree(run, copy)
+        with pytest.raises(UserError, match="no running process on this host"):
+            list(stacks.stacks(copy))
+        run.rename(moved)
+        assert next(iter(stacks.stacks(moved))).startswith(f"== supervisor, pid {root.pid}: ")
+        moved.rename(run)
 
 
 def test_a_path_that_is_no_run_is_named(tmp_path: Path) -> None:

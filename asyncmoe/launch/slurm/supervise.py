@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
+from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
@@ -78,7 +79,7 @@ def _supervise(where: Allocation, config: Config, planned: Sequence[steps.JobSte
     """Start and supervise all steps; return the root cause of a failure, or None if all ended well or on request."""
     started: list[Part] = []
     processes.record(config.run.dir, "supervisor")
-    with LiveView(config) as view:  # ends last: loggers are sent the last records
+    with Copier(config, lambda: int(stop.now)), LiveView(config) as view:  # ends last: loggers are sent the last records
         try:
             parts.start(planned, started)
             return _watch(where, {part.step.name: part for part in started}, view, stop)

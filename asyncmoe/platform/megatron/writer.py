@@ -26,9 +26,13 @@ class Results(queue.Queue[Any]):
 
     Attributes:
         failure: why this rank's last save failed, or None; Megatron reports other ranks' failures only as text.
+        files: names of the files that this rank has written and synced since the list was last cleared.
     """
 
-    failure: Exception | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure: Exception | None = None
+        self.files: list[str] = []
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         self.failure = item if isinstance(item, Exception) else None
@@ -70,4 +74,6 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[An
         list(pool.map(write, range(len(buckets))))
     written = dict(answers.get_nowait() for _ in buckets)
     failed = next((result for result in written.values() if isinstance(result, Exception)), None)
+    if failed is None:
+        results.files += [name for _, name, _ in buckets]
     found.put(written if failed is None else failed)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from asyncmoe import checkpoints, storage
-from asyncmoe.errors import DataError
+from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.rollout.tasks.curriculum import Curriculum, CurriculumState, PartState
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,28 @@ def resume(curriculum: Curriculum, run_dir: Path) -> None:
         DataError: as `read`.
     """
     newest = checkpoints.newest(run_dir)
-    if newest is None:
-        return
-    state = read(newest, curriculum.sources, curriculum.sizes)
-    if state is None:
+    if newest is not None and not _restored(curriculum, newest):
         log.warning("%s was written without task.curriculum: the difficulty of prompts is measured from now on", newest.name)
-    else:
+
+
+def follow(curriculum: Curriculum, run_dir: Path, step: int) -> None:
+    """Continue as the checkpoint of `step` says, which the trainer resumed from: it falls back to an older one if a file is damaged.
+
+    Raises:
+        DataError: as `read`.
+        AsyncmoeError: the older checkpoint has no difficulties, and the one that `resume` read has; starting again works.
+    """
+    chosen = checkpoints.directory(run_dir, step)
+    if chosen.is_dir() and not _restored(curriculum, chosen) and curriculum.state().next:
+        raise AsyncmoeError(f"the trainer resumed from {chosen.name}, which has no {FILE}; start the same command again")
+
+
+def _restored(curriculum: Curriculum, checkpoint: Path) -> bool:
+    """Restore what a checkpoint has of the curriculum; false if it has nothing."""
+    state = read(checkpoint, curriculum.sources, curriculum.sizes)
+    if state is not None:
         curriculum.restore(state)
+    return state is not None
 
 
 def read(directory: Path, sources: Sequence[str], sizes: Sequence[int]) -> CurriculumState | None:

@@ -147,19 +147,6 @@ def backend(config: Config, name: str) -> Backend:
     raise UserError("logger", got=name, expected=f"one of the run's loggers ({known})")
 
 
-def configuration_of(run_dir: Path) -> Config:
-    """Return the configuration with which a run was last started, for a run directory that may have moved.
-
-    Raises:
-        UserError: the directory is not a run's.
-    """
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise UserError("RUN", got=f"{run_dir}, which has no config.yaml", expected="the directory of a run")
-    config = configuration.load(file)
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
-
-
 def send(run_dir: Path, names: list[str]) -> dict[str, state.State]:
     """Send what the loggers of a run miss, all in turn, and return their states.
 
@@ -170,7 +157,7 @@ def send(run_dir: Path, names: list[str]) -> dict[str, state.State]:
         UserError: the run has no such logger, its package is missing, or another process sends.
         LoggerFailed: a logger cannot be reached.
     """
-    config = configuration_of(run_dir)
+    config = configuration.of_run(run_dir)
     wanted = names or checks.configured(config.telemetry)
     if not wanted:
         hint = f"write telemetry.wandb, telemetry.mlflow or telemetry.trackio into {run_dir / 'config.yaml'}"
@@ -190,7 +177,7 @@ def follow(run_dir: Path, name: str, stop: threading.Event) -> None:
     """Send a run's records as they come, in a child of the supervisor, until `stop` is set and everything is sent."""
     die_with_parent()
     os.nice(_NICE)
-    config = configuration_of(run_dir)
+    config = configuration.of_run(run_dir)
     with _claimed(run_dir, name, stop):
         RecordSender(config, name, partial(backend, config, name), stop).run()
 

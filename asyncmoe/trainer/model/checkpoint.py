@@ -7,14 +7,18 @@ load, megatron-core 0.16 and 0.19).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from asyncmoe import checkpoints, storage
+from asyncmoe.checkpoints import manifest
+from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError, StorageError
 from asyncmoe.models import family_of
+from asyncmoe.models.resume import facts_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import reader, writer
 from asyncmoe.trainer.model import collectives
@@ -70,19 +74,54 @@ def _explain(config: Config, step: int, error: BaseException) -> StorageError | 
 
 
 def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, others_part: Callable[[], None]) -> Path:
-    directory = config.run.dir
+    directory, section = config.run.dir, config.trainer
     first = model.mesh.rank == 0
     if first:
         checkpoints.start(directory, step)
     collectives.barrier()
-    dist_checkpointing.save(_state(model, optimizer, loading=False), str(checkpoints.temporary(directory, step)))
-    collectives.barrier()
+    written = checkpoints.temporary(directory, step)
+    writer.results.files.clear()
+    dist_checkpointing.save(_state(model, optimizer, loading=False), str(written))
+    sealed = _everyones_files(written)
     if first:
         others_part()
-        facts = {"step": step, "family": family_of(model.hf).name, **_kind(config, model)}
-        checkpoints.finish(directory, step, facts, config.trainer.keep_checkpoints)
+        checkpoints.finish(directory, step, _facts(config, step, model), section.keep_checkpoints, section.keep_every, sealed)
     collectives.barrier()
     return checkpoints.directory(directory, step)
+
+
+def _everyones_files(written: Path) -> Manifest:
+    """Return size and digest of the files that Megatron's writers have written and synced; each rank reads its own. Collective.
+
+    Raises:
+        OSError: a rank cannot read a file of its own; all other ranks raise `StorageError` with its reason.
+    """
+    mine: Manifest = {}
+    failure: OSError | None = None
+    try:
+        mine = {name: manifest.seal(written / name) for name in writer.results.files}
+    except OSError as error:
+        failure = error
+    found = collectives.everyones((mine, str(failure or "")))
+    if failure is not None:
+        raise failure
+    for rank, (_, why) in enumerate(found):
+        if why:
+            raise StorageError(f"checkpoint: rank {rank} cannot read what it wrote: {why}")
+    return {name: sealed for files, _ in found for name, sealed in files.items()}
+
+
+def _facts(config: Config, step: int, model: Model) -> dict[str, Any]:
+    parts = ["adapter" if model.adapter is not None else "weights", "optimizer"]
+    return {
+        "step": step,
+        "family": family_of(model.hf).name,
+        **_kind(config, model),
+        **facts_of(config, model.hf),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "time": time.time(),
+        "parts": [*parts, *(["curriculum"] if config.task.curriculum.enabled else [])],
+    }
 
 
 def as_saved(config: Config, checkpoint: Path | None) -> Config:

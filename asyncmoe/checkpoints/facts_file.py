@@ -1,63 +1,17 @@
-"""Checkpoint directories: `RUN/checkpoints/step-00000012/`, either complete or absent.
-
-A checkpoint is written under a temporary name and renamed once every rank has written its part, so a kill at any moment
-leaves the previous checkpoint usable.
-"""
+"""What a checkpoint says of the run that wrote it (`asyncmoe.json`), and the checks that refuse to resume from it."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncmoe.checkpoints.manifest import unreadable
 from asyncmoe.errors import DataError
 
-_PREFIX = "step-"
-_WRITING = ".writing"
-_FACTS = "asyncmoe.json"
-
-
-def directory(run_dir: Path, step: int) -> Path:
-    """Return the final directory of the checkpoint of `step`."""
-    return run_dir / "checkpoints" / f"{_PREFIX}{step:08d}"
-
-
-def newest(run_dir: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step, or None."""
-    complete = [path for path in (run_dir / "checkpoints").glob(f"{_PREFIX}*") if (path / _FACTS).is_file() and not path.suffix]
-    return max(complete, default=None)
-
-
-def temporary(run_dir: Path, step: int) -> Path:
-    """Return the directory that holds the checkpoint of `step` until it is complete."""
-    return directory(run_dir, step).with_suffix(_WRITING)
-
-
-def start(run_dir: Path, step: int) -> None:
-    """Create an empty temporary directory for `step`; delete the remains of killed saves."""
-    give_up(run_dir)
-    temporary(run_dir, step).mkdir(parents=True)
-
-
-def give_up(run_dir: Path) -> None:
-    """Delete incomplete checkpoints."""
-    for half in (run_dir / "checkpoints").glob(f"{_PREFIX}*{_WRITING}"):
-        shutil.rmtree(half, ignore_errors=True)
-
-
-def finish(run_dir: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
-    """Make the checkpoint of `step` visible and delete all but the newest `keep`."""
-    final = directory(run_dir, step)
-    written = temporary(run_dir, step)
-    (written / _FACTS).write_text(json.dumps(facts, indent=1))
-    shutil.rmtree(final, ignore_errors=True)
-    written.rename(final)
-    complete = sorted(path for path in final.parent.glob(f"{_PREFIX}*") if not path.suffix)
-    for old in complete[:-keep]:
-        shutil.rmtree(old)
-    return final
+FACTS = "asyncmoe.json"
+_MOST_BYTES = 1 << 20
 
 
 def facts(checkpoint: Path) -> dict[str, Any]:
@@ -65,13 +19,19 @@ def facts(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DataError: the file of facts is missing or malformed.
+        UserError: this process cannot read it.
     """
+    path, expected = checkpoint / FACTS, "the facts of a checkpoint, a mapping with the key step"
     try:
-        values = json.loads((checkpoint / _FACTS).read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(str(checkpoint), got=str(error), expected=f"a checkpoint with {_FACTS}") from error
-    if not isinstance(values, dict) or "step" not in values:
-        raise DataError(str(checkpoint / _FACTS), got=str(values)[:80], expected="a mapping with the key step")
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise DataError(str(path), got=f"{size} bytes", expected=expected)
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(str(path), got=unreadable(path, error), expected=expected) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(str(path), got=str(error) if size else "an empty file", expected=expected) from error
+    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        raise DataError(str(path), got=str(values)[:80], expected=expected)
     return values
 
 

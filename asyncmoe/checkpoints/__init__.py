@@ -1,0 +1,27 @@
+"""Checkpoints of a run: their directories, manifests, facts, and the copies of them in a second place.
+
+- `directories`: written under a temporary name, renamed when complete; retention.
+- `manifest`: size and digest of every file.
+- `facts_file`: what a checkpoint says of the run that wrote it, and what refuses to resume from it.
+- `intact`: the newest checkpoint without damage.
+"""
+
+from __future__ import annotations
+
+from asyncmoe.checkpoints.directories import directory, finish, give_up, newest, set_aside, start, temporary
+from asyncmoe.checkpoints.facts_file import check_family, check_kind, facts
+from asyncmoe.checkpoints.intact import survey
+
+__all__ = [
+    "check_family",
+    "check_kind",
+    "directory",
+    "facts",
+    "finish",
+    "give_up",
+    "newest",
+    "set_aside",
+    "start",
+    "survey",
+    "temporary",
+]

@@ -1,0 +1,156 @@
+"""Copies new checkpoints of a run to its second place, in a thread of the supervisor, while the run goes on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from pathlib import Path
+from types import TracebackType
+
+from asyncmoe.checkpoints import copies, directories
+from asyncmoe.checkpoints.copies import KEY, SecondPlace
+from asyncmoe.checkpoints.manifest import Sealed
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
+
+log = logging.getLogger(__name__)
+_POLL_S, _JOIN_S = 1.0, 0.25
+_TRIES, _RETRY_S = 3, 2.0
+"""Attempts at a checkpoint, and seconds before the second, which double."""
+_ANSWER_S = 60.0
+LAST_S = 900.0
+"""Seconds that the end of a run waits for the copy of its last checkpoint."""
+
+
+def check(config: Config) -> None:
+    """Refuse a second place that does not answer, or that has copies although the run has no checkpoint.
+
+    Raises:
+        UserError: see `copies.place_of`; or the place fails, or its copies are another run's or should be brought back first.
+    """
+    url, run_dir = config.trainer.checkpoint_copy, config.run.dir
+    if url is None:
+        return
+    place = copies.place_of(url, run_dir)
+    try:
+        steps = _within(_ANSWER_S, place)
+    except AsyncmoeError as error:
+        raise ConfigError(KEY, got=str(error), expected="a place that can be listed") from error
+    if steps and directories.newest(run_dir) is None:
+        hint = f"asyncmoe checkpoints {run_dir} --restore {place.shown.rpartition('/')[0]} brings it back; or name another place"
+        raise ConfigError(KEY, got=f"{place.shown} with a copy of step {steps[-1]}", expected=f"none, as {run_dir} has none", hint=hint)
+
+
+def _within(seconds: float, place: SecondPlace) -> list[int]:
+    """List the complete copies, but wait no longer than `seconds`: a client may retry for minutes."""
+    answer: Future[list[int]] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(copies.complete(place))
+        except Exception as error:  # noqa: BLE001  passed to the caller
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="second place", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except Late:
+        raise WaitTimeout(place.shown, "a list of its copies", seconds) from None
+    except AsyncmoeError:
+        raise
+    except Exception as error:
+        raise AsyncmoeError(f"{place.shown}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+class Copier:
+    """Sends each new checkpoint, the newest first; one that a newer replaces meanwhile may be left out. Use as a context manager.
+
+    A failure is said once, until a copy succeeds, and never ends the run. At the end of the block the last checkpoint is awaited for
+    `LAST_S`, unless the run has failed or the user ended it at once: its next start copies what is missing.
+
+    Args:
+        asked_to_end: how often the user has asked the run to end; once more ends the wait for the last checkpoint.
+    """
+
+    def __init__(self, config: Config, asked_to_end: Callable[[], int] = lambda: 0) -> None:
+        self._asked_to_end = asked_to_end
+        self._section, self._run_dir = config.trainer, config.run.dir
+        self._place = None if self._section.checkpoint_copy is None else copies.place_of(self._section.checkpoint_copy, self._run_dir)
+        self._ending, self._now = threading.Event(), threading.Event()
+        self._done: Path | None = None
+        self._failing = False
+        self._thread = threading.Thread(target=self._work, name="checkpoint copies", daemon=True)
+
+    def __enter__(self) -> Copier:
+        if self._place is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._place is None:
+            return
+        if kind is not None:
+            self._now.set()
+        self._ending.set()
+        if self._now.is_set():
+            return
+        begin, told, asked = time.monotonic(), False, self._asked_to_end()
+        while self._thread.is_alive() and self._asked_to_end() == asked and time.monotonic() - begin < LAST_S:
+            self._thread.join(_JOIN_S)
+            if not told and time.monotonic() - begin > _POLL_S:
+                told = True
+                _say(f"copying the last checkpoint to {self._place.shown} (Ctrl-C ends without it)")
+        if self._thread.is_alive():
+            self._now.set()
+            _say(f"{KEY}: the last checkpoint was not copied within {time.monotonic() - begin:.0f} s, and is left out")
+
+    def _work(self) -> None:
+        assert self._place is not None
+        while not self._now.is_set():
+            last = self._ending.is_set()  # before the look, so that the last checkpoint is seen
+            newest = directories.newest(self._run_dir)
+            if newest is not None and newest != self._done:
+                self._copy(newest, self._place)
+                self._done = newest
+            elif last:
+                return
+            else:
+                self._ending.wait(_POLL_S)
+
+    def _copy(self, checkpoint: Path, place: SecondPlace) -> None:
+        sent: dict[str, Sealed] = {}
+        begin = time.monotonic()
+        for attempt in range(1, _TRIES + 1):
+            try:
+                copies.send(checkpoint, place, sent)
+                copies.prune(place, self._section.keep_checkpoints, self._section.keep_every)
+            except Exception as error:  # noqa: BLE001  every package has errors of its own; all are said
+                if not checkpoint.is_dir():  # a newer one has taken its place
+                    return
+                if attempt == _TRIES:
+                    self._failed(checkpoint, place, error)
+                elif self._now.wait(_RETRY_S * 2 ** (attempt - 1)):
+                    return
+            else:
+                if self._failing:
+                    _say(f"{KEY}: {checkpoint.name} is copied to {place.shown}: copies succeed again")
+                self._failing = False
+                log.info("copied %s to %s in %.1f s", checkpoint.name, place.shown, time.monotonic() - begin)
+                return
+
+    def _failed(self, checkpoint: Path, place: SecondPlace, error: Exception) -> None:
+        why = copies.without_credentials(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        if not self._failing:
+            _say(
+                f"{KEY}: {checkpoint.name} was not copied to {place.shown}: {why}; the run goes on, and the next checkpoint is tried again"
+            )
+        self._failing = True
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

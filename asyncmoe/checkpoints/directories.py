@@ -1,0 +1,152 @@
+"""Checkpoint directories: `RUN/checkpoints/step-00000012/`, either complete or absent.
+
+A checkpoint is written under a temporary name. When every rank has written its part, all files and the directory are on their disk before
+the directory is renamed, and the rename before older checkpoints are deleted: a kill or a power cut at any moment leaves a complete one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.checkpoints import manifest
+from asyncmoe.checkpoints.facts_file import FACTS
+from asyncmoe.checkpoints.manifest import Manifest
+
+FOLDER = "checkpoints"
+_PREFIX = "step-"
+_COMPLETE = re.compile(rf"{_PREFIX}(\d{{8,}})")
+WRITING, DELETING, DAMAGED = ".writing", ".deleting", ".damaged"
+
+
+def directory(run_dir: Path, step: int) -> Path:
+    """Return the final directory of the checkpoint of `step`."""
+    return run_dir / FOLDER / name_of(step)
+
+
+def name_of(step: int) -> str:
+    """Return the name of the directory of the checkpoint of `step`."""
+    return f"{_PREFIX}{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a complete checkpoint by the name of its directory; None if it names none."""
+    found = _COMPLETE.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """Return the complete checkpoints, damaged or not, by step."""
+    found = [path for path in (run_dir / FOLDER).glob(f"{_PREFIX}*") if step_of(path.name) is not None and path.is_dir()]
+    return sorted(found, key=lambda path: step_of(path.name) or 0)
+
+
+def newest(run_dir: Path) -> Path | None:
+    """Return the complete checkpoint of the highest step, or None. See `asyncmoe.checkpoints.intact` for what is in it."""
+    return next(reversed(complete(run_dir)), None)
+
+
+def temporary(run_dir: Path, step: int) -> Path:
+    """Return the directory that holds the checkpoint of `step` until it is complete."""
+    return directory(run_dir, step).with_suffix(WRITING)
+
+
+def start(run_dir: Path, step: int) -> None:
+    """Create an empty temporary directory for `step`; delete the remains of killed saves."""
+    give_up(run_dir)
+    temporary(run_dir, step).mkdir(parents=True)
+
+
+def give_up(run_dir: Path) -> None:
+    """Delete incomplete checkpoints."""
+    for suffix in (WRITING, DELETING):
+        for half in (run_dir / FOLDER).glob(f"{_PREFIX}*{suffix}"):
+            shutil.rmtree(half, ignore_errors=True)
+
+
+def finish(run_dir: Path, step: int, facts: Mapping[str, Any], keep: int, keep_every: int = 0, sealed: Manifest | None = None) -> Path:
+    """Make the checkpoint of `step` visible, and delete those that are no longer kept (see `kept`).
+
+    Args:
+        sealed: files that are on their disk already, such as those of other ranks; all other files are read and synced here.
+
+    Raises:
+        OSError: a file cannot be read, written or synced; the checkpoint is then not visible.
+    """
+    written = temporary(run_dir, step)
+    (written / FACTS).write_text(json.dumps({**facts, "manifest": 1}, indent=1))
+    publish(written, directory(run_dir, step), sealed)
+    prune(run_dir, keep, keep_every)
+    return directory(run_dir, step)
+
+
+def publish(written: Path, final: Path, sealed: Manifest | None = None) -> None:
+    """Write the manifest of a directory, have everything on its disk, and rename the directory. Arguments and errors as `finish`."""
+    files = dict(sealed or {})
+    for name in manifest.names_in(written):
+        if name not in files:
+            files[name] = manifest.seal(written / name, sync=True)
+    manifest.write(written, files)
+    for folder in (*(path for path in written.rglob("*") if path.is_dir()), written):
+        sync_directory(folder)
+    replaced = final.with_suffix(DELETING)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    written.rename(final)
+    sync_directory(final.parent)
+    sync_directory(final.parent.parent)  # of the first checkpoint the folder is new
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Have a directory's entries on its disk, on file systems that can. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as file systems in user space answer that cannot (fsync(2))
+            raise
+    finally:
+        os.close(handle)
+
+
+def kept(steps: Sequence[int], keep: int, keep_every: int) -> set[int]:
+    """Return the steps whose checkpoints stay: the newest `keep`, and the first at or after each multiple of `keep_every`, if it is not 0.
+
+    What is kept for a multiple stays kept whatever is saved later, because steps only grow.
+    """
+    stay = set(sorted(steps)[-keep:])
+    if keep_every:
+        first: dict[int, int] = {}
+        for step in sorted(steps):
+            first.setdefault(step // keep_every, step)
+        stay |= {step for multiple, step in first.items() if multiple}
+    return stay
+
+
+def prune(run_dir: Path, keep: int, keep_every: int) -> None:
+    """Delete complete checkpoints that `kept` does not name. One that is half deleted has another name."""
+    found = {step: path for path in complete(run_dir) if (step := step_of(path.name)) is not None}
+    for step in found.keys() - kept(list(found), keep, keep_every):
+        deleting = found[step].with_suffix(DELETING)
+        shutil.rmtree(deleting, ignore_errors=True)
+        found[step].rename(deleting)
+        shutil.rmtree(deleting)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint so that nothing resumes from it; return the new path. It is deleted by the user only."""
+    aside, number = checkpoint.with_suffix(DAMAGED), 1
+    while aside.exists():
+        number += 1
+        aside = checkpoint.with_suffix(f"{DAMAGED}-{number}")
+    checkpoint.rename(aside)
+    sync_directory(checkpoint.parent)
+    return aside

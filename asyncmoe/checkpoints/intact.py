@@ -1,0 +1,154 @@
+"""Which checkpoint a run resumes from: the newest that is as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncmoe.checkpoints import directories, manifest
+from asyncmoe.checkpoints.facts_file import facts
+from asyncmoe.errors import DataError
+
+QUICK_BYTES = 2 << 30
+"""Bytes of a checkpoint that are read before a run starts, smallest files first: a second or two. Trainer ranks read the whole."""
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A complete checkpoint that is not as it was written: the file, and how it differs."""
+
+    path: Path
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name} is damaged: {self.fault}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The checkpoints of a run.
+
+    Attributes:
+        newest: the newest without a fault; None if the run has no checkpoint.
+        damaged: those newer than `newest`, the newest first.
+        verifiable: `newest` has a manifest; checkpoints of before manifests have none.
+    """
+
+    newest: Path | None
+    damaged: Sequence[Damaged] = ()
+    verifiable: bool = True
+
+    @property
+    def lines(self) -> list[str]:
+        """What the user should know, before a run resumes."""
+        if self.newest is None:
+            return []
+        told = [f"checkpoint {one}; the run resumes from {self.newest.name}" for one in self.damaged]
+        if not self.verifiable:
+            told.append(f"checkpoint {self.newest.name} cannot be verified: it was saved by an asyncmoe that wrote no {manifest.MANIFEST}")
+        return told
+
+
+def survey(run_dir: Path, most_bytes: int | None = QUICK_BYTES) -> Survey:
+    """Find the newest checkpoint without a fault. Changes nothing.
+
+    Args:
+        most_bytes: as for `fault`.
+
+    Raises:
+        DataError: the run has checkpoints, and every one is damaged.
+    """
+    damaged: list[Damaged] = []
+    for path in reversed(directories.complete(run_dir)):
+        found = fault(path, most_bytes)
+        if found is None:
+            return Survey(path, tuple(damaged), manifest.read(path) is not None)
+        damaged.append(Damaged(path, found))
+    if damaged:
+        raise none_left(damaged)
+    return Survey(None)
+
+
+def fault(checkpoint: Path, most_bytes: int | None = None) -> str | None:
+    """Return which file of a checkpoint is damaged, and how; None if none is.
+
+    Args:
+        most_bytes: read the smallest files, up to this many bytes; compare only the sizes of all others. None: read all files.
+
+    Raises:
+        UserError: the checkpoint may be whole, but cannot be read here.
+    """
+    try:
+        listed = listing(checkpoint)
+        if listed is None:
+            return None
+        names = sorted(listed) if most_bytes is None else manifest.smallest(listed, most_bytes)
+        return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, names)
+    except DataError as error:
+        return _of(checkpoint, error)
+
+
+def fault_in_share(checkpoint: Path, rank: int, world: int) -> str | None:
+    """Like `fault`, for the files that one of `world` ranks verifies; together they read every file."""
+    try:
+        listed = listing(checkpoint)
+        if listed is None:
+            return None
+        return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, manifest.share(listed, rank, world))
+    except DataError as error:
+        return _of(checkpoint, error)
+
+
+def chosen(run_dir: Path, step: int | None) -> Path:
+    """Return the checkpoint of a step, or the newest, as somebody named it on the command line; it may be damaged.
+
+    Raises:
+        DataError: the run has no such checkpoint.
+    """
+    found = directories.complete(run_dir)
+    if not found:
+        raise DataError(str(run_dir), got="no complete checkpoint", expected="a run directory with checkpoints/step-*")
+    if step is None:
+        return found[-1]
+    if (wanted := directories.directory(run_dir, step)) not in found:
+        steps = ", ".join(str(directories.step_of(path.name)) for path in found)
+        raise DataError(f"--step {step}", got=f"no complete checkpoint of this step in {run_dir}", expected=f"one of {steps}")
+    return wanted
+
+
+def refused(checkpoint: Path, fault: str) -> DataError:
+    """Return the error for a damaged checkpoint that is to be exported; the choice of another is left to the user."""
+    older = [path for path in directories.complete(checkpoint.parent.parent) if path < checkpoint]
+    hint = f"--step {directories.step_of(older[-1].name)} takes the checkpoint before" if older else "the run has no older checkpoint"
+    return DataError(str(checkpoint), got=f"a damaged checkpoint: {fault}", expected="files as they were written", hint=hint)
+
+
+def listing(checkpoint: Path) -> manifest.Manifest | None:
+    """Return the manifest, without optional files that are deleted; None for a checkpoint of before manifests.
+
+    Raises:
+        DataError: facts or manifest are damaged, or the manifest is missing although the facts say that it was written.
+    """
+    listed = manifest.read(checkpoint)
+    if listed is None and "manifest" in facts(checkpoint):
+        raise DataError(str(checkpoint / manifest.MANIFEST), got="no such file", expected="the manifest of the checkpoint")
+    if listed is None:
+        return None
+    return {name: one for name, one in listed.items() if name not in manifest.OPTIONAL or (checkpoint / name).exists()}
+
+
+def none_left(damaged: Sequence[Damaged]) -> DataError:
+    """Return the error of a run all of whose checkpoints are damaged; the first of them is the newest."""
+    folder = damaged[0].path.parent
+    return DataError(
+        str(folder),
+        got="; ".join(map(str, damaged)),
+        expected="a checkpoint as it was written",
+        hint=f"bring a copy back (asyncmoe checkpoints {folder.parent} --restore URL), or delete {folder} to start over",
+    )
+
+
+def _of(checkpoint: Path, error: DataError) -> str:
+    """Say an error about a file of the checkpoint, without the path of the checkpoint."""
+    return f"{error.what.removeprefix(f'{checkpoint}/')}: got {error.got}"

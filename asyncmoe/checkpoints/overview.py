@@ -1,0 +1,112 @@
+"""What `asyncmoe checkpoints RUN` shows: every checkpoint of a run, what is in it, and whether it is as it was written."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from asyncmoe.checkpoints import directories, intact
+from asyncmoe.checkpoints.facts_file import FACTS, facts
+from asyncmoe.errors import DataError, gibibytes
+
+State = Literal["verified", "complete", "unverifiable", "damaged", "unfinished"]
+_MEANINGS: dict[State, str] = {
+    "verified": "all files are as they were written",
+    "complete": "all files have their sizes; --verify reads them",
+    "unverifiable": "complete, but of before manifests",
+    "damaged": "",
+    "unfinished": "being written, or left by a killed save",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointLine:
+    """A directory below RUN/checkpoints.
+
+    Attributes:
+        step: None if the name tells none.
+        saved: Unix time; None if unknown.
+        parts: what it covers, such as "weights", "optimizer", "curriculum"; empty if unknown.
+        fault: the damaged file and how it differs; "" unless `state` is damaged.
+    """
+
+    name: str
+    step: int | None
+    saved: float | None
+    nbytes: int
+    parts: tuple[str, ...]
+    state: State
+    fault: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The line of a table."""
+        when = "?" if self.saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.saved))
+        told = self.fault or _MEANINGS[self.state]
+        return (self.name, when, gibibytes(self.nbytes), ", ".join(self.parts) or "?", f"{self.state}: {told}")
+
+
+def overview(run_dir: Path, *, verify: bool = False) -> list[CheckpointLine]:
+    """Look at all checkpoints of a run, by name. Changes nothing.
+
+    Args:
+        verify: read all files of complete checkpoints; otherwise only sizes are compared.
+
+    Raises:
+        DataError: there is no folder of checkpoints.
+        UserError: a file cannot be read, although it may be whole.
+    """
+    folder = run_dir / directories.FOLDER
+    if not folder.is_dir():
+        found = f"no {directories.FOLDER} in it" if run_dir.is_dir() else "no such directory"
+        raise DataError("RUN", got=f"{run_dir}: {found}", expected="the directory of a run that saved a checkpoint")
+    return [_line(path, verify) for path in sorted(folder.iterdir()) if path.is_dir() and path.name.startswith("step-")]
+
+
+def table(lines: Sequence[CheckpointLine]) -> str:
+    """Return lines as a table for people, in columns of equal width."""
+    rows = [("checkpoint", "saved", "size", "covers", "state"), *(line.cells for line in lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows)
+
+
+def _line(path: Path, verify: bool) -> CheckpointLine:
+    step = directories.step_of(path.name.partition(".")[0])
+    nbytes = sum(map(_size, path.rglob("*")))
+    saved, parts = _told(path)
+    if directories.DAMAGED in path.name:
+        fault = intact.fault(path, None if verify else 0) or "set aside because a file was damaged"
+        return CheckpointLine(path.name, step, saved, nbytes, parts, "damaged", fault)
+    if directories.step_of(path.name) is None:
+        return CheckpointLine(path.name, step, saved, nbytes, parts, "unfinished")
+    if (found := intact.fault(path, None if verify else 0)) is not None:
+        return CheckpointLine(path.name, step, saved, nbytes, parts, "damaged", found)
+    state: State = "unverifiable" if intact.listing(path) is None else "verified" if verify else "complete"
+    return CheckpointLine(path.name, step, saved, nbytes, parts, state)
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; 0 for a directory, and for a file that a save has just renamed or deleted."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+def _told(path: Path) -> tuple[float | None, tuple[str, ...]]:
+    """Return when a checkpoint was saved and what it covers, as its facts say; of before facts said so, as its files do."""
+    try:
+        told = facts(path)
+        written = (path / FACTS).stat().st_mtime
+    except (DataError, OSError):
+        return None, ()
+    saved, parts = told.get("time", written), told.get("parts")
+    if not isinstance(parts, list):
+        trained = "adapter" if told.get("train") == "lora" else "weights"
+        parts = [trained, "optimizer", *(["curriculum"] if (path / "curriculum.npz").exists() else [])]
+    return float(saved) if isinstance(saved, int | float) else written, tuple(map(str, parts))

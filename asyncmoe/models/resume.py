@@ -1,0 +1,65 @@
+"""What a checkpoint records of model and run, so that a resume that cannot succeed is refused before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncmoe import checkpoints
+from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError
+from asyncmoe.models.families import family_of
+
+_ELSEWHERE = "or choose another run.dir"
+
+
+def facts_of(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the seed, the model's sizes and the trainer's layout, for a checkpoint's facts."""
+    section = config.trainer
+    layout = {"ranks": section.ranks, "tp": section.tp, "pp": section.pp, "vpp": section.vpp, "ep": section.ep, "etp": section.expert_tp}
+    return {"seed": config.run.seed, "model": sizes_of(hf), "layout": layout}
+
+
+def sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a model that decide the shapes of its tensors."""
+    shape = family_of(hf).shape_of(hf)
+    return {
+        "layers": shape.layers,
+        "layers without experts": len(shape.dense_layers),
+        "hidden size": shape.hidden,
+        "attention heads": shape.heads,
+        "key-value heads": shape.kv_heads,
+        "head size": shape.head_dim,
+        "vocabulary": shape.vocab,
+        "dense width": shape.dense_width,
+        "experts": shape.experts,
+        "expert width": shape.expert_width,
+        "shared width": shape.shared_width,
+        "tied embeddings": int(shape.tied),
+    }
+
+
+def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse to resume another run, as far as a checkpoint tells: family, kind of training, sizes of the model, seed, dtype.
+
+    Facts that an older checkpoint lacks are not compared. Parallel sizes may change, except between `trainer.ep` 1 and more.
+
+    Raises:
+        ConfigError, DataError: names what differs, and what the checkpoint needs.
+    """
+    checkpoints.check_family(checkpoint, family_of(hf).name)
+    checkpoints.check_kind(checkpoint, config.checkpoint_kind, recorded=True)
+    saved, name = checkpoints.facts(checkpoint), checkpoint.name
+    sizes = saved.get("model", {})
+    for what, now in sizes_of(hf).items():
+        if (then := sizes.get(what, now)) != now:
+            hint = f"set model.path to the model that the run began with, {_ELSEWHERE}"
+            raise ConfigError("model.path", got=f"a model with {what} {now}", expected=f"{what} {then}, as {name} has", hint=hint)
+    if (seed := saved.get("seed", config.run.seed)) != config.run.seed:
+        hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
+        raise ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
+    dtype = saved.get("dtype", config.trainer.dtype)
+    if config.trainer.dtype not in (dtype, "auto"):
+        hint = f"set trainer.dtype={dtype}, {_ELSEWHERE}"
+        raise ConfigError("trainer.dtype", got=config.trainer.dtype, expected=f"{dtype}, as {name} was made with", hint=hint)

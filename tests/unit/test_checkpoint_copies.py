@@ -1,0 +1,238 @@
+"""Copies of checkpoints in a second place: fsspec's own file systems, local and in memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner
+
+from asyncmoe import checkpoints, cli, installed
+from asyncmoe.checkpoints import copier, copies, directories, intact
+from asyncmoe.checkpoints.copier import Copier
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import AsyncmoeError, DataError, Interrupted, UserError
+from asyncmoe.launch import local
+from tests.unit.test_checkpoints import FILES, flip, saved
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield "memory://asyncmoe-copies/a" if request.param == "memory" else f"file://{tmp_path}/second place"
+    MemoryFileSystem.store.clear()
+
+
+def config(run: Path, url: str | None, **more: Any) -> Config:
+    values = {"run": {"dir": str(run), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    return parse({**values, "trainer": {"checkpoint_copy": url, **more}})
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_copy_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run ä"
+    path = saved(run, 7, files={**FILES, "part/of a folder": b"x" * 9, "empty": b""})
+    before = contents(path)
+    place = copies.place_of(url, run)
+    copies.send(path, place, {})
+    assert copies.complete(place) == [7]
+    path.rename(tmp_path / "lost")
+    assert copies.restore(url, run) == path
+    assert contents(path) == before
+    assert intact.fault(path) is None
+    with pytest.raises(DataError, match="got a checkpoint without damage"):
+        copies.restore(url, run)
+    flip(path / "common.pt")
+    assert copies.restore(url, run, 7) == path
+    assert contents(path) == before
+    assert (path.parent / "step-00000007.damaged").is_dir()
+
+
+def test_a_copy_is_without_what_the_user_deleted(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    path = saved(run, 7, files={**FILES, "curriculum.npz": b"1234"})
+    (path / "curriculum.npz").unlink()
+    copies.send(path, copies.place_of(url, run), {})
+    path.rename(tmp_path / "lost")
+    assert intact.fault(copies.restore(url, run)) is None
+    assert not (path / "curriculum.npz").exists()
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "common.pt"])
+def test_a_copy_that_is_not_whole_is_never_brought_back(lost: str, url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    path = saved(run, 3)
+    place = copies.place_of(url, run)
+    copies.send(path, place, {})
+    place.files.rm_file(f"{place.folder(3)}/{lost}")
+    path.rename(tmp_path / "lost")
+    with pytest.raises(AsyncmoeError, match="no complete copy" if lost == "manifest.json" else "common.pt|No such file"):
+        copies.restore(url, run)
+    assert checkpoints.newest(run) is None
+
+
+def test_a_changed_copy_is_refused_with_the_files_name(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    path = saved(run, 3)
+    place = copies.place_of(url, run)
+    copies.send(path, place, {})
+    place.files.pipe_file(f"{place.folder(3)}/common.pt", b"d" * 900)
+    path.rename(tmp_path / "lost")
+    with pytest.raises(DataError, match=r"common\.pt: got 900 bytes of CRC-32C"):
+        copies.restore(url, run)
+    place.files.pipe_file(f"{place.folder(3)}/common.pt", b"d" * 10**6)
+    with pytest.raises(DataError, match="got 901 bytes"):
+        copies.restore(url, run)
+    assert checkpoints.newest(run) is None
+
+
+def test_a_damaged_checkpoint_is_not_copied(url: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "run", 3)
+    flip(path / "__0_0.distcp")
+    place = copies.place_of(url, tmp_path / "run")
+    with pytest.raises(DataError, match=r"__0_0\.distcp: got 10240 bytes of CRC-32C"):
+        copies.send(path, place, {})
+    assert copies.complete(place) == []
+
+
+def test_the_run_copies_what_it_saves_and_keeps_as_many(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    place = copies.place_of(url, run)
+    settings = config(run, url, keep_checkpoints=2, keep_every=100)
+    for last in (100, 120, 140, 160):
+        with Copier(settings):  # whose end waits for the copy
+            saved(run, last, keep=2, keep_every=100)
+    assert copies.complete(place) == [100, 140, 160]
+    assert [directories.step_of(path.name) for path in directories.complete(run)] == [100, 140, 160]
+
+
+class Failing(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Fails to write one file, as often as told."""
+
+    protocol = "failing"
+    cachable = False
+    left = 0
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        if "w" in mode and path.endswith("common.pt") and Failing.left:
+            Failing.left -= 1
+            raise PermissionError(f"403 for https://user:secret@store/{path}")
+        return super()._open(path, mode, **more)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    monkeypatch.setattr(copier, "_RETRY_S", 0.01)
+    yield "failing://place"
+    MemoryFileSystem.store.clear()
+
+
+def test_a_failure_is_tried_again(failing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Failing.left = 2
+    with Copier(config(tmp_path / "run", failing)):
+        saved(tmp_path / "run", 1)
+    assert copies.complete(copies.place_of(failing, tmp_path / "run")) == [1]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failure_that_lasts_is_said_once_and_the_run_goes_on(failing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    place = copies.place_of(failing, run)
+    left = {1: 3, 2: 0, 3: 0}
+    Failing.left = 6
+    with Copier(config(run, failing)):
+        for step in left:
+            saved(run, step)
+            until = time.monotonic() + 10
+            while Failing.left > left[step] and time.monotonic() < until:
+                time.sleep(0.01)
+    assert copies.complete(place) == [3]
+    first, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("trainer.checkpoint_copy: step-00000001 was not copied to failing://place/run: PermissionError: 403 for ")
+    assert first.endswith("; the run goes on, and the next checkpoint is tried again")
+    assert "secret" not in first
+    assert last.startswith("trainer.checkpoint_copy: step-00000003 is copied to failing://place/run")
+
+
+def test_a_run_that_is_ended_at_once_waits_for_no_copy(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Failing.left = 10**9
+    monkeypatch.setattr(copier, "_RETRY_S", 1000)
+    saved(tmp_path / "run", 1)
+    begin = time.monotonic()
+    with pytest.raises(Interrupted), Copier(config(tmp_path / "run", failing)):
+        raise Interrupted("ended at once")
+    assert time.monotonic() - begin < 5
+
+
+def test_the_wait_for_the_last_copy_ends_when_the_user_asks_again(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Failing.left = 10**9
+    monkeypatch.setattr(copier, "_RETRY_S", 1000)
+    saved(tmp_path / "run", 1)
+    begin = time.monotonic()
+    with Copier(config(tmp_path / "run", failing), lambda: 1 + (time.monotonic() > begin + 1.5)):
+        pass
+    assert time.monotonic() - begin < 10
+    first, last = capfd.readouterr().err.splitlines()
+    assert first == "copying the last checkpoint to failing://place/run (Ctrl-C ends without it)"
+    assert last.startswith("trainer.checkpoint_copy: the last checkpoint was not copied within ")
+
+
+@pytest.mark.parametrize("url", ["nosuchkind://x", "s3://bucket/x"])
+def test_a_place_that_cannot_be_opened_is_refused_before_the_run(url: str, tmp_path: Path) -> None:
+    if url.startswith("s3") and installed.has("s3fs"):
+        pytest.skip("s3fs is installed")
+    with pytest.raises(
+        UserError, match=r"trainer\.checkpoint_copy: got .*, expected a URL that fsspec can open; s3:// needs pip install s3fs"
+    ):
+        copier.check(config(tmp_path / "run", url))
+
+
+def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    path = saved(run, 3)
+    copier.check(config(run, url))
+    copies.send(path, copies.place_of(url, run), {})
+    copier.check(config(run, url))
+    copier.check(config(run, None))
+    path.rename(tmp_path / "lost")
+    with pytest.raises(
+        UserError, match=r"run with a copy of step 3, expected none, as .*run has none; asyncmoe checkpoints .*run --restore "
+    ):
+        copier.check(config(run, url))
+
+
+def test_the_command_brings_a_copy_back_and_lists_it(tmp_path: Path) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/place"
+    path = saved(run, 3)
+    copies.send(path, copies.place_of(url, run), {})
+    path.rename(tmp_path / "lost")
+    asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url, "--verify"])
+    assert asked.exit_code == 0, asked.output
+    first, _, line = asked.output.splitlines()
+    assert first == f"brought back {path}"
+    assert line.startswith("step-00000003  ")
+    assert line.endswith("verified: all files are as they were written")
+    flip(path / "common.pt")
+    asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--verify", "--json"])
+    assert asked.exit_code == 1
+    told = json.loads(asked.output)
+    assert (told["step"], told["state"], told["parts"]) == (3, "damaged", ["weights", "optimizer"])
+    assert told["fault"].startswith("common.pt has other content")
+    with local.claim(run), pytest.raises(UserError, match="in use by another run"):
+        CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url], catch_exceptions=False)
+
+
+def test_credentials_are_not_shown() -> None:
+    assert copies.without_credentials("s3://key:secret@bucket/x") == "s3://bucket/x"
+    assert copies.without_credentials("s3://bucket/x@y") == "s3://bucket/x@y"

@@ -1,0 +1,292 @@
+"""Directories, manifests and retention of checkpoints, on files of any content."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe import checkpoints
+from asyncmoe.checkpoints import directories, intact, manifest
+from asyncmoe.errors import DataError, UserError
+from asyncmoe.trajectory import _C
+
+FILES = {"__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b"\x07" * 5000, ".metadata": b"m" * 300, "common.pt": b"c" * 900}
+
+
+def saved(run: Path, step: int, keep: int = 9, keep_every: int = 0, files: dict[str, bytes] | None = None) -> Path:
+    checkpoints.start(run, step)
+    for name, content in (FILES if files is None else files).items():
+        path = checkpoints.temporary(run, step) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    return checkpoints.finish(run, step, {"step": step}, keep, keep_every)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped": (lambda at: flip(at / "__0_0.distcp"), "__0_0.distcp has other content (CRC-32C "),
+    "cut": (lambda at: os.truncate(at / "__1_0.distcp", 4999), "__1_0.distcp has 4999 bytes, expected 5000"),
+    "missing": (lambda at: (at / "__1_0.distcp").unlink(), "__1_0.distcp cannot be read (No such file or directory)"),
+    "metadata cut": (lambda at: os.truncate(at / ".metadata", 10), ".metadata has 10 bytes, expected 300"),
+    "empty facts": (lambda at: os.truncate(at / "asyncmoe.json", 0), "asyncmoe.json has 0 bytes, expected "),
+    "no facts": (lambda at: (at / "asyncmoe.json").unlink(), "asyncmoe.json cannot be read"),
+    "no manifest": (lambda at: (at / "manifest.json").unlink(), "manifest.json: got no such file"),
+    "manifest cut": (lambda at: os.truncate(at / "manifest.json", 60), "manifest.json: got JSONDecodeError"),
+    "manifest flipped": (lambda at: flip(at / "manifest.json"), "manifest.json: got "),
+    "a folder in place of a part": (lambda at: folder_instead(at / "common.pt"), "common.pt "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_is_taken(damage: str, tmp_path: Path) -> None:
+    before, newest = saved(tmp_path, 8), saved(tmp_path, 12)
+    assert checkpoints.survey(tmp_path).newest == newest
+    change, said = DAMAGES[damage]
+    change(newest)
+    found = checkpoints.survey(tmp_path)
+    assert found.newest == before
+    (line,) = found.lines
+    assert line.startswith(f"checkpoint step-00000012 is damaged: {said}")
+    assert line.endswith("; the run resumes from step-00000008")
+    shares = [intact.fault_in_share(newest, rank, 3) for rank in range(3)]
+    assert any(share is not None and share.startswith(said) for share in shares)
+
+
+def test_nothing_is_taken_if_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    flip(saved(tmp_path, 3) / "common.pt")
+    (saved(tmp_path, 4) / ".metadata").unlink()
+    with pytest.raises(DataError) as refused:
+        checkpoints.survey(tmp_path)
+    assert "step-00000004 is damaged: .metadata cannot be read" in str(refused.value)
+    assert "step-00000003 is damaged: common.pt has other content" in str(refused.value)
+    assert [path.name for path in directories.complete(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_of_before_manifests_is_taken_and_said_to_be_unverified(tmp_path: Path) -> None:
+    old = saved(tmp_path, 5)
+    (old / "manifest.json").unlink()
+    (old / "asyncmoe.json").write_text(json.dumps({"step": 5}))
+    found = checkpoints.survey(tmp_path)
+    assert found.newest == old
+    assert found.lines == ["checkpoint step-00000005 cannot be verified: it was saved by an asyncmoe that wrote no manifest.json"]
+
+
+def test_the_measured_difficulties_may_be_deleted_but_not_damaged(tmp_path: Path) -> None:
+    path = saved(tmp_path, 5, files={**FILES, "curriculum.npz": b"1234"})
+    (path / "curriculum.npz").write_bytes(b"1235")
+    assert str(intact.fault(path)).startswith("curriculum.npz has other content")
+    (path / "curriculum.npz").unlink()
+    assert intact.fault(path) is None
+
+
+def test_a_later_format_is_refused_and_not_taken_for_damage(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    newest = saved(tmp_path, 2)
+    path = newest / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(UserError, match="got format 2, expected format 1; a later asyncmoe wrote it"):
+        checkpoints.survey(tmp_path)
+
+
+def test_a_file_that_this_machine_cannot_read_is_refused_and_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = saved(tmp_path, 2)
+
+    def stale(path: Path, *, sync: bool = False) -> manifest.Sealed:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(manifest, "seal", stale)
+    with pytest.raises(UserError, match="got Stale file handle, expected a file that can be read"):
+        intact.fault(newest)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", ""])
+def test_names_that_lead_out_of_the_checkpoint_are_refused(name: str, tmp_path: Path) -> None:
+    manifest.write(tmp_path, {name: manifest.Sealed(1, 2)})
+    with pytest.raises(DataError, match="a file named"):
+        manifest.read(tmp_path)
+
+
+def test_only_small_files_are_read_before_a_run_starts(tmp_path: Path) -> None:
+    path = saved(tmp_path, 2)
+    flip(path / "__0_0.distcp")
+    assert intact.fault(path, most_bytes=6000 + 900) is None
+    assert intact.fault(path) is not None
+    os.truncate(path / "__0_0.distcp", 3)
+    assert intact.fault(path, most_bytes=0) == "__0_0.distcp has 3 bytes, expected 10240"
+
+
+@given(
+    st.dictionaries(st.text(st.characters(codec="utf-8", exclude_characters="/\0."), min_size=1), st.integers(0, 1 << 40)),
+    st.integers(1, 9),
+)
+def test_ranks_share_all_files(sizes: dict[str, int], world: int) -> None:
+    files = {name: manifest.Sealed(size, 0) for name, size in sizes.items()}
+    shares = [manifest.share(files, rank, world) for rank in range(world)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    assert max(loads) <= sum(sizes.values()) / world + max(sizes.values(), default=0)
+
+
+@given(st.binary(max_size=1000), st.integers(0, 2**32 - 1))
+def test_a_manifest_comes_back(content: bytes, digest: int) -> None:
+    files = {"ä/b 1.distcp": manifest.Sealed(1 << 45, digest), "x": manifest.Sealed(len(content), _C.crc32c_by_table(content))}
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "x").write_bytes(content)
+        manifest.write(Path(place), files)
+        assert manifest.read(Path(place)) == files
+        assert manifest.seal(Path(place, "x"), sync=True) == files["x"]
+
+
+@given(st.lists(st.integers(0, 400), unique=True), st.integers(1, 4), st.integers(0, 60))
+def test_what_is_kept_does_not_depend_on_when_it_is_asked(steps: list[int], keep: int, every: int) -> None:
+    """A checkpoint that a save deletes would not have been kept by a later one."""
+    left: set[int] = set()
+    for step in sorted(steps):
+        left = directories.kept(sorted(left | {step}), keep, every)
+    assert left == directories.kept(sorted(steps), keep, every)
+    assert set(sorted(steps)[-keep:]) <= left
+    assert not every or {step // every for step in left} >= {step // every for step in steps if step >= every}
+
+
+def test_old_checkpoints_are_deleted_and_every_nth_stays(tmp_path: Path) -> None:
+    for step in range(0, 260, 20):
+        saved(tmp_path, step, keep=2, keep_every=50, files={"x": b"1"})
+    assert [directories.step_of(path.name) for path in directories.complete(tmp_path)] == [60, 100, 160, 200, 220, 240]
+    assert {path.suffix for path in (tmp_path / "checkpoints").iterdir()} == {""}
+
+
+def test_what_is_not_a_complete_checkpoint_is_none(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    for name in ("step-00000009.writing", "step-00000009.deleting", "step-00000009.damaged", "step-9", "step-0000001x", "notes"):
+        (place / name).mkdir(parents=True)
+    (place / "step-00000003").write_text("a file")
+    assert checkpoints.newest(tmp_path) is None
+    assert checkpoints.newest(tmp_path / "none") is None
+    path = saved(tmp_path, 123456789)
+    assert checkpoints.newest(tmp_path) == path
+    assert {one.name for one in place.iterdir() if one.is_dir()} == {"notes", "step-0000001x", "step-00000009.damaged", path.name, "step-9"}
+
+
+def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    again = saved(tmp_path, 4, files={"x": b"1"})
+    assert sorted(path.name for path in again.iterdir()) == ["asyncmoe.json", "manifest.json", "x"]
+    assert intact.fault(again) is None
+
+
+def test_set_aside_again_and_again(tmp_path: Path) -> None:
+    names = [checkpoints.set_aside(saved(tmp_path, 4)).name for _ in range(3)]
+    assert names == ["step-00000004.damaged", "step-00000004.damaged-2", "step-00000004.damaged-3"]
+    assert checkpoints.newest(tmp_path) is None
+
+
+def test_everything_is_on_its_disk_before_it_is_visible_and_the_rename_before_the_last_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of calls to the kernel, which is what a power cut cuts."""
+    run = tmp_path / "run"
+    saved(run, 1)
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def traced_fsync(handle: int) -> None:
+        calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+        fsync(handle)
+
+    def traced_rename(source: Path, target: Path) -> None:
+        calls.append(("rename", Path(target).name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(os, "rename", traced_rename)
+    saved(run, 2, keep=1)
+    visible = calls.index(("rename", "step-00000002"))
+    assert {name for call, name in calls[:visible] if call == "fsync"} == {
+        *FILES,
+        "asyncmoe.json",
+        "manifest.json",
+        "step-00000002.writing",
+    }
+    assert calls[visible - 1] == ("fsync", "step-00000002.writing")
+    assert calls[visible + 1] == ("fsync", "checkpoints")
+    assert calls.index(("rename", "step-00000001.deleting")) > visible + 1
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_without_fsync_of_directories_will_do(
+    number: int, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def of_files(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").is_dir():
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    if fails:
+        with pytest.raises(OSError, match="Input/output error"):
+            saved(tmp_path, 1)
+        assert checkpoints.newest(tmp_path) is None
+    else:
+        assert intact.fault(saved(tmp_path, 1)) is None
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_kill_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call that changes names on the disk is one at which the process is killed, in a save that also replaces and deletes."""
+    moments, newest = 0, set()
+    for last in range(1, 1000):
+        run = tmp_path / str(last)
+        for step in (1, 2):
+            saved(run, step, keep=2)
+        left = last
+
+        def killing(call: Callable[..., Any]) -> Callable[..., Any]:
+            def killed(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise Killed
+                return call(*arguments, **options)
+
+            return killed
+
+        with monkeypatch.context() as patched, contextlib.suppress(Killed):
+            for name in ("fsync", "rename", "unlink", "rmdir", "mkdir"):
+                patched.setattr(os, name, killing(getattr(os, name)))
+            saved(run, 2, keep=1, files={"x": b"again"})
+        found = checkpoints.survey(run)
+        assert found.newest is not None
+        assert not found.damaged
+        newest.add(found.newest.name)
+        assert intact.fault(saved(run, 3, keep=1)) is None
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
+        if left > 0:
+            break
+        moments += 1
+    assert moments > 20
+    assert newest == {"step-00000001", "step-00000002"}, "step 1 alone is left while step 2 is replaced"

@@ -1,0 +1,164 @@
+"""Commands take a run where it is, whatever directory its configuration names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncmoe import config as configuration
+from asyncmoe.checkpoints import intact, overview
+from asyncmoe.config import Config, moved
+from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.launch import export
+from asyncmoe.models import resume
+from tests.unit.test_checkpoints import flip, saved
+
+
+def written(run: Path, **more: Any) -> Config:
+    """A run's directory with its configuration."""
+    values = {"run": {"dir": str(run), "steps": 9}, "model": {"path": str(run / "model")}, "task": {"kind": "arithmetic"}, **more}
+    config = configuration.parse(values)
+    (run / "logs").mkdir(parents=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return config
+
+
+def test_the_directory_wins_and_paths_below_the_former_one_move_with_it(tmp_path: Path) -> None:
+    former, now = tmp_path / "runs/a", tmp_path / "elsewhere/b ü"
+    own = {"sets": {"near": {"kind": "jsonl", "path": str(former / "data/x.jsonl")}, "far": {"kind": "jsonl", "path": "/data/y.jsonl"}}}
+    config = written(former, evaluation=own)
+    now.parent.mkdir()
+    former.rename(now)
+    found = configuration.of_run(now)
+    assert found.run.dir == now
+    assert found.model.path == now / "model"
+    assert {name: one.path for name, one in found.evaluation.sets.items()} == {"near": now / "data/x.jsonl", "far": Path("/data/y.jsonl")}
+    assert found.digest == config.digest
+    assert configuration.of_run(now, ["run.steps=20"]).run.steps == 20
+    assert configuration.of_run(now, [f"run.dir={former}"]).model.path == former / "model"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    for path, found in ((tmp_path / "none", "no such directory"), (tmp_path, "no config.yaml in it")):
+        with pytest.raises(UserError, match=f"RUN: got .*: {found}, expected the directory of a run"):
+            configuration.of_run(path)
+    (tmp_path / "config.yaml").write_text("run: {}")
+    assert not moved.is_run(tmp_path)
+
+
+def test_the_file_of_a_moved_run_starts_no_other_run(tmp_path: Path) -> None:
+    former, now = tmp_path / "a", tmp_path / "b"
+    written(former)
+    moved.check_place(former / "config.yaml", ())
+    shutil.copytree(former, now)
+    with pytest.raises(
+        ConfigError, match=r"b/config.yaml: run\.dir: got .*/a, expected .*/b; the run was moved or copied: give .*/b instead"
+    ):
+        moved.check_place(now / "config.yaml", ())
+    moved.check_place(now / "config.yaml", [f"run.dir={former}"])
+
+
+def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks are told; tests/system runs them."""
+    former, now = tmp_path / "a", tmp_path / "b"
+    written(former)
+    saved(former, 1)
+    shutil.copytree(former, now)
+    saved(former, 2)
+    told: list[list[str]] = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, name: str, command: list[str], log: Path, environment: object) -> None:
+            told.append([*command[command.index("asyncmoe.trainer.export") + 1 :], str(log)])
+
+        def wait(self, seconds: float) -> bool:
+            return True
+
+        def end(self, seconds: float) -> None: ...
+
+    monkeypatch.setattr(export, "Child", Process)
+    export.export(now, tmp_path / "out")
+    export.export(former, tmp_path / "out")
+    export.export(former, tmp_path / "out", step=1)
+    assert [(run, step) for run, step, *_ in told] == [(str(now), "1"), (str(former), "2"), (str(former), "1")]
+    assert [Path(log) for *_, log in told] == [run / "logs/export.log" for run in (now, former, former)]
+
+
+def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    written(run)
+    with pytest.raises(DataError, match="got no complete checkpoint"):
+        export.export(run, tmp_path / "out")
+    saved(run, 3)
+    flip(saved(run, 12) / "common.pt")
+    with pytest.raises(DataError, match=r"--step 4: got no complete checkpoint of this step in .*, expected one of 3, 12"):
+        export.export(run, tmp_path / "out", step=4)
+    with pytest.raises(DataError, match=r"damaged checkpoint: common.pt has other content .*; --step 3 takes the checkpoint before"):
+        export.export(run, tmp_path / "out")
+    assert intact.fault(run / "checkpoints/step-00000003") is None
+
+
+QWEN: dict[str, Any] = {
+    **{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 16, "vocab_size": 320, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64},
+    **{"tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "line"),
+    [
+        ({"hidden_size": 128}, {}, "model.path: got a model with hidden size 128, expected hidden size 64, as step-00000004 has; "),
+        ({"num_experts": 16}, {}, "model.path: got a model with experts 16, expected experts 8, as step-00000004 has; "),
+        ({}, {"run": {"seed": 5}}, "run.seed: got 5, expected 0, as step-00000004 was made with; "),
+        ({}, {"trainer": {"dtype": "bfloat16"}}, "trainer.dtype: got bfloat16, expected float32, as step-00000004 was made with; "),
+        ({}, {"train": "lora"}, "step-00000004: optimizer state: got train = full, expected train = lora, as the configuration says"),
+        ({}, {"trainer": {"ranks": 2, "ep": 2}}, "step-00000004: optimizer state: got expert_parallel = False, expected expert_parallel"),
+        ({}, {"trainer": {"ranks": 2, "tp": 2}}, None),
+        ({}, {"trainer": {"ranks": 2, "pp": 2}}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(
+    changed: dict[str, Any], overrides: dict[str, Any], line: str | None, tmp_path: Path
+) -> None:
+    values: dict[str, Any] = {"run": {"dir": str(tmp_path), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    config = configuration.parse(values)
+    path = saved(tmp_path, 4)
+    facts = {"step": 4, "family": "qwen3_moe", "dtype": "float32", **config.checkpoint_kind, **resume.facts_of(config, QWEN)}
+    (path / "asyncmoe.json").write_text(json.dumps(facts))
+    asked = configuration.parse({**values, **{key: {**values[key], **one} if key in values else one for key, one in overrides.items()}})
+    if line is None:
+        resume.check(path, asked, {**QWEN, **changed})
+        return
+    with pytest.raises(UserError) as refused:
+        resume.check(path, asked, {**QWEN, **changed})
+    assert str(refused.value).startswith(line)
+
+
+def test_what_a_list_of_checkpoints_shows(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    flip(saved(tmp_path, 2) / "common.pt")
+    old = saved(tmp_path, 3)
+    (old / "manifest.json").unlink()
+    (old / "asyncmoe.json").write_text(json.dumps({"step": 3, "train": "lora", "time": 0.0}))
+    (tmp_path / "checkpoints/step-00000004.writing").mkdir()
+    states = [(line.step, line.state) for line in overview.overview(tmp_path)]
+    assert states == [(1, "complete"), (2, "complete"), (3, "unverifiable"), (4, "unfinished")]
+    lines = overview.overview(tmp_path, verify=True)
+    assert [line.state for line in lines] == ["verified", "damaged", "unverifiable", "unfinished"]
+    assert lines[1].fault.startswith("common.pt has other content")
+    assert lines[2].parts == ("adapter", "optimizer")
+    assert lines[2].saved == 0
+    head, *rows = overview.table(lines).splitlines()
+    assert head.split() == ["checkpoint", "saved", "size", "covers", "state"]
+    assert {row.index(line.state, 30) for row, line in zip(rows, lines, strict=True)} == {head.index("state")}
+    with pytest.raises(DataError, match=r"RUN: got .*none: no such directory"):
+        overview.overview(tmp_path / "none")

@@ -24,8 +24,8 @@ class JournalSection(Section):
     )
     max_bytes: Positive = Field(
         256 << 30,
-        description="Bound on the bytes of finished groups on disk. They are deleted once no checkpoint needs them; a full journal ends the "
-        "run, which loses nothing. Raise it, or save checkpoints more often (trainer.checkpoint_every).",
+        description="Bound on the bytes of finished groups on disk. They are deleted once no checkpoint needs them; a full journal ends "
+        "the run, which loses nothing. Raise it, or save checkpoints more often (trainer.checkpoint_every).",
     )
     segment_bytes: Positive = Field(256 << 20, description="Size of one file of the journal, which is deleted as a whole.")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncmoe.errors import DataError
 from asyncmoe.journal import payload, rows
 from asyncmoe.journal.belonging import Belonging
-from asyncmoe.journal.recovery import LeasedGroup, Recorded, RecordedGroup, RecordedLease, Recovered, recover
+from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, Recovered, recover
 from asyncmoe.journal.rows import Change, Draw
 from asyncmoe.journal.segments import Segments
 from asyncmoe.journal.states import FILE, States
@@ -82,7 +82,7 @@ class Journal(Unjournaled):
 
     keeps = True
 
-    def __init__(self, folder: Path, states: States, segments: Segments, recorded: Recorded, belonging: Belonging) -> None:
+    def __init__(self, folder: Path, states: States, segments: Segments, recorded: JournalRows, belonging: Belonging) -> None:
         self.folder, self.recorded, self._belonging = folder, recorded, belonging
         self._states, self._segments = states, segments
         self._accounts: Callable[[], Accounts] | None = None

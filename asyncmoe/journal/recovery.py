@@ -78,7 +78,7 @@ class RecordedLease:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class JournalRows:
     """All that a journal knows.
 
     Attributes:
@@ -121,7 +121,7 @@ class Recovered:
     lineage: int
 
 
-def recover(recorded: Recorded, step: int, base: int, batch: int, name: str) -> Recovered:
+def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) -> Recovered:
     """Return the state in which the queue of a trainer that has taken `step` steps begins.
 
     Args:
@@ -159,7 +159,7 @@ def recover(recorded: Recorded, step: int, base: int, batch: int, name: str) -> 
     )
 
 
-def live(recorded: Recorded, floor: int) -> frozenset[int]:
+def live(recorded: JournalRows, floor: int) -> frozenset[int]:
     """Return the segments whose payloads a run may still read that goes back no further than to the checkpoint of step `floor`."""
     return frozenset(group.place.segment for group in recorded.groups.values() if group.place is not None and needed(group, floor))
 
@@ -169,7 +169,7 @@ def needed(group: RecordedGroup, floor: int) -> bool:
     return group.state in ("begun", "waiting", "queued") or (group.step is not None and group.step >= floor)
 
 
-def _check(recorded: Recorded, replays: Iterable[RecordedLease], queued: Sequence[RecordedGroup], name: str) -> None:
+def _check(recorded: JournalRows, replays: Iterable[RecordedLease], queued: Sequence[RecordedGroup], name: str) -> None:
     for lease in replays:
         for one in lease.groups:
             group = recorded.groups.get(one.number)

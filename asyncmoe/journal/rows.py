@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.journal.recovery import LeasedGroup, Recorded, RecordedGroup, RecordedLease
+from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease
 from asyncmoe.journal.segment_format import Place
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
@@ -178,10 +178,10 @@ def facts(connection: sqlite3.Connection) -> Mapping[str, str]:
     return dict(connection.execute("SELECT name, value FROM facts"))
 
 
-def read(connection: sqlite3.Connection) -> Recorded:
+def read(connection: sqlite3.Connection) -> JournalRows:
     """Return all groups and leases."""
     known = facts(connection)
-    return Recorded(
+    return JournalRows(
         {group.number: group for group in _groups(connection)},
         {lease.step: lease for lease in _leases(connection)},
         int(known["first"]) if "first" in known else None,
@@ -194,8 +194,8 @@ def read(connection: sqlite3.Connection) -> Recorded:
 def _groups(connection: sqlite3.Connection) -> list[RecordedGroup]:
     named = "number, position, state, attempt, failures, step, episodes, writer, segment, offset, length"
     return [
-        RecordedGroup(*row[:7], place=None if row[10] is None else Place(*row[7:]))
-        for row in connection.execute(f"SELECT {named} FROM groups")
+        RecordedGroup(number, order, state, attempt, failures, step, episodes, None if place[3] is None else Place(*place))
+        for number, order, state, attempt, failures, step, episodes, *place in connection.execute(f"SELECT {named} FROM groups")
     ]
 
 

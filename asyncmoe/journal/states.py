@@ -171,7 +171,9 @@ class States:
                 _fill(connection, self._identity)
             connection.execute("COMMIT")
             if (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-                raise DataError(str(self._path), got=found, expected="a whole journal", hint=_afresh(self._path.parent))
+                raise DataError(
+                    str(self._path), got=" ".join(found.split())[:200], expected="a whole journal", hint=_afresh(self._path.parent)
+                )
             _check(rows.facts(connection), self._identity, self._path.parent)
         except BaseException:
             connection.close()

@@ -24,6 +24,7 @@ from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
@@ -81,6 +82,9 @@ def check(config: Config) -> None:
         raise ConfigError(
             "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
         )
+    if newest is None and not config.run.resume and belonging.has_begun(config.run.dir):
+        hint = "set run.resume=true or another run.dir"
+        raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)
     if newest is not None:
         checkpoints.check_family(newest, models.family_of(hf).name)
         checkpoints.check_kind(newest, config.checkpoint_kind, recorded=True)
@@ -116,8 +120,7 @@ def prepare(config: Config) -> Path:
     if config.model.make is not None and to_make(config.model, config.run.dir):
         make_model(config.model.path, config.model.make, seed=config.run.seed)
         print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
-    newest = checkpoints.newest(config.run.dir)
-    if newest is None:
+    if checkpoints.newest(config.run.dir) is None and not belonging.has_begun(config.run.dir):
         for stale in (
             "metrics.jsonl",
             "rollout.jsonl",

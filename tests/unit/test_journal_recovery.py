@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken
 from asyncmoe.journal import recovery
-from asyncmoe.journal.recovery import LeasedGroup, Recorded, RecordedGroup, RecordedLease, recover
+from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, recover
 from asyncmoe.journal.segment_format import Place
 from asyncmoe.journal.states import FILE
 from asyncmoe.queue.accounts import Accounts
@@ -275,21 +275,23 @@ def group(number: int, state: recovery.State, step: int | None = None, place: Pl
 @pytest.mark.parametrize(
     "recorded",
     [
-        Recorded({}, {0: lease(0), 2: lease(2)}, first=0),
-        Recorded({0: group(0, "leased", 0), 1: group(1, "queued")}, {0: lease(0, 0, 1)}, first=0, accounts=ACCOUNTS),
-        Recorded({0: group(0, "leased", 0), 1: group(1, "leased", 0, None)}, {0: lease(0, 0, 1)}, first=0, accounts=ACCOUNTS),
-        Recorded({0: group(0, "queued", place=None)}, first=0, accounts=ACCOUNTS),
-        Recorded({0: group(0, "queued")}, first=0, accounts=Accounts(Ledger())),
-        Recorded({0: group(0, "queued")}, first=0),
+        JournalRows({}, {0: lease(0), 2: lease(2)}, first=0),
+        JournalRows({0: group(0, "leased", 0), 1: group(1, "queued")}, {0: lease(0, 0, 1)}, first=0, accounts=ACCOUNTS),
+        JournalRows({0: group(0, "leased", 0), 1: group(1, "leased", 0, None)}, {0: lease(0, 0, 1)}, first=0, accounts=ACCOUNTS),
+        JournalRows({0: group(0, "queued", place=None)}, first=0, accounts=ACCOUNTS),
+        JournalRows({0: group(0, "queued")}, first=0, accounts=Accounts(Ledger())),
+        JournalRows({0: group(0, "queued")}, first=0),
     ],
 )
-def test_rows_that_contradict_each_other_stop_the_run(recorded: Recorded) -> None:
+def test_rows_that_contradict_each_other_stop_the_run(recorded: JournalRows) -> None:
     with pytest.raises(InvariantBroken):
         recover(recorded, 0, 0, BATCH, "journal J")
 
 
 def test_a_warm_up_that_is_trained_again_replays_all_of_what_came_after() -> None:
-    recorded = Recorded({n: group(n, "leased", 10) for n in (0, 1)}, {10: lease(10, 0, 1)}, 10, 2, 3, Accounts(Ledger(started=4, leased=4)))
+    recorded = JournalRows(
+        {n: group(n, "leased", 10) for n in (0, 1)}, {10: lease(10, 0, 1)}, 10, 2, 3, Accounts(Ledger(started=4, leased=4))
+    )
     found = recover(recorded, 4, 10, BATCH, "J")
     assert list(found.replays) == [10]
     assert found.lineage == 4
@@ -301,5 +303,5 @@ def test_the_floor_decides_what_is_needed() -> None:
         9: group(9, "queued", place=Place(0, 7, 0, 1)),
         8: group(8, "begun", place=None),
     }
-    assert recovery.live(Recorded(groups), 9) == {7}
-    assert recovery.live(Recorded(groups), 3) == {0, 7}
+    assert recovery.live(JournalRows(groups), 9) == {7}
+    assert recovery.live(JournalRows(groups), 3) == {0, 7}

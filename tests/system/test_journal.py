@@ -1,0 +1,111 @@
+"""A run that is killed again and again trains every group once, in the batches of the first pass, and asks prompts in their order."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.journal import rows
+from asyncmoe.journal.states import FILE
+from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
+
+pytestmark = pytest.mark.system
+SHAPE = ("run.steps=9", "trainer.checkpoint_every=4", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9")
+WARM = 4
+TARGETS = {"supervisor": "asyncmoe run", "controller": "asyncmoe rollout", "rank": "asyncmoe.trainer"}
+
+
+def kill(command: Command, target: str) -> None:
+    """Send SIGKILL to one process of a run, and wait until all have ended."""
+    os.kill(marked_pids(command.mark, TARGETS[target])[0], signal.SIGKILL)
+    assert command.gone(60), command.alive()
+
+
+def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
+    """Of each start of the trainer: the step it began at, and what it trained, by step: loss and (key, digest) of the trajectories."""
+    told = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    sampled = [json.loads(line) for line in (directory / "samples" / "trainer.jsonl").read_text().splitlines() if line.endswith("}")]
+    losses: list[tuple[int, dict[int, float]]] = []
+    for one in told:
+        if "resumed_at" in one:
+            losses.append((one["resumed_at"], {}))
+        elif one["phase"] == "rl":
+            losses[-1][1][one["step"]] = one["loss"]
+    keys: list[dict[int, list[tuple[str, int]]]] = []
+    for one in sampled:
+        if one["record"] == "begin":
+            keys.append({})
+        elif one["record"] == "trained":
+            keys[-1].setdefault(one["step"], []).append((one["key"], one["digest"]))
+    for (begun, each), trained in zip(losses, keys, strict=True):
+        yield begun, {step: {"loss": loss, "keys": sorted(trained[step])} for step, loss in each.items()}
+
+
+def ledger_adds_up(directory: Path) -> None:
+    for line in (directory / "rollout.jsonl").read_text().splitlines():
+        if not line.endswith("}"):
+            continue
+        one = json.loads(line)
+        ended = sum(sum(one[name].values()) for name in ("dropped", "rejected", "requeued"))
+        assert one["started"] == one["running"] + one["queue_depth"] + one["leased"] + one["trained"] + ended, one
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    directory = tmp_path / "run"
+    at = WARM
+    for target in draw.sample(sorted(TARGETS), 3):
+        command = start(directory, *SHAPE)
+        at = min(at + draw.randrange(1, 4), WARM + 8)
+        assert wait_for(lambda: any(step["step"] >= at for step in metrics(directory)), 150), logs(directory)  # noqa: B023  asked at once
+        kill(command, target)
+    command = start(directory, *SHAPE)
+    status, _, error = command.finish()
+    assert status == 0, error[-3000:] + logs(directory)
+    check(directory)
+
+
+def check(directory: Path) -> None:
+    """Prove from the records that everything was trained once."""
+    every = list(passes(directory))
+    newest: dict[int, dict[str, Any]] = {}
+    replayed = 0
+    for begun, steps in every:
+        newest = {step: what for step, what in newest.items() if step <= begun} | {
+            step: what for step, what in newest.items() if step > begun and step not in steps
+        }
+        newest |= steps
+    first: dict[int, dict[str, Any]] = {}
+    for _, steps in every:
+        for step, what in steps.items():
+            if step in first:
+                replayed += 1
+                assert what["keys"] == first[step]["keys"], f"step {step} was trained on another batch"
+                assert what["loss"] == pytest.approx(first[step]["loss"], abs=1e-6)
+            first.setdefault(step, what)
+    assert replayed, "some steps were trained again"
+    assert sorted(newest) == list(range(WARM + 1, WARM + 10))
+    trained = [key for what in newest.values() for key, _ in what["keys"]]
+    samples = [tuple(key.split(".")[:2]) for key in trained]
+    assert len(samples) == len(set(samples)) == 9 * 16, "each sample is trained once"
+    with closing(sqlite3.connect(directory / "journal" / FILE)) as connection:
+        known = rows.read(connection)
+    leased = {one.number for lease in known.leases.values() for one in lease.groups}
+    assert leased >= {int(key[1:].split(".")[0]) for key in trained}
+    assert set(known.groups) | leased == set(range(known.next)), "every group that was begun is in one state"
+    order = [json.loads(line) for line in (directory / "samples" / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
+    asked = [one["group"] for one in order if one["record"] == "group"]
+    assert len(asked) == len(set(asked)), "no group is sampled to its end twice"
+    assert all(later > sooner - 4 * 4 for sooner, later in pairwise(asked)), "prompts start in their order"
+    ledger_adds_up(directory)

@@ -119,6 +119,19 @@ def samples_(
     typer.echo(samples.table(results))
 
 
+@bench.command("journal")
+def journal_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    pairs: Annotated[int, typer.Option(help="Runs with and without the journal, in turn.", min=3)] = 30,
+) -> None:
+    """What the journal of the queue costs controller and trainer, in CPU seconds a token."""
+    from benchmarks import journal
+
+    results = journal.run(pairs)
+    _show(results, json_path)
+    typer.echo(journal.table(results))
+
+
 @bench.command("async")
 def async_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

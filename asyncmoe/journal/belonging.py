@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncmoe import storage
-from asyncmoe.errors import DataError
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.journal import rows
 from asyncmoe.journal.states import FILE, States
 
@@ -93,6 +93,13 @@ class Belonging:
                     path.unlink()
                 if segments.is_dir():
                     shutil.rmtree(segments)
+
+
+def refuse_without(run_dir: Path, folder: Path) -> None:
+    """Refuse to go on without the journal that a run has: its groups would be trained again. Raises ConfigError."""
+    if has_begun(run_dir):
+        hint = f"or delete {run_dir / MARKER} and {folder}: what was queued or under way is then sampled again"
+        raise ConfigError("journal.enabled", got="false", expected="true, because the run has a journal", hint=hint)
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -82,6 +82,8 @@ def check(config: Config) -> None:
         raise ConfigError(
             "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
         )
+    if not config.journal.enabled:
+        belonging.refuse_without(config.run.dir, config.journal.place(config.run.dir))
     if newest is None and not config.run.resume and belonging.has_begun(config.run.dir):
         hint = "set run.resume=true or another run.dir"
         raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)

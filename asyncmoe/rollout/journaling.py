@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncmoe import checkpoints
 from asyncmoe.config import Config
+from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal, Unjournaled
 from asyncmoe.journal.recovery import Recovered, recover
@@ -51,10 +52,11 @@ class Journaling:
         """
         section = config.journal
         if not section.enabled:
+            belonging.refuse_without(config.run.dir, section.place(config.run.dir))
             return cls(config, None, curriculum)
-        belonging = Belonging.of_run(config.run.dir, identity(config, hf, recording))
+        ours = Belonging.of_run(config.run.dir, identity(config, hf, recording))
         folder = section.place(config.run.dir)
-        held = Journal.open(folder, belonging, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes)
+        held = Journal.open(folder, ours, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes)
         try:
             newest = checkpoints.newest(config.run.dir)
             step = 0 if newest is None else int(checkpoints.facts(newest)["step"])

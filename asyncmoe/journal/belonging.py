@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -75,7 +76,10 @@ class Belonging:
         path = self.run_dir / MARKER
         with storage.writing("the name of the run's journal", path):
             temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps({"journal": self.run, "begun": begun}))
+            with temporary.open("w") as file:
+                json.dump({"journal": self.run, "begun": begun}, file)
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(path)
 
     def clear_if_empty(self, folder: Path, segments: Path) -> None:

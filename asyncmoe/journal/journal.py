@@ -44,7 +44,7 @@ class Unjournaled:
         """Sampling of a group begins."""
 
     async def finished(self, group: Group) -> None:
-        """Return once the payload of a whole group is on disk; the group may be queued then.
+        """Return once a whole group is on disk, first its payload, then its row; the group may be queued then.
 
         Raises:
             StorageError: the disk failed, or the journal is full.
@@ -146,9 +146,10 @@ class Journal(Unjournaled):
         self._writing[place.segment] += 1
         try:
             await self._segments.durable(place)
-            self._write([rows.queued(group.number, group.arrival, len(group), place)], urgent=True)
+            ticket = self._write([rows.queued(group.number, group.arrival, len(group), place)], urgent=True)
         finally:
             self._writing[place.segment] -= 1
+        await self._states.durable(ticket)
 
     def ended(self, number: int, state: str, reason: str) -> None:
         self._write([rows.ended(number, state, reason)])

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from asyncmoe.queue.replays import Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.messages import Leased
 from asyncmoe.trajectory import decode, frames_in
+from tests.disks import mounted
 from tests.unit.test_queue_model import make_group
 
 T = TypeVar("T")
@@ -352,6 +354,37 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "journal").write_text("a file")
     with pytest.raises(StorageError, match=r"the journal: cannot write .*journal"):
         opened(tmp_path)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
+    async def fill(life: Life, put: list[int]) -> None:
+        for number in range(4000):
+            life.begin(number)
+            await life.queue.put_group(make_group(number, SIZE, [life.queue.version] * 2))
+            put.append(number)
+            if number % 2:
+                await life.lease(number // 2)
+                life.queue.commit(number // 2)
+                life.queue.set_version(number // 2 + 1)
+
+    async def body(disk: Path) -> None:
+        life, put = await live(disk / "run"), list[int]()
+        with pytest.raises(StorageError, match=r"journal.*(ENOSPC|No space).*make room there") as failed:
+            await fill(life, put)
+        assert "\n" not in str(failed.value)
+        with suppress(StorageError):
+            life.journal.close()
+        (disk / "ballast").unlink()
+        again = await live(disk / "run")
+        known = again.journal.recorded
+        assert known.next >= len(put) > 0
+        assert all(known.groups[number].place is not None for number in put)
+        assert len(known.leases) >= len(put) // 2
+        again.journal.close()
+
+    with mounted(tmp_path / "disk", "2m") as disk:
+        (disk / "ballast").write_bytes(bytes(1 << 20))
+        in_loop(body(disk))
 
 
 def test_network_file_systems_are_known(tmp_path: Path) -> None:

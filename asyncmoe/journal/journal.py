@@ -89,6 +89,7 @@ class Journal(Unjournaled):
         self._position = max((group.order for group in recorded.groups.values()), default=0)
         self._next, self._replays = recorded.next, dict[int, RecordedLease]()
         self._leases: dict[int, int] = {}
+        self._drawn: list[Change] = []
         self._writing: Counter[int] = Counter()
         self._newest = max((group.place.segment for group in recorded.groups.values() if group.place is not None), default=0)
 
@@ -175,7 +176,8 @@ class Journal(Unjournaled):
         self._write(rows.released(step))
 
     def drew(self, draw: Draw) -> None:
-        self._states.write([rows.drew(draw)])
+        # Written with the next change: a group that is drawn and not begun would never start.
+        self._drawn.append(rows.drew(draw))
 
     # ------------------------------------------------------------ after a restart
 
@@ -217,7 +219,7 @@ class Journal(Unjournaled):
         writing, newest = [number for number, count in self._writing.items() if count], self._newest
         self._states.write(rows.forgotten(floor, draws), urgent=True)
         needed = await self._states.ask(rows.segments)
-        self._writing += Counter()
+        self._writing = +self._writing  # without the zeros
         return await asyncio.to_thread(self._segments.retain, {*needed, *writing, *range(newest, newest + _AHEAD)})
 
     @property
@@ -228,6 +230,8 @@ class Journal(Unjournaled):
     def close(self) -> None:
         """Write what was handed over, and close all files. Blocks."""
         try:
+            if self._drawn:
+                self._write([])
             self._segments.close()
         finally:
             self._states.close()
@@ -236,7 +240,8 @@ class Journal(Unjournaled):
 
     def _write(self, changes: Sequence[Change], *, urgent: bool = False) -> int:
         ledger = [] if self._accounts is None else [rows.accounts(self._accounts())]
-        return self._states.write([*changes, *ledger], urgent=urgent)
+        drawn, self._drawn = self._drawn, []
+        return self._states.write([*drawn, *changes, *ledger], urgent=urgent)
 
     def _moved(self) -> int:
         self._position += 1

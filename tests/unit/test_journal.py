@@ -130,6 +130,25 @@ def test_everything_of_a_killed_run_goes_on(tmp_path: Path) -> None:
     in_loop(second(*in_loop(first())))
 
 
+def test_no_decision_depends_on_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(10**9, 0, -(10**6)))
+    monkeypatch.setattr("time.time", lambda: float(next(times)))
+
+    async def body() -> None:
+        life = await live(tmp_path / "run")
+        for number in range(3):
+            await life.group(number)
+        await life.lease(0)
+        kill(life, tmp_path / "run", tmp_path / "again")
+        life.journal.close()
+        again = await live(tmp_path / "again")
+        assert [item.group for item in (await again.lease(0)).items] == [0, 0, 1, 1]
+        assert again.queue.stats().depth == SIZE
+        again.journal.close()
+
+    in_loop(body())
+
+
 def test_a_lease_is_answered_only_once_it_is_on_disk(tmp_path: Path) -> None:
     """The files at the moment of the answer hold the lease and the payloads."""
 

@@ -239,6 +239,20 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_refused_before_anything
         Journaling.open(configured(tmp_path), HF, NOTHING, None)
 
 
+def test_a_group_is_drawn_and_begun_in_one_go(tmp_path: Path) -> None:
+    async def body() -> None:
+        held = Journaling.open(configured(tmp_path), HF, NOTHING, None)
+        await held.resume(0)
+        journal: Any = held.journal
+        journal.drew(Draw(1, "drawn", 0))
+        assert await journal.draws(0) == []
+        journal.begun(Start(0))
+        assert await journal.draws(0) == [Draw(1, "drawn", 0)]
+        await held.close()
+
+    asyncio.run(body())
+
+
 def test_an_event_of_another_curriculum_stops_the_run() -> None:
     drawn = curriculum()
     with pytest.raises(InvariantBroken, match="event 5 after 0"):

@@ -176,7 +176,7 @@ def _groups(path: Path, trained: _Steps, undone: set[_Key], notes: _Notes) -> li
     entries: list[Entry] = []
     newest: dict[tuple[int, int], int] = {}
     for place, head in _heads(path, notes):
-        if isinstance(head, Begin):
+        if isinstance(head, Begin) and not head.kept:
             entries = [_unless_queued(entry) for entry in entries]
             newest.clear()
         elif isinstance(head, _GroupHead):

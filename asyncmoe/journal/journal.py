@@ -125,7 +125,7 @@ class Journal(Unjournaled):
         found = recover(self.recorded, step, base, batch, f"journal {self.folder}")
         self.lineage, self._next, self._replays = found.lineage, found.next, dict(found.replays)
         facts = {"lineage": found.lineage, "first": self.recorded.first, "next": found.next}
-        self._states.write([*(rows.fact(name, value) for name, value in facts.items()), rows.accounts(found.accounts)])
+        self._states.write([rows.fact(name, value) for name, value in facts.items()], found.accounts)
         return found
 
     def follow(self, accounts: Callable[[], Accounts]) -> None:
@@ -239,9 +239,9 @@ class Journal(Unjournaled):
     # ------------------------------------------------------------ internals
 
     def _write(self, changes: Sequence[Change], *, urgent: bool = False) -> int:
-        ledger = [] if self._accounts is None else [rows.accounts(self._accounts())]
+        ledger = None if self._accounts is None else self._accounts()
         drawn, self._drawn = self._drawn, []
-        return self._states.write([*drawn, *changes, *ledger], urgent=urgent)
+        return self._states.write([*drawn, *changes], ledger, urgent=urgent)
 
     def _moved(self) -> int:
         self._position += 1

@@ -120,6 +120,12 @@ class Recovered:
     arrivals: int
     lineage: int
 
+    @property
+    def alive(self) -> frozenset[int]:
+        """Groups that have not ended."""
+        leased = (one.number for lease in self.replays.values() for one in lease.groups)
+        return frozenset({*leased, *(group.number for group in self.queued), *(start.number for start in self.starts)})
+
 
 def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) -> Recovered:
     """Return the state in which the queue of a trainer that has taken `step` steps begins.

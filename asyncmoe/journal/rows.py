@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import msgspec
 
@@ -13,7 +12,6 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease
 from asyncmoe.journal.segment_format import Place
 from asyncmoe.queue.accounts import Accounts
-from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.start_order import Start
 
 FORMAT = 1
@@ -79,7 +77,7 @@ def fact(name: str, value: object) -> Change:
 
 def accounts(now: Accounts) -> Change:
     """Set the ledger."""
-    return fact("accounts", json.dumps(asdict(now)))
+    return fact("accounts", msgspec.json.encode(now).decode())
 
 
 def begun(group: Start, position: int, lineage: int) -> Change:
@@ -212,5 +210,4 @@ def _held(text: str) -> tuple[LeasedGroup, ...]:
 
 
 def _accounts(text: str) -> Accounts:
-    told = json.loads(text)
-    return Accounts(Ledger(**told["ledger"]), told["dropped"], told["rejected"], told["requeued"])
+    return msgspec.json.decode(text, type=Accounts)

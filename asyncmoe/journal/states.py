@@ -25,6 +25,7 @@ from asyncmoe import storage
 from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken, StorageError, UserError, WaitTimeout
 from asyncmoe.journal import rows
 from asyncmoe.journal.rows import Change
+from asyncmoe.queue.accounts import Accounts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,10 +41,14 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", 
 
 @dataclass
 class _Entry:
-    """What the thread does in one go: changes, then perhaps a question, whose answer also says that the changes are on disk."""
+    """What the thread does in one go: changes, then perhaps a question, whose answer also says that the changes are on disk.
+
+    `ledger`: the queue's after the changes; only the last one of a transaction is written.
+    """
 
     ticket: int
     changes: Sequence[Change]
+    ledger: Accounts | None = None
     urgent: bool = False
     ask: Callable[[sqlite3.Connection], Any] | None = None
     done: Future[Any] | None = None
@@ -87,10 +92,11 @@ class States:
         states._opened.result(_DISK_S)
         return states
 
-    def write(self, changes: Sequence[Change], *, urgent: bool = False) -> int:
+    def write(self, changes: Sequence[Change], ledger: Accounts | None = None, *, urgent: bool = False) -> int:
         """Hand over changes, which are made together or not at all. Never waits.
 
         Args:
+            ledger: the queue's after the changes.
             urgent: do not wait for others to share the fsync.
 
         Returns:
@@ -102,7 +108,7 @@ class States:
         if self._failure is not None:
             raise self._failure
         self.tickets += 1
-        self._inbox.put(_Entry(self.tickets, changes, urgent))
+        self._inbox.put(_Entry(self.tickets, changes, ledger, urgent))
         return self.tickets
 
     async def durable(self, ticket: int) -> None:
@@ -143,7 +149,7 @@ class States:
         if self._failure is not None:
             done.set_exception(self._failure)
         else:
-            self._inbox.put(_Entry(self.tickets, (), True, question, done))
+            self._inbox.put(_Entry(self.tickets, (), urgent=True, ask=question, done=done))
         return done
 
     # ------------------------------------------------------------ the thread
@@ -204,6 +210,9 @@ class States:
             for entry in entries:
                 for change in entry.changes:
                     change.apply(connection)
+            ledgers = [entry.ledger for entry in entries if entry.ledger is not None]
+            for ledger in ledgers[-1:]:
+                rows.accounts(ledger).apply(connection)
             connection.execute("COMMIT")
             self._committed = entries[-1].ticket
             for entry in entries:

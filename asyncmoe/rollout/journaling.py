@@ -85,7 +85,10 @@ class Journaling:
             for draw in await journal.draws(curriculum.events):
                 curriculum.apply(draw)
             curriculum.drew = journal.drew
-            starts = tuple(map(Start, curriculum.open)) if new else starts
+            if new:
+                starts = tuple(map(Start, curriculum.open))
+            for group in () if new else sorted(set(curriculum.open) - found.alive):
+                curriculum.closed(group)  # it ended just before the run did
         queued = await journal.groups([group.number for group in found.queued])
         if found.replays or queued or starts:
             log.info("journal: %s", told(found))

@@ -95,6 +95,9 @@ def check(directory: Path) -> None:
                 assert what["loss"] == pytest.approx(first[step]["loss"], abs=1e-6)
             first.setdefault(step, what)
     assert replayed, "some steps were trained again"
+    lineages = [step["lineage"] for step in metrics(directory) if step["phase"] == "rl"]
+    assert lineages == sorted(lineages)
+    assert lineages[-1] >= 1
     assert sorted(newest) == list(range(WARM + 1, WARM + 10))
     trained = [key for what in newest.values() for key, _ in what["keys"]]
     samples = [tuple(key.split(".")[:2]) for key in trained]

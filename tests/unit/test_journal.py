@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sqlite3
 import stat
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -367,6 +368,16 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, damage: bytes | None) -> Non
     with pytest.raises((DataError, StorageError)) as failed:
         opened(tmp_path)
     assert "\n" not in str(failed.value)
+
+
+def test_another_programs_file_is_one_line_and_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir(mode=0o700)
+    with closing(sqlite3.connect(folder / FILE)) as connection:
+        connection.execute("CREATE TABLE facts (other INTEGER)")
+    with pytest.raises(DataError, match=r"states\.sqlite: got no such column.*, expected a whole journal; delete"):
+        opened(tmp_path)
+    assert (folder / FILE).stat().st_size > 0
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

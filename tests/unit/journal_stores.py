@@ -18,7 +18,7 @@ import numpy as np
 
 from asyncmoe.journal.segment_folder import SegmentFolder
 from asyncmoe.journal.segment_format import HEAD_BYTES, file_name, seed_of
-from asyncmoe.journal.segment_scan import Stretch, scan
+from asyncmoe.journal.segment_scan import ScannedRecord, scan
 from asyncmoe.journal.segments import Place, Segments
 
 IDENTITY = "run 1, model m, seed 0"
@@ -52,7 +52,7 @@ def stored(folder: Path, sizes: Sequence[int] = SIZES, **more: Any) -> list[Plac
     return asyncio.run(write())
 
 
-def records(folder: Path, segment: int, identity: str = IDENTITY) -> Iterator[Stretch]:
+def records(folder: Path, segment: int, identity: str = IDENTITY) -> Iterator[ScannedRecord]:
     """What lies in a segment."""
     store = SegmentFolder.open(folder, identity)
     with closing(store):

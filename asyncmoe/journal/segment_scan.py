@@ -15,7 +15,7 @@ _WINDOW = 4 << 20
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ScannedRecord:
     """Consecutive bytes of a segment: a record, or what lies between two of them.
 
     Args:
@@ -30,7 +30,7 @@ class Stretch:
     whole: bool
 
 
-def scan(descriptor: int, seed: int) -> Iterator[Stretch]:
+def scan(descriptor: int, seed: int) -> Iterator[ScannedRecord]:
     """Read all bytes after a segment's header, in order, in windows of 4 MiB.
 
     Args:
@@ -45,10 +45,10 @@ def scan(descriptor: int, seed: int) -> Iterator[Stretch]:
         head = unpack_head(file.at(offset, HEAD_BYTES), seed, offset)
         if head is not None and offset + footprint(head.length) <= file.size:
             end = offset + footprint(head.length)
-            yield Stretch(offset, end, head.length, file.digest(offset + HEAD_BYTES, padded(head.length)) == head.digest)
+            yield ScannedRecord(offset, end, head.length, file.digest(offset + HEAD_BYTES, padded(head.length)) == head.digest)
         else:
             end = _next_record(file, seed, offset + ALIGNMENT)
-            yield Stretch(offset, end, None, whole=False)
+            yield ScannedRecord(offset, end, None, whole=False)
         offset = end
 
 

@@ -107,8 +107,10 @@ class Segments:
             if not self._writer.fits(length):
                 got = f"{gibibytes(length)} more than the disk of {self._folder.path} has taken"
                 raise StorageError(f"journal: got {got}, expected at most {gibibytes(MOST_UNWRITTEN)} not yet written; wait for `room`")
-            self._check_bound(nbytes)
-            if self._sizes[self._newest] > HEADER_BYTES and self._sizes[self._newest] + nbytes > self._segment_bytes:
+            begun = self._sizes[self._newest]
+            another = begun > HEADER_BYTES and begun + nbytes > self._segment_bytes
+            self._check_bound(nbytes + another * HEADER_BYTES)
+            if another:
                 self._newest += 1
                 self._sizes[self._newest] = HEADER_BYTES
                 self._size += HEADER_BYTES
@@ -207,7 +209,7 @@ class Segments:
     def _check_bound(self, nbytes: int) -> None:
         if self._size + nbytes > self._max_bytes:
             got = f"{gibibytes(self._size)} on disk and a payload of {gibibytes(nbytes)}"
-            hint = "raise journal.max_bytes, or choose checkpoints that come sooner: what they cover is deleted"
+            hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
             raise StorageError(f"journal.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes)}; {hint}")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, InvariantBroken
 from asyncmoe.journal import payload, rows
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, Recovered, recover
@@ -66,7 +66,7 @@ class Unjournaled:
         """The trainer has trained on a lease."""
 
     def released(self, step: int) -> None:
-        """A lease ends untrained."""
+        """A lease ends untrained. Raises InvariantBroken if a later one does not."""
 
     def drew(self, draw: Draw) -> None:
         """The curriculum changed."""
@@ -172,6 +172,8 @@ class Journal(Unjournaled):
         self._write([rows.committed(step)])
 
     def released(self, step: int) -> None:
+        if any(later > step for later in (*self._leases, *self._replays)):
+            raise InvariantBroken(f"journal: the lease of step {step} is released before later ones, which would be replayed without it")
         self._leases.pop(step, None)
         self._write(rows.released(step))
 

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from asyncmoe.journal.states import FILE
 from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
 
 pytestmark = pytest.mark.system
-SHAPE = ("run.steps=9", "trainer.checkpoint_every=4", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9")
+SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9")
 WARM = 4
 TARGETS = {"supervisor": "asyncmoe run", "controller": "asyncmoe rollout", "rank": "asyncmoe.trainer"}
 
@@ -29,6 +30,11 @@ def kill(command: Command, target: str) -> None:
     """Send SIGKILL to one process of a run, and wait until all have ended."""
     os.kill(marked_pids(command.mark, TARGETS[target])[0], signal.SIGKILL)
     assert command.gone(60), command.alive()
+
+
+def trained(directory: Path, before: int, step: int) -> bool:
+    """Whether a step was trained after the first `before` records."""
+    return any(one["step"] >= step for one in metrics(directory)[before:])
 
 
 def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
@@ -47,8 +53,8 @@ def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
             keys.append({})
         elif one["record"] == "trained":
             keys[-1].setdefault(one["step"], []).append((one["key"], one["digest"]))
-    for (begun, each), trained in zip(losses, keys, strict=True):
-        yield begun, {step: {"loss": loss, "keys": sorted(trained[step])} for step, loss in each.items()}
+    for (begun, each), batches in zip(losses, keys, strict=True):
+        yield begun, {step: {"loss": loss, "keys": sorted(batches[step])} for step, loss in each.items()}
 
 
 def ledger_adds_up(directory: Path) -> None:
@@ -60,17 +66,19 @@ def ledger_adds_up(directory: Path) -> None:
         assert one["started"] == one["running"] + one["accepted"] + ended, one
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    directory = tmp_path / "run"
-    at = WARM
-    for target in draw.sample(sorted(TARGETS), 3):
-        command = start(directory, *SHAPE)
-        at = min(at + draw.randrange(1, 4), WARM + 8)
-        assert wait_for(lambda: any(step["step"] >= at for step in metrics(directory)), 150), logs(directory)  # noqa: B023  asked at once
+@pytest.mark.parametrize(
+    ("targets", "every"),
+    [(("controller",), 0), pytest.param(("rank", "supervisor", "controller"), 5, marks=pytest.mark.thorough)],
+)
+def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, targets: tuple[str, ...], every: int) -> None:
+    draw, at = random.Random(len(targets)), WARM + 1
+    directory, shape = tmp_path / "run", (*SHAPE, f"trainer.checkpoint_every={every}")
+    for target in targets:
+        command = start(directory, *shape)
+        at = min(at + draw.randrange(1, 3), WARM + 8)
+        assert wait_for(partial(trained, directory, len(metrics(directory)), at), 150), logs(directory)
         kill(command, target)
-    command = start(directory, *SHAPE)
+    command = start(directory, *shape)
     status, _, error = command.finish()
     assert status == 0, error[-3000:] + logs(directory)
     check(directory)
@@ -99,13 +107,13 @@ def check(directory: Path) -> None:
     assert lineages == sorted(lineages)
     assert lineages[-1] >= 1
     assert sorted(newest) == list(range(WARM + 1, WARM + 10))
-    trained = [key for what in newest.values() for key, _ in what["keys"]]
-    samples = [tuple(key.split(".")[:2]) for key in trained]
+    every_key = [key for what in newest.values() for key, _ in what["keys"]]
+    samples = [tuple(key.split(".")[:2]) for key in every_key]
     assert len(samples) == len(set(samples)) == 9 * 16, "each sample is trained once"
     with closing(sqlite3.connect(directory / "journal" / FILE)) as connection:
         known = rows.read(connection)
     leased = {one.number for lease in known.leases.values() for one in lease.groups}
-    assert leased >= {int(key[1:].split(".")[0]) for key in trained}
+    assert leased >= {int(key[1:].split(".")[0]) for key in every_key}
     assert set(known.groups) | leased == set(range(known.next)), "every group that was begun is in one state"
     order = [json.loads(line) for line in (directory / "samples" / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
     asked = [one["group"] for one in order if one["record"] == "group"]

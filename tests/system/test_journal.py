@@ -90,10 +90,7 @@ def check(directory: Path) -> None:
     newest: dict[int, dict[str, Any]] = {}
     replayed = 0
     for begun, steps in every:
-        newest = {step: what for step, what in newest.items() if step <= begun} | {
-            step: what for step, what in newest.items() if step > begun and step not in steps
-        }
-        newest |= steps
+        newest = {step: what for step, what in newest.items() if step <= begun} | steps
     first: dict[int, dict[str, Any]] = {}
     for _, steps in every:
         for step, what in steps.items():

@@ -106,6 +106,20 @@ def queue_(
     typer.echo(queue.table(results))
 
 
+@bench.command("segments")
+def segments_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    folder: Annotated[Path, typer.Option(help="On the disk to be measured.", exists=True, file_okay=False, writable=True)] = Path(),
+    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 7,
+) -> None:
+    """Payloads of the journal, from append to durable, next to the disk's own speed for the same bytes."""
+    from benchmarks import segments
+
+    results = segments.run(folder, rounds)
+    _show(results, json_path)
+    typer.echo(segments.table(results))
+
+
 @bench.command("samples")
 def samples_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
@@ -130,6 +144,19 @@ def sandbox_(
     results = sandbox.run(rounds)
     _show(results, json_path)
     typer.echo(sandbox.table(results))
+
+
+@bench.command("journal")
+def journal_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    pairs: Annotated[int, typer.Option(help="Runs with and without the journal, in turn.", min=3)] = 30,
+) -> None:
+    """What the journal of the queue costs controller and trainer, in CPU seconds a token."""
+    from benchmarks import journal
+
+    results = journal.run(pairs)
+    _show(results, json_path)
+    typer.echo(journal.table(results))
 
 
 @bench.command("async")

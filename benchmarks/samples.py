@@ -117,7 +117,7 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    rig = _Rig(folder)
+    rig = Rig(folder)
     found = []
     for name, (most, steps) in CASES.items():
         rig.run(most, _SETTLE + 1, groups=2)
@@ -131,7 +131,7 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
         with calls.counting():
             own = fmean(rig.run(most, steps, 2, calls).accounted for _ in range(_LEAST_PAIRS))
         per_step = fmean(plain.per_token * plain.tokens / steps for plain, _ in measured)
-        share, half = fmean(shares), _t95(len(shares) - 1) * stdev(shares) / len(shares) ** 0.5
+        share, half = fmean(shares), t95(len(shares) - 1) * stdev(shares) / len(shares) ** 0.5
         found.append(
             {
                 "name": name,
@@ -150,14 +150,14 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
     return found
 
 
-def _t95(freedom: int) -> float:
+def t95(freedom: int) -> float:
     """Return Student's t for a 95 % interval (Abramowitz and Stegun, 26.7.5), within 0.2 % from 9 degrees of freedom on."""
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 @dataclass(frozen=True)
-class _Measured:
+class Measured:
     """CPU seconds a token; tokens sampled and bytes written in the whole run; CPU seconds a step within counted calls."""
 
     per_token: float
@@ -166,8 +166,8 @@ class _Measured:
     accounted: float
 
 
-class _Rig:
-    """One model for all runs."""
+class Rig:
+    """One model for all runs: a controller's parts around a scripted engine, and one trainer rank."""
 
     def __init__(self, folder: Path) -> None:
         from asyncmoe.config import parse
@@ -196,16 +196,28 @@ class _Rig:
         self._replay = loop.replay(config, self._model)
         self._tokenizer = Tokenizer(path)
 
-    def run(self, most: int, steps: int, groups: int, calls: Accounts | None = None) -> _Measured:
+    def run(self, most: int, steps: int, groups: int, calls: Accounts | None = None, *, journaled: bool = False) -> Measured:
         """Train `steps` steps and measure all but the first; `calls`: what they count is reported too."""
         from asyncmoe.config import parse
 
         shutil.rmtree(self._folder / "run", ignore_errors=True)
         values = {**self._values, "telemetry": {"samples": {"groups": groups}}}
-        return asyncio.run(self._run(parse(values), most, steps, calls or Accounts()))
+        return asyncio.run(self._run(parse(values), most, steps, calls or Accounts(), journaled))
 
-    async def _run(self, config: Any, most: int, steps: int, calls: Accounts) -> _Measured:
+    def _journal(self, config: Any) -> Any:
+        from asyncmoe.journal.belonging import Belonging
+        from asyncmoe.journal.journal import Journal
+
+        section, run_dir = config.journal, config.run.dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        belonging = Belonging.of_run(run_dir, {"run.seed": "0"})
+        made = Journal.open(section.place(run_dir), belonging, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes)
+        made.begin(0, 0, config.rollout.batch, 0)
+        return made
+
+    async def _run(self, config: Any, most: int, steps: int, calls: Accounts, journaled: bool) -> Measured:
         from asyncmoe import models
+        from asyncmoe.journal.journal import Journal, Unjournaled
         from asyncmoe.queue.bounded import BoundedQueue
         from asyncmoe.rollout import scoring, tasks
         from asyncmoe.rollout.engines.types import Sampling
@@ -220,8 +232,14 @@ class _Rig:
 
         recording = models.recording(config, self._model.hf)
         batch = config.rollout.batch
+        journal = self._journal(config) if journaled else Unjournaled()
         queue = BoundedQueue(
-            capacity=config.queue_capacity, batch=batch, group_size=config.rollout.group_size, max_staleness=1, recording=recording
+            capacity=config.queue_capacity,
+            batch=batch,
+            group_size=config.rollout.group_size,
+            max_staleness=1,
+            recording=recording,
+            journal=journal,
         )
         pool = Scripted(most, recording.routing, Random(1))
         samples = samples_of(config, Pieces(self._tokenizer), 0)
@@ -229,7 +247,7 @@ class _Rig:
         stage: Any = RolloutContext(pool, sampling, self._tokenizer, scoring.Exact())  # type: ignore[arg-type]
         stage = stage if samples is None else replace(stage, opened=samples.opened)
         task = tasks.load(config, self._tokenizer).training
-        producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, samples=samples)
+        producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, samples=samples, journal=journal)
         kept = TrainerSamples(config, self._mesh, 0, 0 if recording.routing is None else len(recording.routing.layers))
         client: Any = _Local(queue)
         learner = Learner(config, self._model, self._adam, client, self._replay, NO_PLUGINS, kept)
@@ -250,7 +268,10 @@ class _Rig:
         producing.cancel()
         await asyncio.gather(producing, return_exceptions=True)
         size = sum(path.stat().st_size for path in (config.run.dir / "samples").glob("*")) if samples is not None else 0
-        return _Measured(median(each[_SETTLE:]), total, size, accounted)
+        if isinstance(journal, Journal):
+            size = journal.size
+            journal.close()
+        return Measured(median(each[_SETTLE:]), total, size, accounted)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section
+from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.keep import KeepSection
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.config.model import ModelSection
@@ -48,6 +49,7 @@ class Config(Section):
     keep: KeepSection = KeepSection()
     engines: EngineSection = EngineSection()
     queue: QueueSection = QueueSection()
+    journal: JournalSection = JournalSection()
     train: Literal["full", "lora"] = Field("full", description="full: train all weights. lora: freeze them and train adapters (`lora`).")
     trainer: TrainerSection = TrainerSection()
     lora: LoraSection = LoraSection()

@@ -26,6 +26,7 @@ from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
 from asyncmoe.launch.torchrun import free_port, torchrun
@@ -84,6 +85,11 @@ def check(config: Config) -> Survey:
         raise ConfigError(
             "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
         )
+    if not config.journal.enabled:
+        belonging.refuse_without(config.run.dir, config.journal.place(config.run.dir))
+    if newest is None and not config.run.resume and belonging.has_begun(config.run.dir):
+        hint = "set run.resume=true or another run.dir"
+        raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
@@ -126,7 +132,7 @@ def prepare(config: Config) -> Path:
     if config.model.make is not None and to_make(config.model, config.run.dir):
         make_model(config.model.path, config.model.make, seed=config.run.seed)
         print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
-    if found.newest is None:
+    if found.newest is None and not belonging.has_begun(config.run.dir):
         for stale in (
             "metrics.jsonl",
             "rollout.jsonl",

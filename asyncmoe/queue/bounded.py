@@ -9,8 +9,9 @@ trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajecto
 than `Admission.age_bound` versions (max_staleness, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
-through this queue. Trajectories that an earlier process had queued, leased or running count as never started and are sampled again.
-Steps after k that an earlier process trained but did not save are trained again, on new trajectories.
+through this queue. With a journal, what was leased from step k on is leased again, unchanged, what was queued is queued, and what was
+running starts again (`asyncmoe.journal.recovery`). Without one, all of it counts as never started and is sampled again, and steps after k
+that an earlier process trained but did not save are trained again, on new trajectories.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
+from asyncmoe.journal.journal import Unjournaled
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
-from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack
+from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack, weighed
 from asyncmoe.queue.leases import Leases, LeaseTerms
+from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.messages import Item, Leased, Phase
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Buffer, Recording, Trajectory, part, validate
@@ -49,6 +50,8 @@ class BoundedQueue:
         recording: data that sampled trajectories must carry.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_trained: called with the groups of a committed step.
+        journal: learns of every change.
+        resumed: what an earlier process left in the journal.
 
     Raises:
         ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
@@ -70,6 +73,8 @@ class BoundedQueue:
         drop_above: int | None = None,
         on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
         on_trained: Callable[[Sequence[Group]], None] | None = None,
+        journal: Unjournaled | None = None,
+        resumed: Resumption = UNDISTURBED,
     ) -> None:
         if batch % group_size:
             raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
@@ -77,16 +82,20 @@ class BoundedQueue:
             raise ConfigError("queue.capacity", got=capacity, expected=f"at least one step's batch of {batch} trajectories")
         self.admission = Admission(batch, max_staleness, base_version, rule, downweight, drop_above)
         trained = max(0, trained_steps - base_version) * batch
-        self._accounts = Accounts(Ledger(started=trained, trained=trained))
+        self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
         self._recording, self._on_stale, self._on_trained = recording, on_stale, on_trained
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
         self._leases = Leases(trained_steps)
-        self._arrivals = 0
-        self._again: list[Start] = []
+        self._arrivals = resumed.arrivals
+        self._again: list[Start] = list(resumed.starts)
         self._stopping = False
         self._changes = Changes()
+        self._journal, self._resumed = journal or Unjournaled(), resumed
+        self._journal.follow(lambda: self._accounts)
+        for group in resumed.queued:
+            self._lanes["rl"].insert(group)
 
     # ------------------------------------------------------------ producer side
 
@@ -150,6 +159,7 @@ class BoundedQueue:
             TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or carries no version.
             InvariantBroken: not one whole group of `group_size` episodes, or a key that is already queued or leased.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
+            StorageError: the journal cannot be written.
             AsyncmoeError: the error passed to `fail`.
         """
         groups, episodes = {t.group for t in trajectories}, {t.episode for t in trajectories}
@@ -160,7 +170,9 @@ class BoundedQueue:
             validate(trajectory, self._recording, newest_version=self._version + 1)
             if trajectory.oldest_version == NOT_SAMPLED:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
-        await self._insert("rl", self._pack(trajectories), wait_s)
+        group = self._pack(trajectories)
+        await self._journal.finished(group)
+        await self._insert("rl", group, wait_s)
 
     async def put_demonstrations(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
         """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness.
@@ -194,6 +206,7 @@ class BoundedQueue:
             ProtocolError: the step was already committed, ranks disagree on the other arguments, `count` is not whole groups, `version` is
                 older than the engines', or steps not yet committed hold too many episodes.
             ConfigError: `count` exceeds the capacity.
+            StorageError, DataError: the journal cannot be written or read.
             AsyncmoeError: the error passed to `fail`.
         """
         if not math.isfinite(wait_s) or count <= 0:
@@ -204,7 +217,10 @@ class BoundedQueue:
             raise ProtocolError(f"lease of step {step}: got version {version}, expected at least {self._version}, which the engines serve")
         terms = LeaseTerms(phase, count, version)
         self._leases = self._leases.ask(step, terms, self._lanes[phase].capacity)
+        if phase == "rl" and not self._stopping:
+            await self._resumed.load(step, terms, self._replay)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
+        await self._journal.granted(step)
         return answer if answer is not None else self._answer(step, phase)
 
     def fetch(self, step: int, keys: Sequence[str], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
@@ -235,6 +251,7 @@ class BoundedQueue:
         groups = self._lanes[phase].commit(step)
         if phase == "rl":
             self._count(self.ledger.train(sum(map(len, groups))))
+            self._journal.committed(step)
             if self._on_trained is not None:
                 self._on_trained(groups)
         self._changes.wake()
@@ -250,6 +267,7 @@ class BoundedQueue:
         count = self._lanes[phase].release(step)
         if phase == "rl":
             self._count(self.ledger.release(count))
+            self._journal.released(step)
         self._changes.wake()
 
     # ------------------------------------------------------------ controller side
@@ -294,8 +312,21 @@ class BoundedQueue:
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
-        items = tuple(item for group in groups for item in self._weighed(group, terms))
-        self._leases = self._leases.decide(step, self._answer(step, terms.phase, items))
+        weights = [self.admission.weight(group.oldest_version, terms.version) if terms.phase == "rl" else 1.0 for group in groups]
+        if terms.phase == "rl":
+            self._journal.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
+        self._decide(step, terms.phase, groups, weights)
+
+    def _replay(self, step: int, groups: tuple[Group, ...], weights: Sequence[float]) -> None:
+        """Answer a step with a lease that an earlier process granted; the ledger counts it as leased already."""
+        if step in self._leases.answers:
+            return  # the run is stopping, and a rank has been told so
+        self._lanes["rl"].hold(step, groups)
+        self._decide(step, "rl", groups, weights)
+
+    def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float]) -> None:
+        items = tuple(item for group, weight in zip(groups, weights, strict=True) for item in weighed(group, weight))
+        self._leases = self._leases.decide(step, self._answer(step, phase, items))
         self._changes.wake()
 
     def _refuse(self, stale: Sequence[Group], version: int) -> None:
@@ -304,9 +335,14 @@ class BoundedQueue:
             return
         if self.admission.rule == "requeue":
             self._accounts = self._accounts.requeue(count, "stale")
-            self._again += [Start(group.number, group.attempt + 1) for group in stale]
+            again = [Start(group.number, group.attempt + 1) for group in stale]
+            self._again += again
+            for start in again:
+                self._journal.again(start, "stale")
         else:
             self._accounts = self._accounts.drop(count, "stale")
+            for group in stale:
+                self._journal.ended(group.number, "dropped", "stale")
         if self._on_stale is not None:
             self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
@@ -314,12 +350,8 @@ class BoundedQueue:
     def _count(self, ledger: Ledger) -> None:
         self._accounts = replace(self._accounts, ledger=ledger)
 
-    def _weighed(self, group: Group, terms: LeaseTerms) -> Sequence[Item]:
-        weight = self.admission.weight(group.oldest_version, terms.version) if terms.phase == "rl" else 1.0
-        return group.items if weight == 1 else [msgspec.structs.replace(item, weight=weight) for item in group.items]
-
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False) -> Leased:
-        return Leased(step, items, self._lanes[phase].depth, dict(self._accounts.dropped), stop)
+        return Leased(step, items, self._lanes[phase].depth, dict(self._accounts.dropped), stop, self._journal.lineage)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> Group:
         self._arrivals += 1

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken
@@ -82,6 +83,11 @@ def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
     return len(values), float(values.mean()), float(((values - values.mean()) ** 2).sum())
 
 
+def weighed(group: Group, weight: float) -> Sequence[Item]:
+    """Return the items of a group with a factor on their weight."""
+    return group.items if weight == 1 else [msgspec.structs.replace(item, weight=weight) for item in group.items]
+
+
 def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
     """Describe and encode trajectories. Does not copy the arrays: their owner must not change them afterwards."""
     return Group(
@@ -116,10 +122,7 @@ class GroupBuffer:
 
     def insert(self, group: Group) -> None:
         """Add a group. Raises InvariantBroken for a duplicate key."""
-        known = self._keys.intersection(group.frames)
-        if known or len(group.frames) != len(group.items):
-            raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
-        self._keys.update(group.frames)
+        self._know(group)
         insort(self._queued, group, key=lambda g: g.order)
 
     def drop_older(self, than: int) -> list[Group]:
@@ -141,6 +144,12 @@ class GroupBuffer:
         self._leased[step] = groups
         return groups
 
+    def hold(self, step: int, groups: tuple[Group, ...]) -> None:
+        """Hold the groups of a lease that an earlier process granted. Raises InvariantBroken for a duplicate key."""
+        for group in groups:
+            self._know(group)
+        self._leased[step] = groups
+
     def release(self, step: int) -> int:
         """Return the groups of a lease to their places in the queue. Returns their number of episodes."""
         groups = self._leased.pop(step)
@@ -157,6 +166,12 @@ class GroupBuffer:
     def frames(self, step: int) -> dict[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""
         return {key: frames for group in self._leased[step] for key, frames in group.frames.items()}
+
+    def _know(self, group: Group) -> None:
+        known = self._keys.intersection(group.frames)
+        if known or len(group.frames) != len(group.items):
+            raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
+        self._keys.update(group.frames)
 
     def _forget(self, groups: Sequence[Group]) -> None:
         for group in groups:

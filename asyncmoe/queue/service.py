@@ -51,13 +51,7 @@ class QueueService:
         return Done()
 
     def _welcome(self, hello: Hello) -> Welcome:
-        if hello.config_digest != self._digest:
-            raise ConfigError(
-                "configuration of the trainer",
-                got=f"digest {hello.config_digest[:12]}",
-                expected=f"the controller's, {self._digest[:12]}",
-                hint="start both with the same file and the same key=value overrides",
-            )
+        check_digest(hello, self._digest)
         if self._world is None:
             self._world = hello.world
         if hello.world != self._world or not 0 <= hello.rank < hello.world:
@@ -76,3 +70,14 @@ class QueueService:
             raise ProtocolError(f"goodbye: rank {goodbye.rank} sent finished={goodbye.finished}, another rank sent the opposite")
         if len(self._left) == self._world and not self.finished.done():
             self.finished.set_result(goodbye.finished)
+
+
+def check_digest(hello: Hello, config_digest: str) -> None:
+    """Refuse a trainer with another configuration than the controller's. Raises ConfigError."""
+    if hello.config_digest != config_digest:
+        raise ConfigError(
+            "configuration of the trainer",
+            got=f"digest {hello.config_digest[:12]}",
+            expected=f"the controller's, {config_digest[:12]}",
+            hint="start both with the same file and the same key=value overrides",
+        )

@@ -17,7 +17,7 @@ from asyncmoe.errors import AsyncmoeError, Interrupted, ProtocolError
 from asyncmoe.process import named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.service import QueueService
+from asyncmoe.queue.service import QueueService, check_digest
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
@@ -31,15 +31,16 @@ from asyncmoe.rollout.episodes.environment import Demonstrator
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import Teaching
 from asyncmoe.rollout.evaluation import Evaluator
+from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
-from asyncmoe.rollout.tasks import Curriculum, curriculum_file
+from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Reply, Request, Saving
+from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Reply, Request, Saved, Saving
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer, Trajectory
@@ -69,7 +70,10 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """
     keys.refuse_another(run_dir)
     at = given()
-    asyncio.run(_serve(config, run_dir, at, parts.load(config), memory))
+    loaded = parts.load(config)
+    hf = models.hf_config_of(config)
+    journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
+    asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory))
 
 
 async def _serve(
@@ -77,6 +81,7 @@ async def _serve(
     run_dir: Path,
     at: RendezvousVariables | None,
     loaded: RolloutParts,
+    journaling: Journaling,
     memory: Sequence[str],
 ) -> None:
     def start(index: int, attempt: int) -> EngineProcess:
@@ -89,7 +94,7 @@ async def _serve(
         await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0))
-        controller = Controller(config, engines, start, recorder, loaded)
+        controller = Controller(config, engines, start, recorder, loaded, journaling)
         host = address.reachable(config.cluster.network)
         async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
             rendezvous = await server.start()
@@ -101,6 +106,7 @@ async def _serve(
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines), loaded.close())
         recorder.close()
+        await journaling.close()
         scoring.write_log(loaded.scorer, run_dir)
 
 
@@ -117,11 +123,13 @@ class Controller:
         start: Callable[[int, int], EngineProcess],
         recorder: Recorder,
         loaded: RolloutParts,
+        journaling: Journaling,
     ) -> None:
         self._config, self._engines, self._start, self._recorder = config, engines, start, recorder
+        self._journaling = journaling
         self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
         tokenizer, environment = loaded.tokenizer, loaded.environment
-        self._curriculum = loaded.task if isinstance(loaded.task, Curriculum) else None
+        self._curriculum = parts.curriculum_of(loaded)
         self._recording = models.recording(config, models.hf_config_of(config))
         self._pool = parts.pool_of(config, engines, recorder.generated)
         self._stage = parts.context_of(config, loaded, self._pool, self._recording)
@@ -142,7 +150,7 @@ class Controller:
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
         self._service: QueueService | None = None
-        self._met = asyncio.Event()
+        self._met, self._meeting = asyncio.Event(), asyncio.Lock()
         self._over = asyncio.Event()
         self._failure: Exception | None = None
         self._stopping = False
@@ -157,10 +165,15 @@ class Controller:
         if isinstance(request, Hello) and request.facts is not None:
             check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
         if self._service is None:
-            return await self._meet(request)
+            async with self._meeting:  # the first of the trainer's ranks makes the queue, which reads the journal
+                if self._service is None:
+                    await self._meet(request)
+        assert self._service is not None
         if isinstance(request, Saving):
             return await self._save(request.step)
         reply = await self._service(request)
+        if isinstance(request, Saved):
+            await self._journaling.saved()
         if self._service.finished.done():
             self._over.set()
         return reply
@@ -235,7 +248,6 @@ class Controller:
         await self._met.wait()
         assert self._queue is not None
         config = self._config
-        first = max(0, self._queue.trained_steps - config.warmup.steps) * config.rollout.groups_per_step
         rollout = config.rollout
         stage = self._stage if self._samples is None else replace(self._stage, opened=self._samples.opened)
         await Producer(
@@ -243,13 +255,14 @@ class Controller:
             self._task,
             partial(episode.run, stage),
             rollout.group_size,
-            first,
+            self._journaling.first_group,
             oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
             samples=self._samples,
             max_rejected=rollout.max_rejected_share,
+            journal=self._journaling.journal,
         ).run()
 
     async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:
@@ -261,6 +274,7 @@ class Controller:
         """Write the controller's part of a checkpoint, which is whole but for it."""
         if self._curriculum is None:
             raise ProtocolError(f"Saving: step {step} has no part of the controller, because task.curriculum is off")
+        self._journaling.saving(step)
         await asyncio.to_thread(curriculum_file.write, self._curriculum.state(), checkpoints.temporary(self._config.run.dir, step))
         return Done()
 
@@ -297,19 +311,21 @@ class Controller:
         """Trajectories to finish before a version lands: in one_step_off, where versions land between batches, all that have started."""
         return self._queue.stats().running if self._queue is not None and self._config.run.mode == "one_step_off" else 0
 
-    async def _meet(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
+    async def _meet(self, request: Request) -> None:
         if not isinstance(request, Hello):
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
         config = self._config
+        journaling = self._journaling
+        check_digest(request, config.digest)
         if self._curriculum is not None:
-            curriculum_file.follow(self._curriculum, config.run.dir, request.step)  # at once: other ranks' Hellos must not come between
-        queue = parts.queue_of(config, self._recording, request.step, self._stale, self._trained)
+            curriculum_file.follow(self._curriculum, config.run.dir, request.step)
+        resumed = await journaling.resume(request.step)
+        queue = parts.queue_of(config, self._recording, request.step, self._stale, self._trained, journaling.journal, resumed)
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
-        reply = await service(request)
+        await service(request)
         self._queue, self._service = queue, service
         self._samples = samples_of(config, Pieces(self._tokenizer), request.step)
         self._met.set()
-        return reply
 
     def _interrupt(self) -> None:
         if self._queue is None:

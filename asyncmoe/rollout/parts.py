@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.config import Config
+from asyncmoe.journal.journal import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import scoring, tasks
 from asyncmoe.rollout.engines import adapters
 from asyncmoe.rollout.engines.engine import EngineProcess
@@ -45,6 +47,11 @@ class RolloutParts:
         """Close the scorer and, if it can be closed, the environment."""
         closing = getattr(self.environment, "close", None)
         await asyncio.gather(self.scorer.close(), *([] if closing is None else [closing()]))
+
+
+def curriculum_of(parts: RolloutParts) -> Curriculum | None:
+    """Return the curriculum, if training's prompts are drawn by one."""
+    return parts.task if isinstance(parts.task, Curriculum) else None
 
 
 def load(config: Config) -> RolloutParts:
@@ -120,8 +127,10 @@ def queue_of(
     trained_steps: int,
     on_stale: Callable[[Sequence[Group], bool, int], None],
     on_trained: Callable[[Sequence[Group]], None],
+    journal: Unjournaled | None = None,
+    resumed: Resumption = UNDISTURBED,
 ) -> BoundedQueue:
-    """Return the queue of a trainer that has taken `trained_steps` steps. `on_stale` and `on_trained` are called as `BoundedQueue` says."""
+    """Return the queue of a trainer that has taken `trained_steps` steps. The last four are those of `BoundedQueue`."""
     staleness = config.queue.staleness
     return BoundedQueue(
         capacity=config.queue_capacity,
@@ -137,4 +146,6 @@ def queue_of(
         recording=recording,
         on_stale=on_stale,
         on_trained=on_trained,
+        journal=journal,
+        resumed=resumed,
     )

@@ -20,6 +20,7 @@ from statistics import fmean
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.journal.journal import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.rejections import Rejections
@@ -71,7 +72,7 @@ class Producer:
     Args:
         episode: runs and scores one episode.
         group_size: number of responses to each prompt.
-        task: a `Curriculum` also learns what the groups scored, and its open groups are started before the first.
+        task: a `Curriculum` also learns what the groups scored; without a journal, its open groups are started before the first.
         first_group: number of the first group; the same number asks the same question.
         oversample: number of additional responses to each prompt; the first `group_size` that finish form the group, the others are
             cancelled and counted as dropped under "oversampled". Short responses finish first, so training is biased towards them.
@@ -80,6 +81,7 @@ class Producer:
         start_over: reasons after which a group is restarted, in addition to engine failures.
         samples: keeps some groups to be read; None: keeps none.
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
+        journal: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
     """
 
     def __init__(
@@ -96,15 +98,16 @@ class Producer:
         start_over: frozenset[str] = frozenset(),
         samples: Samples | None = None,
         max_rejected: float = 1.0,
+        journal: Unjournaled | None = None,
     ) -> None:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
-        self._filter_equal, self._samples = filter_equal, samples
+        self._filter_equal, self._samples, self._journal = filter_equal, samples, journal or Unjournaled()
         self._start_over = _ENGINE | start_over
         self._curriculum = task if isinstance(task, Curriculum) else None
         self._line = Line(first_group, unit, group_size, oversample)
         if self._curriculum is not None:
             line = Line(self._curriculum.first(first_group), unit, group_size, oversample)
-            self._line = line.again(*map(Start, self._curriculum.open))
+            self._line = line if self._journal.keeps else line.again(*map(Start, self._curriculum.open))
         self._flights: dict[Start, _Flight] = {}
         self._in_a_row = self._equal_in_a_row = 0
         self._rejections = Rejections(max_rejected)
@@ -132,6 +135,7 @@ class Producer:
         if flight is None:
             if self._curriculum is not None:
                 self._curriculum.draw(admit.group.number)
+            self._journal.begun(admit.group)
             flight = _Flight(admit.group, self._task.prompt(admit.group.number), Gathering(self._size))
             self._flights[admit.group] = flight
             tasks.create_task(self._group(flight))
@@ -159,7 +163,7 @@ class Producer:
                 self._curriculum.measured(flight.group.number, rewards)
             if self._filter_equal and nothing_to_learn(trajectories):
                 self._queue.discarded(self._size, EQUAL)
-                self._close(flight)
+                self._close(flight, "dropped", EQUAL)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
@@ -168,18 +172,20 @@ class Producer:
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
             self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
+            if not flight.restarted:
+                self._close(flight, "rejected", rejected.reason)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             if not (flight.restarted and rejected.reason == "engine_died"):  # one engine can take more groups with it than are hopeless
                 self._note(rejected)
             if not flight.restarted:
-                self._close(flight)
                 self._note_lost(rejected)
         else:
             self._in_a_row = 0
             self._rejections = self._rejections.note("")
 
-    def _close(self, flight: _Flight) -> None:
+    def _close(self, flight: _Flight, state: str, reason: str) -> None:
         """Give up a group. Groups in the queue are closed by whoever trains or drops them."""
+        self._journal.ended(flight.group.number, state, reason)
         if self._curriculum is not None:
             self._curriculum.closed(flight.group.number)
 
@@ -222,7 +228,9 @@ class Producer:
             self._line = self._line.forget(group)
             flight.restarted = worth_it
             if worth_it:
-                self._line = self._line.again(Start(group.number, place.attempt + 1, failures))
+                again = Start(group.number, place.attempt + 1, failures)
+                self._line = self._line.again(again)
+                self._journal.again(again, rejected.reason)
             raise rejected
         log.warning("a response was rejected for %s", rejected)
 

@@ -262,6 +262,8 @@ class Leased(Message, frozen=True):
     """Trajectories dropped so far, by reason."""
     stop: bool = False
     """The run stops here and resumes later: save a checkpoint and send `Goodbye`. All ranks get the same answer for a step."""
+    lineage: int = 0
+    """Number of restarts so far that trained steps again, from the journal: the same step of another lineage has other weights."""
 
 
 class Fetched(Message, frozen=True):

@@ -17,6 +17,10 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     phase: Annotated[Literal["warmup", "rl"], "The supervised warm-up, or reinforcement learning."]
     time: Annotated[float, "Unix seconds at the end of the step."]
     version: Annotated[int | None, Metric("Version of the weights after the step.")] = None
+    lineage: Annotated[
+        int | None,
+        Metric("Number of restarts so far that trained steps again from the journal: a step of another lineage has other weights."),
+    ] = None
 
     # Learning
     reward_mean: Annotated[

@@ -62,6 +62,7 @@ def step_record(
         sync_seconds=published.seconds if published else None,
         pause_ms=published.pause_ms if published else None,
         version=step,
+        lineage=leased.lineage,
         loss=sum(u.loss for u in updates) / len(updates),
         grad_norm=last.grad_norm,
         lr=last.lr,

@@ -82,6 +82,19 @@ def marked(mark: str) -> list[str]:
     return [line for line in found if line]
 
 
+def marked_pids(mark: str, words: str) -> list[int]:
+    """Ids of the marked processes whose command lines contain some words, the oldest first."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found += [int(entry.name)] if words in line else []
+        except OSError:
+            continue
+    return sorted(found)
+
+
 def wait_for(condition: Callable[[], bool], seconds: float, poll_s: float = 0.1) -> bool:
     """Poll until `condition` holds; False when `seconds` were over first."""
     until = time.monotonic() + seconds

@@ -54,7 +54,7 @@ def write(run_dir: Path) -> None:
     item = SimpleNamespace(
         group=0, episode=0, agent=0, branch=0, reward=1.0, steps=0, step_mean=0.0, teacher_gap=None, sampled=4, truncated=False
     )
-    leased = SimpleNamespace(items=[item], queue_depth=1, dropped={})
+    leased = SimpleNamespace(items=[item], queue_depth=1, dropped={}, lineage=0)
     recorder = Recorder(run_dir)
     with JsonLines(run_dir / METRICS) as metrics:
         for step in (1, 2, 3):

@@ -254,3 +254,22 @@ def test_a_damaged_checkpoint_is_set_aside_before_anything_starts(tmp_path: Path
         local.prepare(config)
     assert names == {path.name for path in (config.run.dir / "checkpoints").iterdir()}
     assert (config.run.dir / "metrics.jsonl").exists()
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_run_with_a_journal_keeps_its_records_and_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before its first checkpoint, too."""
+    monkeypatch.setattr(local, "to_make", lambda *_: False)
+    monkeypatch.setattr(local.versions, "record", lambda *_: None)
+    run = tmp_path / "run"
+    run.mkdir()
+    for begun in (True, False):
+        (run / "metrics.jsonl").write_text("{}\n")
+        (run / "journal.json").write_text(json.dumps({"journal": "x", "begun": begun}))
+        local.prepare(demo(tmp_path))
+        assert (run / "metrics.jsonl").exists() == begun
+    (run / "journal.json").write_text('{"journal": "x", "begun": true}')
+    with pytest.raises(UserError, match=r"^run\.dir: got .* with a journal, expected a new directory; set run\.resume=true"):
+        local.check(demo(tmp_path, "run.resume=false"))
+    with pytest.raises(UserError, match=r"^journal\.enabled: got false, expected true, because the run has a journal; or delete .*journal"):
+        local.check(demo(tmp_path, "journal.enabled=false"))

@@ -27,6 +27,7 @@ from asyncmoe.rollout import tasks
 from asyncmoe.rollout.controller import Controller
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
+from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Curriculum, Example, Prompt, curriculum_file
 from asyncmoe.rollout.tasks.curriculum import chance
@@ -334,7 +335,8 @@ def test_the_controller_writes_its_part_before_the_checkpoint_is_whole(tmp_path:
     drawn = curriculum()
     drawn.draw(0)
     checkpoints.start(tmp_path, 7)
-    served = SimpleNamespace(_curriculum=drawn, _config=SimpleNamespace(run=SimpleNamespace(dir=tmp_path)))
+    config: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
+    served = SimpleNamespace(_curriculum=drawn, _config=config, _journaling=Journaling(config, None, drawn))
     assert asyncio.run(Controller._save(served, 7)) == Done()  # type: ignore[arg-type]
     assert checkpoints.newest(tmp_path) is None
     path = checkpoints.finish(tmp_path, 7, {"step": 7}, keep=1)

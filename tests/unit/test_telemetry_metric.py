@@ -110,7 +110,7 @@ def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:
     made = [kept_trajectory.trajectory(length, length)[0] for length in (3, 4, 6, 10)]
     items = [describe(replace(one, finish="length" if number == 0 else "stop")) for number, one in enumerate(made)]
     update = SimpleNamespace(loss=0.5, grad_norm=1.0, lr=0.1, rows=23, tokens=15, entropy=0.1, routing_mismatch={}, figures={})
-    leased = SimpleNamespace(items=items, queue_depth=1, dropped={})
+    leased = SimpleNamespace(items=items, queue_depth=1, dropped={}, lineage=0)
     record = step_record(1, leased, "rl", [update], None, 0.0, (0.0, 1.0, 2.0))  # type: ignore[arg-type, list-item]
     assert record.rewards == {one.reward: 4 for one in made[:1]}
     assert record.truncated_fraction == 0.25

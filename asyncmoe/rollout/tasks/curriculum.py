@@ -21,7 +21,7 @@ Mixtures keep their weights, because turns are passed over within a source. Nine
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
@@ -30,6 +30,7 @@ import numpy as np
 
 from asyncmoe.config.curriculum import CurriculumSection
 from asyncmoe.errors import DataError, InvariantBroken
+from asyncmoe.journal.rows import Draw
 from asyncmoe.rollout.tasks.encode import identity
 from asyncmoe.rollout.tasks.order import ListedTask, MixedTask
 from asyncmoe.rollout.tasks.types import Demonstration, Gold, HasGolds, Prompt, Task
@@ -66,12 +67,14 @@ class CurriculumState:
         next: number of the first group never drawn.
         open: groups that were drawn and neither trained nor given up: (group, source, example).
         sources: digests of the sources and their order; a state fits only these.
+        events: number of events (`Draw`) that led to it.
     """
 
     next: int
     open: tuple[tuple[int, int, int], ...]
     sources: tuple[str, ...]
     parts: tuple[PartState, ...]
+    events: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,9 @@ class Curriculum:
         task: with a length, or a mixture of such.
         key: section of the task, for messages.
 
+    Attributes:
+        drew: called with every event, from which `apply` makes the same state again.
+
     Raises:
         DataError: a source is endless or a stream.
     """
@@ -192,7 +198,8 @@ class Curriculum:
         tasks = task.tasks if isinstance(task, MixedTask) else [task]
         self._parts = [_Part(_listed(one, key), section, f"{seed} curriculum {number}") for number, one in enumerate(tasks)]
         self._open: dict[int, tuple[int, int]] = {}
-        self._next = 0
+        self._next = self._events = 0
+        self.drew: Callable[[Draw], None] | None = None
 
     def prompt(self, group: int, stream: str = _STREAM) -> Prompt:
         """See `Task`. Of a group of training that is not open (`draw`), the prompt is that of the task."""
@@ -222,15 +229,43 @@ class Curriculum:
         part, number = (0, group) if self._draws is None else self._draws.at(_STREAM, group)
         self._open[group] = part, self._parts[part].draw(number)
         self._next = group + 1
+        self._tell("drawn", group)
 
     def measured(self, group: int, rewards: Sequence[float]) -> None:
         """Note the rewards of the episodes of an open group."""
         part, index = self._open[group]
-        self._parts[part].measured(index, sum(reward >= self._section.pass_reward for reward in rewards), len(rewards))
+        passed = sum(reward >= self._section.pass_reward for reward in rewards)
+        self._parts[part].measured(index, passed, len(rewards))
+        self._tell("measured", group, passed, len(rewards))
 
     def closed(self, group: int) -> None:
         """Forget a group that is trained or given up: it is not asked again."""
-        self._open.pop(group, None)
+        if group in self._open:
+            self._tell("closed", group)
+            del self._open[group]
+
+    def apply(self, draw: Draw) -> None:
+        """Make the change that an event tells of.
+
+        Raises:
+            InvariantBroken: it is not the next event, or another prompt is drawn.
+        """
+        if draw.number != self._events + 1:
+            raise InvariantBroken(f"curriculum: event {draw.number} after {self._events}")
+        if draw.what == "drawn":
+            self.draw(draw.group)
+        if self._open.get(draw.group) != (draw.source, draw.example):
+            raise InvariantBroken(f"curriculum: group {draw.group} asks {self._open.get(draw.group)}, the journal has {draw}")
+        if draw.what == "measured":
+            self._parts[draw.source].measured(draw.example, draw.passed, draw.responses)
+        elif draw.what == "closed":
+            del self._open[draw.group]
+        self._events = draw.number
+
+    def _tell(self, what: str, group: int, passed: int = 0, responses: int = 0) -> None:
+        self._events += 1
+        if self.drew is not None:
+            self.drew(Draw(self._events, what, group, *self._open[group], passed, responses))
 
     def first(self, least: int) -> int:
         """Return the number of the first group never drawn, at least `least`."""
@@ -240,6 +275,11 @@ class Curriculum:
     def open(self) -> list[int]:
         """Groups that were drawn and neither trained nor given up, in order."""
         return sorted(self._open)
+
+    @property
+    def events(self) -> int:
+        """Number of events that led to the state."""
+        return self._events
 
     def figures(self) -> CurriculumFigures:
         """Return the figures of the measured prompts."""
@@ -254,7 +294,7 @@ class Curriculum:
         parts = (part.state for part in self._parts)
         copies = tuple(PartState(one.turn, one.passed_over, one.counts.copy(), one.last.copy()) for one in parts)
         opened = tuple((group, *self._open[group]) for group in self.open)
-        return CurriculumState(self._next, opened, self.sources, copies)
+        return CurriculumState(self._next, opened, self.sources, copies, self._events)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -271,7 +311,7 @@ class Curriculum:
         for part, one in zip(self._parts, state.parts, strict=True):
             part.restore(one)
         self._open = {group: (part, index) for group, part, index in state.open}
-        self._next = state.next
+        self._next, self._events = state.next, state.events
 
 
 def _listed(task: Task, key: str) -> ListedTask:

@@ -38,6 +38,7 @@ def write(state: CurriculumState, directory: Path) -> None:
         "open": state.open,
         "sources": state.sources,
         "parts": [[part.turn, part.passed_over] for part in state.parts],
+        "events": state.events,
     }
     arrays["told"] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     path = directory / FILE
@@ -119,4 +120,4 @@ def _state(told: dict[str, Any], arrays: Any) -> CurriculumState:
     opened = tuple((int(group), int(part), int(index)) for group, part, index in told["open"])
     if any(not (0 <= part < len(parts) and 0 <= index < len(parts[part].last)) for _, part, index in opened):
         raise ValueError("an open group asks a prompt that does not exist")
-    return CurriculumState(int(told["next"]), opened, tuple(told["sources"]), parts)
+    return CurriculumState(int(told["next"]), opened, tuple(told["sources"]), parts, int(told.get("events", 0)))

@@ -49,7 +49,7 @@ _Head = _GroupHead | _TrainedHead | Begin | Stale | Full
 
 
 @dataclass(frozen=True)
-class Place:
+class LineSpan:
     """A line of a file: its first byte and its length."""
 
     begin: int
@@ -74,12 +74,12 @@ class Entry:
     outcome: Outcome
     reason: str
     version: int
-    place: Place
+    place: LineSpan
     members: int
     reward: float | None
     versions: frozenset[int]
     step: int | None = None
-    trained: Mapping[str, Place] = field(default_factory=dict)
+    trained: Mapping[str, LineSpan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Notes:
 _NOTES = 3
 """Notes that an error repeats."""
 _Key = tuple[str, int]
-_Steps = dict[_Key, tuple[int, Place]]
+_Steps = dict[_Key, tuple[int, LineSpan]]
 
 
 def _trained(path: Path, notes: _Notes) -> tuple[_Steps, set[_Key]]:
@@ -176,7 +176,7 @@ def _groups(path: Path, trained: _Steps, undone: set[_Key], notes: _Notes) -> li
     entries: list[Entry] = []
     newest: dict[tuple[int, int], int] = {}
     for place, head in _heads(path, notes):
-        if isinstance(head, Begin):
+        if isinstance(head, Begin) and not head.kept:
             entries = [_unless_queued(entry) for entry in entries]
             newest.clear()
         elif isinstance(head, _GroupHead):
@@ -191,7 +191,7 @@ def _unless_queued(entry: Entry) -> Entry:
     return replace(entry, outcome="lost", reason="the run was started again") if entry.outcome == "queued" else entry
 
 
-def _entry(head: _GroupHead, place: Place, trained: _Steps, undone: set[_Key]) -> Entry:
+def _entry(head: _GroupHead, place: LineSpan, trained: _Steps, undone: set[_Key]) -> Entry:
     keys = [(member.key, member.digest) for member in head.members if member.digest is not None]
     steps = {key: trained[key] for key in keys if key in trained}
     rewards = [member.reward for member in head.members if member.reward is not None]
@@ -217,14 +217,14 @@ def _entry(head: _GroupHead, place: Place, trained: _Steps, undone: set[_Key]) -
     return entry
 
 
-def _heads(path: Path, notes: _Notes) -> Iterator[tuple[Place, _Head]]:
+def _heads(path: Path, notes: _Notes) -> Iterator[tuple[LineSpan, _Head]]:
     """Yield the heads of a file's records. A missing file has none; lines that cannot be read are noted and left out."""
     if not path.is_file():
         return
     decoder, begin, name, full = msgspec.json.Decoder(_Head), 0, f"{FOLDER}/{path.name}", None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            place, begin = Place(begin, len(line)), begin + len(line)
+            place, begin = LineSpan(begin, len(line)), begin + len(line)
             if not line.endswith(b"\n"):
                 notes.add(f"{name} ends within line {number}: its writer was killed, or is writing; the line is left out")
                 return
@@ -243,7 +243,7 @@ def _heads(path: Path, notes: _Notes) -> Iterator[tuple[Place, _Head]]:
         notes.add(f"the samples stopped when {FOLDER} reached telemetry.samples.max_bytes={full.bound}")
 
 
-def _record(path: Path, place: Place, kind: type[Any]) -> Any:
+def _record(path: Path, place: LineSpan, kind: type[Any]) -> Any:
     with path.open("rb") as file:
         file.seek(place.begin)
         line = file.read(place.size)

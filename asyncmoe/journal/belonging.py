@@ -1,0 +1,111 @@
+"""Which run a journal belongs to: RUN/journal.json names it, wherever its folder is, and moves with the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncmoe import storage
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.journal import rows
+from asyncmoe.journal.states import FILE, States
+
+MARKER = "journal.json"
+
+
+@dataclass
+class Belonging:
+    """The run of a journal.
+
+    Attributes:
+        run_dir: directory of the run.
+        of: what else the journal belongs to, in the user's terms: {"run.seed": "3"}.
+        run: the random name that the run's marker gives the journal.
+        begun: groups were begun since the marker was made: the run has something to go on with.
+    """
+
+    run_dir: Path
+    of: Mapping[str, str]
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    begun: bool = False
+    noted: bool = False
+
+    @classmethod
+    def of_run(cls, run_dir: Path, of: Mapping[str, str]) -> Belonging:
+        """Read the marker of a run; without one, choose a name.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        path = run_dir / MARKER
+        try:
+            told = json.loads(path.read_text())
+            return cls(run_dir, of, str(told["journal"]), bool(told["begun"]), noted=True)
+        except FileNotFoundError:
+            return cls(run_dir, of)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                str(path), got=str(error), expected="the name of the run's journal", hint="delete it and the journal"
+            ) from error
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What the journal's file must say."""
+        return {"run": self.run, **self.of}
+
+    @property
+    def digest(self) -> str:
+        """A short form of the identity, for the segments."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+
+    def note(self, *, begun: bool = False) -> None:
+        """Write the marker, unless it says so already.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self.noted and self.begun >= begun:
+            return
+        self.noted, self.begun = True, begun
+        path = self.run_dir / MARKER
+        with storage.writing("the name of the run's journal", path):
+            temporary = path.with_suffix(".tmp")
+            with temporary.open("w") as file:
+                json.dump({"journal": self.run, "begun": begun}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+
+    def clear_if_empty(self, folder: Path, segments: Path) -> None:
+        """Delete a journal in which no group was ever begun: it may belong to anything. Raises as `States.open`."""
+        if not (folder / FILE).exists():
+            return
+        states = States.open(folder, {})
+        try:
+            known = states.read(rows.read)
+        finally:
+            states.close()
+        if not known.groups and not known.leases and not known.next:
+            with storage.writing("the journal", folder):
+                for path in folder.glob(f"{FILE}*"):
+                    path.unlink()
+                if segments.is_dir():
+                    shutil.rmtree(segments)
+
+
+def refuse_without(run_dir: Path, folder: Path) -> None:
+    """Refuse to go on without the journal that a run has: its groups would be trained again. Raises ConfigError."""
+    if has_begun(run_dir):
+        hint = f"or delete {run_dir / MARKER} and {folder}: what was queued or under way is then sampled again"
+        raise ConfigError("journal.enabled", got="false", expected="true, because the run has a journal", hint=hint)
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether a run has a journal with groups in it, so that its records must stay. Raises DataError if the marker is damaged."""
+    return Belonging.of_run(run_dir, {}).begun

@@ -1,0 +1,259 @@
+"""The journal of one queue: what begins, finishes and ends, in the order in which it happens.
+
+The promises, in the order of the file. A group's payload is on disk before its row says that it is queued; the row of a lease is on disk
+before the trainer hears of it; rows come in the order of the queue's changes. So after any stop the file holds a state that the queue had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from asyncmoe.errors import DataError, InvariantBroken
+from asyncmoe.journal import payload, rows
+from asyncmoe.journal.belonging import Belonging
+from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, Recovered, recover
+from asyncmoe.journal.rows import Change, Draw
+from asyncmoe.journal.segments import Segments
+from asyncmoe.journal.states import FILE, States
+from asyncmoe.queue.accounts import Accounts
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.start_order import Start
+from asyncmoe.trajectory import Buffer
+
+log = logging.getLogger(__name__)
+_SEGMENTS = "segments"
+_AHEAD = 1024
+"""Segments after the newest known one that are spared: more than are begun while old ones are deleted."""
+
+
+class Unjournaled:
+    """A queue without a journal: nothing is kept. `Journal` overrides all of it."""
+
+    lineage = 0
+    keeps = False
+
+    def follow(self, accounts: Callable[[], Accounts]) -> None:
+        """Take the ledger from this function at every change."""
+
+    def begun(self, group: Start) -> None:
+        """Sampling of a group begins."""
+
+    async def finished(self, group: Group) -> None:
+        """Return once a whole group is on disk, first its payload, then its row; the group may be queued then.
+
+        Raises:
+            StorageError: the disk failed, or the journal is full.
+        """
+
+    def ended(self, number: int, state: str, reason: str) -> None:
+        """A group is "dropped" or "rejected", and does not start again."""
+
+    def again(self, group: Start, reason: str) -> None:
+        """A group is to start again, as `group` says."""
+
+    def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
+        """Groups are leased, with these factors on their weights."""
+
+    async def granted(self, step: int) -> None:
+        """Return once the lease of a step is on disk. Raises as `finished`."""
+
+    def committed(self, step: int) -> None:
+        """The trainer has trained on a lease."""
+
+    def released(self, step: int) -> None:
+        """A lease ends untrained. Raises InvariantBroken if a later one does not."""
+
+    def drew(self, draw: Draw) -> None:
+        """The curriculum changed."""
+
+
+class Journal(Unjournaled):
+    """The journal of a run, in a folder. For one event loop.
+
+    Attributes:
+        folder: its folder.
+        recorded: what the folder held when it was opened.
+    """
+
+    keeps = True
+
+    def __init__(self, folder: Path, states: States, segments: Segments, recorded: JournalRows, belonging: Belonging) -> None:
+        self.folder, self.recorded, self._belonging = folder, recorded, belonging
+        self._states, self._segments = states, segments
+        self._accounts: Callable[[], Accounts] | None = None
+        self._position = max((group.order for group in recorded.groups.values()), default=0)
+        self._next, self._replays = recorded.next, dict[int, RecordedLease]()
+        self._leases: dict[int, int] = {}
+        self._drawn: list[Change] = []
+        self._writing: Counter[int] = Counter()
+        self._newest = max((group.place.segment for group in recorded.groups.values() if group.place is not None), default=0)
+
+    @classmethod
+    def open(cls, folder: Path, belonging: Belonging, *, segment_bytes: int, max_bytes: int) -> Journal:
+        """Open or make the journal of a folder. Blocks.
+
+        Raises:
+            DataError: it is another run's, or damaged.
+            UserError: another process has it open.
+            StorageError: it cannot be written.
+        """
+        belonging.clear_if_empty(folder, folder / _SEGMENTS)
+        if belonging.begun and not (folder / FILE).exists():
+            log.warning("%s is gone: what was queued or under way when the run stopped is sampled again", folder)
+        states = States.open(folder, belonging.identity)
+        try:
+            made = Segments.open(folder / _SEGMENTS, belonging.digest, segment_bytes=segment_bytes, max_bytes=max_bytes)
+        except BaseException:
+            states.close()
+            raise
+        belonging.note()
+        return cls(folder, states, made, states.read(rows.read), belonging)
+
+    def begin(self, step: int, base: int, batch: int, first_group: int) -> Recovered:
+        """Return the state in which the queue begins; see `recover`.
+
+        Args:
+            first_group: number of the first group, if the journal is new.
+        """
+        if self.recorded.first is None:
+            self.recorded = replace(self.recorded, first=max(step, base), next=first_group)
+        found = recover(self.recorded, step, base, batch, f"journal {self.folder}")
+        self.lineage, self._next, self._replays = found.lineage, found.next, dict(found.replays)
+        facts = {"lineage": found.lineage, "first": self.recorded.first, "next": found.next}
+        self._states.write([rows.fact(name, value) for name, value in facts.items()], found.accounts)
+        return found
+
+    def follow(self, accounts: Callable[[], Accounts]) -> None:
+        self._accounts = accounts
+
+    def begun(self, group: Start) -> None:
+        self._belonging.note(begun=True)
+        changes = [rows.begun(group, self._moved(), self.lineage)]
+        if group.number >= self._next:
+            self._next = group.number + 1
+            changes.append(rows.fact("next", self._next))
+        self._write(changes)
+
+    async def finished(self, group: Group) -> None:
+        parts: list[Buffer] = payload.encode(group)
+        await self._segments.room(sum(memoryview(part).nbytes for part in parts))
+        place = self._segments.append(parts)
+        self._newest = max(self._newest, place.segment)
+        self._writing[place.segment] += 1
+        try:
+            await self._segments.durable(place)
+            ticket = self._write([rows.queued(group.number, group.arrival, len(group), place)], urgent=True)
+        finally:
+            self._writing[place.segment] -= 1
+        await self._states.durable(ticket)
+
+    def ended(self, number: int, state: str, reason: str) -> None:
+        self._write([rows.ended(number, state, reason)])
+
+    def again(self, group: Start, reason: str) -> None:
+        self._write([rows.again(group, self._moved(), reason)])
+
+    def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
+        held = tuple(LeasedGroup(group.number, weight, tuple(item.key for item in group.items)) for group, weight in groups)
+        lease = RecordedLease(step, count, version, self.lineage, False, held)
+        self._leases[step] = self._write(rows.leased(lease), urgent=True)
+
+    async def granted(self, step: int) -> None:
+        if (ticket := self._leases.get(step)) is not None:
+            await self._states.durable(ticket)
+
+    def committed(self, step: int) -> None:
+        self._leases.pop(step, None)
+        self._write([rows.committed(step)])
+
+    def released(self, step: int) -> None:
+        if any(later > step for later in (*self._leases, *self._replays)):
+            raise InvariantBroken(f"journal: the lease of step {step} is released before later ones, which would be replayed without it")
+        self._leases.pop(step, None)
+        self._write(rows.released(step))
+
+    def drew(self, draw: Draw) -> None:
+        # Written with the next change: a group that is drawn and not begun would never start.
+        self._drawn.append(rows.drew(draw))
+
+    # ------------------------------------------------------------ after a restart
+
+    def replay(self, step: int) -> RecordedLease | None:
+        """Return the lease to answer a step with, or None."""
+        return self._replays.get(step)
+
+    def replayed(self, step: int) -> None:
+        """Note that the lease of a step is held again."""
+        del self._replays[step]
+
+    async def groups(self, numbers: Sequence[int]) -> tuple[Group, ...]:
+        """Read recorded groups, as they were queued.
+
+        Raises:
+            DataError: a payload is damaged or absent.
+        """
+        return tuple(await asyncio.to_thread(lambda: [self._group(self.recorded.groups[number]) for number in numbers]))
+
+    async def draws(self, after: int) -> list[Draw]:
+        """Return the events of the curriculum after the one of this number."""
+        return await self._states.ask(lambda connection: rows.draws(connection, after))
+
+    # ------------------------------------------------------------ checkpoints
+
+    async def forget(self, floor: int, draws: int) -> int:
+        """Delete what no run needs that goes back no further than to the checkpoint of step `floor`.
+
+        Args:
+            draws: events of the curriculum that this checkpoint holds.
+
+        Returns:
+            the freed bytes.
+
+        Raises:
+            StorageError: a file could not be deleted.
+        """
+        # Payloads that are being written have no row yet; those written from now on lie in the newest segment or later ones.
+        writing, newest = [number for number, count in self._writing.items() if count], self._newest
+        self._states.write(rows.forgotten(floor, draws), urgent=True)
+        needed = await self._states.ask(rows.segments)
+        self._writing = +self._writing  # without the zeros
+        return await asyncio.to_thread(self._segments.retain, {*needed, *writing, *range(newest, newest + _AHEAD)})
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payloads on disk."""
+        return self._segments.size
+
+    def close(self) -> None:
+        """Write what was handed over, and close all files. Blocks."""
+        try:
+            if self._drawn:
+                self._write([])
+            self._segments.close()
+        finally:
+            self._states.close()
+
+    # ------------------------------------------------------------ internals
+
+    def _write(self, changes: Sequence[Change], *, urgent: bool = False) -> int:
+        ledger = None if self._accounts is None else self._accounts()
+        drawn, self._drawn = self._drawn, []
+        return self._states.write([*drawn, *changes], ledger, urgent=urgent)
+
+    def _moved(self) -> int:
+        self._position += 1
+        return self._position
+
+    def _group(self, recorded: RecordedGroup) -> Group:
+        assert recorded.place is not None
+        name = f"journal {self.folder}: group {recorded.number}"
+        group = payload.decode(self._segments.read(recorded.place), recorded.order, name)
+        if group.number != recorded.number or len(group) != recorded.episodes:
+            got = f"group {group.number} of {len(group)} episodes"
+            raise DataError(name, got=got, expected=f"group {recorded.number} of {recorded.episodes}")
+        return group

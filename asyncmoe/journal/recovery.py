@@ -1,0 +1,199 @@
+"""From the recorded rows and the step of the loaded checkpoint to the state in which the queue begins. Pure.
+
+Let k be the step of the checkpoint, at least the step at which reinforcement learning began. Leases of steps before k are trained: the
+checkpoint's weights know them. Leases of steps from k on are replayed: the same groups, weights and order. Groups that are queued stay
+queued, in their order of arrival. Groups that were begun, and those that were to start again, start before any new group. What was dropped
+or rejected stays so, whatever the checkpoint: a group ends once.
+
+The ledger goes on. Episodes that were started and are in none of these states were running: they count as requeued, "restart".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from asyncmoe.errors import DataError, InvariantBroken
+from asyncmoe.journal.segment_format import Place
+from asyncmoe.queue.accounts import Accounts
+from asyncmoe.queue.admission import Ledger
+from asyncmoe.queue.start_order import Start
+
+State = Literal["begun", "waiting", "queued", "leased", "dropped", "rejected"]
+"""Of a group. waiting: it is to start again. A leased group is trained once its lease is committed."""
+RESTART = "restart"
+"""Reason of episodes that were running when the run stopped."""
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """The newest state of a group.
+
+    Attributes:
+        order: place in the order of starts, ascending; of a queued or leased group, its arrival.
+        attempt, failures: as in `Start`.
+        step: of its lease; None unless leased.
+        episodes: their number; 0 before it is queued.
+        place: of its payload; None before it is queued.
+    """
+
+    number: int
+    order: int
+    state: State
+    attempt: int = 0
+    failures: int = 0
+    step: int | None = None
+    episodes: int = 0
+    place: Place | None = None
+
+
+@dataclass(frozen=True)
+class LeasedGroup:
+    """A group in a lease: its number, the factor on its weight, and the keys of its trajectories in order."""
+
+    number: int
+    weight: float
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RecordedLease:
+    """A batch that was leased.
+
+    Attributes:
+        count: episodes.
+        version: the trainer's.
+        lineage: in which it was leased first.
+        committed: the trainer has trained on it.
+        groups: in order.
+    """
+
+    step: int
+    count: int
+    version: int
+    lineage: int
+    committed: bool
+    groups: tuple[LeasedGroup, ...]
+
+
+@dataclass(frozen=True)
+class JournalRows:
+    """All that a journal knows.
+
+    Attributes:
+        groups: by number; those that ended long ago are forgotten.
+        leases: by step.
+        first: step from which on all leases are known; None: no trainer has joined yet.
+        next: number of the first group never begun.
+        lineage: number of restarts that replayed.
+        accounts: the queue's at the newest change; None: none.
+    """
+
+    groups: Mapping[int, RecordedGroup] = field(default_factory=dict)
+    leases: Mapping[int, RecordedLease] = field(default_factory=dict)
+    first: int | None = None
+    next: int = 0
+    lineage: int = 0
+    accounts: Accounts | None = None
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The state in which a queue begins.
+
+    Attributes:
+        accounts: none running.
+        replays: leases that are answered again, by step.
+        queued: groups to queue, in order of arrival.
+        starts: groups to start before any new one, in order.
+        next: number of the first group never begun.
+        arrivals: number of the newest arrival.
+        lineage: number of restarts that replayed, this one included.
+    """
+
+    accounts: Accounts
+    replays: Mapping[int, RecordedLease]
+    queued: tuple[RecordedGroup, ...]
+    starts: tuple[Start, ...]
+    next: int
+    arrivals: int
+    lineage: int
+
+    @property
+    def alive(self) -> frozenset[int]:
+        """Groups that have not ended."""
+        leased = (one.number for lease in self.replays.values() for one in lease.groups)
+        return frozenset({*leased, *(group.number for group in self.queued), *(start.number for start in self.starts)})
+
+
+def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) -> Recovered:
+    """Return the state in which the queue of a trainer that has taken `step` steps begins.
+
+    Args:
+        base: step at which reinforcement learning began.
+        batch: episodes of a step.
+        name: of the journal, for messages.
+
+    Raises:
+        DataError: the journal begins after the checkpoint, or ends before it.
+        InvariantBroken: the rows contradict each other.
+    """
+    reached = max(step, base)
+    first = reached if recorded.first is None else recorded.first
+    leases = [recorded.leases[one] for one in sorted(recorded.leases) if one >= first]
+    if [lease.step for lease in leases] != list(range(first, first + len(leases))):
+        raise InvariantBroken(f"{name}: leases of steps {[lease.step for lease in leases]}, expected all from {first} on")
+    hint = f"delete {name}: what was queued or under way is then sampled again; or bring back the checkpoint that belongs to it"
+    if not first <= reached <= first + len(leases):
+        held = f"steps {first} to {first + len(leases)}" if leases else f"step {first}"
+        raise DataError(name, got=f"a journal of {held}", expected=f"step {reached}, where the checkpoint is", hint=hint)
+    replays = {lease.step: lease for lease in leases if lease.step >= reached}
+    groups = sorted(recorded.groups.values(), key=lambda group: group.order)
+    queued = tuple(group for group in groups if group.state == "queued")
+    _check(recorded, replays.values(), queued, name)
+    pending = [group for group in groups if group.state in ("begun", "waiting")]
+    leased = sum(lease.count for lease in replays.values())
+    return Recovered(
+        _accounts(recorded.accounts, (reached - base) * batch, leased, sum(group.episodes for group in queued), name),
+        replays,
+        queued,
+        tuple(Start(group.number, group.attempt, group.failures) for group in pending),
+        recorded.next,
+        max((group.order for group in groups if group.place is not None), default=0),
+        recorded.lineage + bool(replays),
+    )
+
+
+def live(recorded: JournalRows, floor: int) -> frozenset[int]:
+    """Return the segments whose payloads a run may still read that goes back no further than to the checkpoint of step `floor`."""
+    return frozenset(group.place.segment for group in recorded.groups.values() if group.place is not None and needed(group, floor))
+
+
+def needed(group: RecordedGroup, floor: int) -> bool:
+    """Whether a run that goes back no further than to the checkpoint of step `floor` may need a group."""
+    return group.state in ("begun", "waiting", "queued") or (group.step is not None and group.step >= floor)
+
+
+def _check(recorded: JournalRows, replays: Iterable[RecordedLease], queued: Sequence[RecordedGroup], name: str) -> None:
+    for lease in replays:
+        for one in lease.groups:
+            group = recorded.groups.get(one.number)
+            if group is None or group.state != "leased" or group.step != lease.step or group.place is None:
+                raise InvariantBroken(f"{name}: group {one.number} of the lease of step {lease.step} is recorded as {group}")
+    if bare := [group.number for group in queued if group.place is None]:
+        raise InvariantBroken(f"{name}: groups {bare[:5]} are queued without a payload")
+
+
+def _accounts(before: Accounts | None, trained: int, leased: int, queued: int, name: str) -> Accounts:
+    if before is None:
+        if leased or queued:
+            raise InvariantBroken(f"{name}: {queued} queued and {leased} leased episodes, but no ledger")
+        return Accounts(Ledger(started=trained, trained=trained))
+    old = before.ledger
+    lost = old.started - old.dropped - old.rejected - old.requeued - queued - leased - trained
+    if lost < 0:
+        raise InvariantBroken(f"{name}: {trained} trained, {leased} leased and {queued} queued episodes are more than started: {old}")
+    ledger = replace(old, running=0, spare=0, queued=queued, leased=leased, trained=trained, requeued=old.requeued + lost)
+    requeued = {**before.requeued, RESTART: before.requeued.get(RESTART, 0) + lost} if lost else before.requeued
+    return replace(before, ledger=ledger, requeued=requeued)

@@ -1,0 +1,65 @@
+"""What an earlier process left to the queue, and its leases, which are read from disk only when the trainer asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from asyncmoe.errors import DataError
+from asyncmoe.journal.journal import Journal
+from asyncmoe.queue.accounts import Accounts
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.leases import LeaseTerms
+from asyncmoe.queue.start_order import Start
+
+Hold = Callable[[int, tuple[Group, ...], Sequence[float]], None]
+"""Takes the step, the groups and the factors on their weights of a lease that is granted again."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The state in which a queue begins.
+
+    Attributes:
+        accounts: none running; None: nothing was left.
+        queued: groups to queue, by arrival.
+        starts: groups to start before any new one.
+        arrivals: number of the newest arrival.
+        journal: holds the leases that are granted again; None: there are none.
+    """
+
+    accounts: Accounts | None = None
+    queued: Sequence[Group] = ()
+    starts: Sequence[Start] = ()
+    arrivals: int = 0
+    journal: Journal | None = None
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def load(self, step: int, terms: LeaseTerms, hold: Hold) -> None:
+        """Grant the lease of a step again if an earlier process had granted it. Any number of ranks may ask at the same time.
+
+        Raises:
+            DataError: the trainer asks for other terms than then, or a payload is damaged.
+        """
+        journal = self.journal
+        if journal is None or journal.replay(step) is None:
+            return
+        async with self._reading:
+            if (lease := journal.replay(step)) is None:
+                return
+            if (terms.count, terms.version) != (lease.count, lease.version):
+                got = f"{terms.count} episodes at version {terms.version}"
+                expected = f"{lease.count} at version {lease.version}, as when it was leased first"
+                raise DataError(f"journal {journal.folder}: lease of step {step}", got=got, expected=expected)
+            groups = await journal.groups([one.number for one in lease.groups])
+            for group, one in zip(groups, lease.groups, strict=True):
+                if tuple(item.key for item in group.items) != one.keys:
+                    got = f"other trajectories in group {one.number}"
+                    raise DataError(f"journal {journal.folder}: lease of step {step}", got=got, expected=f"{one.keys}")
+            journal.replayed(step)
+            hold(step, groups, [one.weight for one in lease.groups])
+
+
+UNDISTURBED = Resumption()
+"""Nothing was left."""

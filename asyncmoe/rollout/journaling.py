@@ -1,0 +1,154 @@
+"""The controller's use of the journal: which run it belongs to, what a queue goes on with, and what a checkpoint makes superfluous."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncmoe import checkpoints
+from asyncmoe.config import Config
+from asyncmoe.journal import belonging
+from asyncmoe.journal.belonging import Belonging
+from asyncmoe.journal.journal import Journal, Unjournaled
+from asyncmoe.journal.recovery import Recovered, recover
+from asyncmoe.queue.replays import UNDISTURBED, Resumption
+from asyncmoe.queue.start_order import Start
+from asyncmoe.rollout.tasks import Curriculum
+from asyncmoe.trajectory import Recording
+
+log = logging.getLogger(__name__)
+
+
+class Journaling:
+    """Connects one controller with the journal of its run; with journal.enabled=false there is none.
+
+    Attributes:
+        journal: for the queue and the producer.
+        first_group: number of the first group never begun; known after `resume`.
+    """
+
+    def __init__(self, config: Config, journal: Journal | None, curriculum: Curriculum | None) -> None:
+        self._config, self._held, self._curriculum = config, journal, curriculum
+        self.journal = journal or Unjournaled()
+        self.first_group = 0
+        self._events: dict[int, int] = {}
+
+    @classmethod
+    def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording, curriculum: Curriculum | None) -> Journaling:
+        """Open the journal of a run, if it has one. Blocks.
+
+        Args:
+            hf: configuration of the model.
+            recording: what engines report of each token.
+
+        Raises:
+            UserError: it is another run's, damaged, in use, or does not belong to the newest checkpoint.
+            StorageError: it cannot be written.
+        """
+        section = config.journal
+        if not section.enabled:
+            belonging.refuse_without(config.run.dir, section.place(config.run.dir))
+            return cls(config, None, curriculum)
+        ours = Belonging.of_run(config.run.dir, identity(config, hf, recording))
+        folder = section.place(config.run.dir)
+        held = Journal.open(folder, ours, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes)
+        try:
+            newest = checkpoints.newest(config.run.dir)
+            step = 0 if newest is None else int(checkpoints.facts(newest)["step"])
+            recover(held.recorded, step, config.warmup.steps, config.rollout.batch, f"journal {folder}")
+        except BaseException:
+            held.close()
+            raise
+        return cls(config, held, curriculum)
+
+    async def resume(self, step: int) -> Resumption:
+        """Return what the queue of a trainer that has taken `step` steps goes on with.
+
+        Raises:
+            DataError: the journal does not belong to this checkpoint, or is damaged.
+        """
+        config, journal = self._config, self._held
+        self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
+        if journal is None:
+            return UNDISTURBED
+        new = journal.recorded.first is None
+        found = journal.begin(step, config.warmup.steps, config.rollout.batch, self.first_group)
+        self.first_group = found.next
+        starts = found.starts
+        if (curriculum := self._curriculum) is not None:
+            self._events[step] = curriculum.events
+            for draw in await journal.draws(curriculum.events):
+                curriculum.apply(draw)
+            curriculum.drew = journal.drew
+            if new:
+                starts = tuple(map(Start, curriculum.open))
+            for group in () if new else sorted(set(curriculum.open) - found.alive):
+                curriculum.closed(group)  # it ended just before the run did
+        queued = await journal.groups([group.number for group in found.queued])
+        if found.replays or queued or starts:
+            log.info("journal: %s", told(found))
+        return Resumption(found.accounts, queued, starts, found.arrivals, journal)
+
+    def saving(self, step: int) -> None:
+        """Note that a checkpoint holds the curriculum as it is now."""
+        if self._curriculum is not None:
+            self._events[step] = self._curriculum.events
+
+    async def saved(self) -> None:
+        """Delete what no checkpoint needs that the run may go back to.
+
+        Raises:
+            StorageError: a file could not be deleted.
+        """
+        if self._held is None or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
+            return
+        freed = await self._held.forget(floor, self._events.get(floor, 0))
+        self._events = {step: events for step, events in self._events.items() if step >= floor}
+        log.info("journal: %d bytes freed, %d kept", freed, self._held.size)
+
+    async def close(self) -> None:
+        """Write what was handed over, and close the journal."""
+        if self._held is not None:
+            await asyncio.to_thread(self._held.close)
+
+
+def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dict[str, str]:
+    """Return what a journal belongs to besides its run, by the key that names it: all that must be the same for its groups to be trained.
+
+    Of paths only the last part counts, so that a run and its files may move.
+    """
+    return {
+        "run.seed": str(config.run.seed),
+        "model": f"{config.model.path.name} {_digest(hf)}",
+        "task": f"{config.task.kind} {_digest(config.task.model_dump())}",
+        "rollout.groups_per_step": str(config.rollout.groups_per_step),
+        "rollout.group_size": str(config.rollout.group_size),
+        "warmup.steps": str(config.warmup.steps),
+        "keep": _digest(repr(recording)),
+    }
+
+
+def oldest(run_dir: Path, keep: int) -> int | None:
+    """Return the step of the oldest of the `keep` newest checkpoints, which the run may go back to; None if there is none."""
+    complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
+    steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
+    return min(steps[-keep:], default=None)
+
+
+def told(found: Recovered) -> str:
+    """Describe what a run goes on with."""
+    steps = f", steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else ""
+    return (
+        f"lineage {found.lineage}{steps}, {len(found.queued)} groups are queued, {len(found.starts)} start again, "
+        f"then group {found.next} and the next ones"
+    )
+
+
+def _digest(values: object) -> str:
+    text = json.dumps(values, sort_keys=True, default=lambda value: value.name if isinstance(value, Path) else str(value))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

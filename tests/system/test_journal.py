@@ -1,0 +1,119 @@
+"""A run that is killed again and again trains every group once, in the batches of the first pass, and asks prompts in their order."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.journal import rows
+from asyncmoe.journal.states import FILE
+from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
+
+pytestmark = pytest.mark.system
+SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9")
+WARM = 4
+TARGETS = {"supervisor": "asyncmoe run", "controller": "asyncmoe rollout", "rank": "asyncmoe.trainer"}
+
+
+def kill(command: Command, target: str) -> None:
+    """Send SIGKILL to one process of a run, and wait until all have ended."""
+    os.kill(marked_pids(command.mark, TARGETS[target])[0], signal.SIGKILL)
+    assert command.gone(60), command.alive()
+
+
+def trained(directory: Path, before: int, step: int) -> bool:
+    """Whether a step was trained after the first `before` records."""
+    return any(one["step"] >= step for one in metrics(directory)[before:])
+
+
+def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
+    """Of each start of the trainer: the step it began at, and what it trained, by step: loss and (key, digest) of the trajectories."""
+    told = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    sampled = [json.loads(line) for line in (directory / "samples" / "trainer.jsonl").read_text().splitlines() if line.endswith("}")]
+    losses: list[tuple[int, dict[int, float]]] = []
+    for one in told:
+        if "resumed_at" in one:
+            losses.append((one["resumed_at"], {}))
+        elif one["phase"] == "rl":
+            losses[-1][1][one["step"]] = one["loss"]
+    keys: list[dict[int, list[tuple[str, int]]]] = []
+    for one in sampled:
+        if one["record"] == "begin":
+            keys.append({})
+        elif one["record"] == "trained":
+            keys[-1].setdefault(one["step"], []).append((one["key"], one["digest"]))
+    for (begun, each), batches in zip(losses, keys, strict=True):
+        yield begun, {step: {"loss": loss, "keys": sorted(batches[step])} for step, loss in each.items()}
+
+
+def ledger_adds_up(directory: Path) -> None:
+    for line in (directory / "rollout.jsonl").read_text().splitlines():
+        if not line.endswith("}"):
+            continue
+        one = json.loads(line)
+        ended = sum(sum(one[name].values()) for name in ("dropped", "rejected", "requeued"))
+        assert one["started"] == one["running"] + one["accepted"] + ended, one
+
+
+@pytest.mark.parametrize(
+    ("targets", "every"),
+    [(("controller",), 0), pytest.param(("rank", "supervisor", "controller"), 5, marks=pytest.mark.thorough)],
+)
+def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, targets: tuple[str, ...], every: int) -> None:
+    draw, at = random.Random(len(targets)), WARM + 1
+    directory, shape = tmp_path / "run", (*SHAPE, f"trainer.checkpoint_every={every}")
+    for target in targets:
+        command = start(directory, *shape)
+        at = min(at + draw.randrange(1, 3), WARM + 8)
+        assert wait_for(partial(trained, directory, len(metrics(directory)), at), 150), logs(directory)
+        kill(command, target)
+    command = start(directory, *shape)
+    status, _, error = command.finish()
+    assert status == 0, error[-3000:] + logs(directory)
+    check(directory)
+
+
+def check(directory: Path) -> None:
+    """Prove from the records that everything was trained once."""
+    every = list(passes(directory))
+    newest: dict[int, dict[str, Any]] = {}
+    replayed = 0
+    for begun, steps in every:
+        newest = {step: what for step, what in newest.items() if step <= begun} | steps
+    first: dict[int, dict[str, Any]] = {}
+    for _, steps in every:
+        for step, what in steps.items():
+            if step in first:
+                replayed += 1
+                assert what["keys"] == first[step]["keys"], f"step {step} was trained on another batch"
+                assert what["loss"] == pytest.approx(first[step]["loss"], abs=1e-6)
+            first.setdefault(step, what)
+    assert replayed, "some steps were trained again"
+    lineages = [step["lineage"] for step in metrics(directory) if step["phase"] == "rl"]
+    assert lineages == sorted(lineages)
+    assert lineages[-1] >= 1
+    assert sorted(newest) == list(range(WARM + 1, WARM + 10))
+    every_key = [key for what in newest.values() for key, _ in what["keys"]]
+    samples = [tuple(key.split(".")[:2]) for key in every_key]
+    assert len(samples) == len(set(samples)) == 9 * 16, "each sample is trained once"
+    with closing(sqlite3.connect(directory / "journal" / FILE)) as connection:
+        known = rows.read(connection)
+    leased = {one.number for lease in known.leases.values() for one in lease.groups}
+    assert leased >= {int(key[1:].split(".")[0]) for key in every_key}
+    assert set(known.groups) | leased == set(range(known.next)), "every group that was begun is in one state"
+    order = [json.loads(line) for line in (directory / "samples" / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
+    asked = [one["group"] for one in order if one["record"] == "group"]
+    assert len(asked) == len(set(asked)), "no group is sampled to its end twice"
+    assert all(later > sooner - 4 * 4 for sooner, later in pairwise(asked)), "prompts start in their order"
+    ledger_adds_up(directory)

@@ -1,0 +1,265 @@
+"""A producer, a queue and a trainer around a journal: killed at any moment, they go on as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.config import parse
+from asyncmoe.config.schema import Config
+from asyncmoe.errors import ConfigError, DataError, InvariantBroken, TrajectoryRejected
+from asyncmoe.journal.rows import Draw
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.start_order import Start
+from asyncmoe.rollout import journaling
+from asyncmoe.rollout.engines.types import Generation, VersionSpan
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
+from asyncmoe.rollout.journaling import Journaling
+from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.tasks import Curriculum, Prompt
+from asyncmoe.trajectory import NOTHING, Recording, Trajectory
+from tests.unit.test_curriculum import curriculum
+from tests.unit.test_producer import Numbers
+
+HF: dict[str, Any] = {"hidden_size": 8}
+SIZE, GROUPS = 2, 2
+BATCH = SIZE * GROUPS
+STEPS = 6
+
+
+def configured(run_dir: Path, **journal: Any) -> Config:
+    return parse(
+        {
+            "run": {"dir": str(run_dir), "steps": 10},
+            "model": {"path": "model"},
+            "task": {"kind": "arithmetic"},
+            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
+            "journal": journal,
+        }
+    )
+
+
+@dataclass
+class Case:
+    """A run in one process, to be killed after some steps of the loop.
+
+    Attributes:
+        started: groups whose first response was asked for, with the question, in order, of all lives.
+        trained: keys by step, in the lineage behind the newest weights.
+    """
+
+    draw: random.Random
+    curriculum: bool
+    unit: Any
+    oversample: int
+    started: list[tuple[int, str]] = field(default_factory=list)
+    trained: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    leased: dict[int, Any] = field(default_factory=dict)
+    version: int = 0
+    step: int = 0
+
+    async def life(self, folder: Path, until: float | None) -> None:
+        """Go on from step `self.step`; after `until` leave the files as a kill does, or without it end after `STEPS` steps."""
+        drawn: Curriculum | None = curriculum(12) if self.curriculum else None
+        held = Journaling.open(configured(folder), HF, NOTHING, drawn)
+        resumed = await held.resume(self.step)
+        queue = self.queue = BoundedQueue(
+            capacity=4 * BATCH,
+            batch=BATCH,
+            group_size=SIZE,
+            max_staleness=1,
+            trained_steps=self.step,
+            on_trained=lambda groups: self._closed(drawn, groups),
+            journal=held.journal,
+            resumed=resumed,
+        )
+        queue.set_version(self.step)
+        options: Any = {"oversample": self.oversample, "unit": self.unit, "filter_equal": True, "journal": held.journal}
+        producer = Producer(queue, drawn or Numbers(), self._episode, SIZE, held.first_group, **options)
+        tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
+        await asyncio.wait(tasks, timeout=until, return_when=asyncio.FIRST_COMPLETED)
+        if until is not None:
+            if self.draw.random() < 0.5:  # else the newest events of the curriculum are lost, as in a kill
+                held.journal._write([])  # type: ignore[attr-defined]
+            held.journal._states.read(lambda connection: None)  # type: ignore[attr-defined]  # nothing else runs meanwhile
+            state = None if drawn is None or held.journal._drawn else drawn.state()  # type: ignore[attr-defined]
+            shutil.copytree(folder, folder.with_name(f"{folder.name}+"))
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+        await held.close()
+        if until is not None and state is not None:
+            await self._same_curriculum(folder.with_name(f"{folder.name}+"), state)
+
+    async def _same_curriculum(self, folder: Path, state: Any) -> None:
+        """The journal alone, from a checkpoint before the first draw, gives the state at the kill."""
+        again = curriculum(12)
+        copy = folder.with_name(f"{folder.name}c")
+        shutil.copytree(folder, copy)
+        held = Journaling.open(configured(copy), HF, NOTHING, None)
+        journal: Any = held.journal
+        for draw in await journal.draws(0):
+            again.apply(draw)
+        found = again.state()
+        assert (found.next, found.open, found.events) == (state.next, state.open, state.events)
+        np.testing.assert_array_equal(found.parts[0].counts, state.parts[0].counts)
+        await held.close()
+
+    def _closed(self, drawn: Curriculum | None, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if drawn is not None:
+                drawn.closed(group.number)
+
+    async def _episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+        if place.episode == 0:
+            self.started.append((place.group, prompt.text))
+        version = self.queue.version
+        await asyncio.sleep(self.draw.random() * 0.002)
+        kind = (place.group * 7 + place.attempt * 3) % 11
+        if kind == 1 and place.episode == 1 and place.attempt == 0:
+            raise TrajectoryRejected("engine_died", "engine.0")
+        if kind == 2 and place.episode == 0:
+            raise TrajectoryRejected("scorer_nan", "no score")
+        reward = 1.0 if kind == 3 else float(place.episode)
+        generation = Generation((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
+        return (assemble([Turn(prompt.tokens, generation, version)], place, Recording(), reward, {}),)
+
+    async def _train(self, queue: BoundedQueue) -> None:
+        while self.step < STEPS:
+            leased = await queue.lease(self.step, "rl", BATCH, self.step, 10.0)
+            assert leased.items
+            assert self.leased.setdefault(self.step, leased.items) == leased.items
+            await asyncio.sleep(self.draw.random() * 0.002)
+            queue.commit(self.step)
+            self.trained[self.step] = tuple(item.key for item in leased.items)
+            self.step += 1
+            queue.set_version(self.step)
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 1 << 30),
+    kills=st.integers(1, 3),
+    drawn=st.booleans(),
+    unit=st.sampled_from(["group", "trajectory"]),
+    spare=st.integers(0, 1),
+)
+def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(seed: int, kills: int, drawn: bool, unit: str, spare: int) -> None:
+    draw = random.Random(seed)
+    case = Case(draw, drawn, unit, spare)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "run"
+        for _ in range(kills):
+            asyncio.run(case.life(place, draw.random() * 0.15))
+            place = place.with_name(f"{place.name}+")
+            case.step = draw.randrange(0, case.step + 1)
+        asyncio.run(case.life(place, None))
+    samples = [tuple(key.split(".")[:2]) for keys in case.trained.values() for key in keys]
+    assert sorted(case.trained) == list(range(STEPS))
+    assert len(set(samples)) == len(samples) == STEPS * BATCH
+    first = list(dict(case.started))
+    assert first == sorted(first) == list(range(len(first))), "prompts start in the order of an undisturbed run"
+    questions: dict[int, set[str]] = {}
+    for group, text in case.started:
+        questions.setdefault(group, set()).add(text)
+    assert all(len(texts) == 1 for texts in questions.values()), "a group keeps its question"
+    stats = case.queue.stats()
+    ended = sum(sum(one.values()) for one in (stats.dropped, stats.rejected, stats.requeued))
+    assert stats.started == stats.running + stats.depth + stats.leased + stats.trained + ended
+
+
+def test_without_a_journal_nothing_is_kept_and_a_run_that_has_one_needs_it(tmp_path: Path) -> None:
+    async def body(**journal: Any) -> Path:
+        held = Journaling.open(configured(tmp_path, **journal), HF, NOTHING, None)
+        resumed = await held.resume(3)
+        assert held.first_group == 3 * GROUPS
+        assert not resumed.queued
+        await held.saved()
+        await held.close()
+        return tmp_path / "journal"
+
+    assert not asyncio.run(body(enabled=False)).exists()
+    assert asyncio.run(body()).is_dir()
+    asyncio.run(body(enabled=False))
+    (tmp_path / "journal.json").write_text('{"journal": "x", "begun": true}')
+    with pytest.raises(
+        ConfigError, match=r"journal\.enabled: got false, expected true, because the run has a journal; or delete .*journal"
+    ):
+        asyncio.run(body(enabled=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"run": {"seed": 3}}, "run.seed"),
+        ({"task": {"difficulty": 2}}, "task"),
+        ({"rollout": {"group_size": 4}}, "rollout.group_size"),
+        ({"warmup": {"steps": 4}}, "warmup.steps"),
+        ({"model": {"path": "other"}}, "model"),
+    ],
+)
+def test_a_journal_belongs_to_what_its_groups_were_sampled_by(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+    values = configured(tmp_path).model_dump()
+    for section, keys in change.items():
+        values[section] |= keys
+    before, after = journaling.identity(configured(tmp_path), HF, NOTHING), journaling.identity(parse(values), HF, NOTHING)
+    assert [name for name in before if before[name] != after[name]] == [key]
+    assert journaling.identity(configured(tmp_path / "moved"), HF, NOTHING) == before
+
+
+def test_the_newest_checkpoints_decide_what_is_kept(tmp_path: Path) -> None:
+    assert journaling.oldest(tmp_path, 2) is None
+    for name in ("step-00000004", "step-00000008", "step-00000012", "step-00000016.writing", "other"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert journaling.oldest(tmp_path, 2) == 8
+
+
+def test_a_journal_that_does_not_reach_the_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    async def body() -> None:
+        held = Journaling.open(configured(tmp_path), HF, NOTHING, None)
+        await held.resume(0)
+        held.journal.begun(Start(0))
+        await held.close()
+
+    asyncio.run(body())
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    newest.mkdir(parents=True)
+    (newest / "asyncmoe.json").write_text('{"step": 2}')
+    with pytest.raises(DataError, match="got a journal of step 0, expected step 2, where the checkpoint is"):
+        Journaling.open(configured(tmp_path), HF, NOTHING, None)
+
+
+def test_a_group_is_drawn_and_begun_in_one_go(tmp_path: Path) -> None:
+    async def body() -> None:
+        held = Journaling.open(configured(tmp_path), HF, NOTHING, None)
+        await held.resume(0)
+        journal: Any = held.journal
+        journal.drew(Draw(1, "drawn", 0))
+        assert await journal.draws(0) == []
+        journal.begun(Start(0))
+        assert await journal.draws(0) == [Draw(1, "drawn", 0)]
+        await held.close()
+
+    asyncio.run(body())
+
+
+def test_an_event_of_another_curriculum_stops_the_run() -> None:
+    drawn = curriculum()
+    with pytest.raises(InvariantBroken, match="event 5 after 0"):
+        drawn.apply(Draw(5, "drawn", 0))
+    with pytest.raises(InvariantBroken, match="group 0 asks"):
+        drawn.apply(Draw(1, "drawn", 0, 0, 10_000))

@@ -73,8 +73,8 @@ class EngineSection(Section):
     )
     restarts: NonNegative = Field(
         3,
-        description="How often the controller starts one of its engines again that died or hung, while another serves; it waits 5 s before "
-        "the first restart and twice as long before each further one. The engine serves from the next version on.",
+        description="How often an engine that died or hung starts again while another serves, by the controller or by asyncmoe engine; 5 s "
+        "pass before the first restart and twice as long before each further one. The engine serves from the next version on.",
     )
     args: tuple[str, ...] = Field((), description="Further command-line arguments for sglang.launch_server.")
 

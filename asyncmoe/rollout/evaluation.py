@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 _SHARE = 8
 """Evaluation uses 1/`_SHARE` of the places at the engines, unless `evaluation.max_concurrent` is set."""
 
+_ATTEMPTS = 3
+"""Attempts at an episode whose engine died; as in training."""
+
 Outcome = tuple[Trajectory, ...] | TrajectoryRejected
 """The outcome of one episode."""
 
@@ -108,10 +111,14 @@ class Evaluator:
         self, stage: RolloutContext, asked: EvaluationQuestions, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]
     ) -> None:
         for place in places:
-            try:
-                outcome: Outcome = await episode.run(stage, asked.task.prompt(place.group, STREAM), place)
-            except TrajectoryRejected as rejected:
-                outcome = rejected
+            for attempt in range(_ATTEMPTS):
+                try:
+                    outcome: Outcome = await episode.run(stage, asked.task.prompt(place.group, STREAM), replace(place, attempt=attempt))
+                except TrajectoryRejected as rejected:
+                    outcome = rejected
+                    if rejected.reason == "engine_died":  # the others can answer
+                        continue
+                break
             outcomes.append((place.group, outcome))
 
 

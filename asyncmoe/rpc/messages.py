@@ -304,6 +304,8 @@ class EngineOrder(Message, frozen=True):
 
     finished: bool = False
     why: str = ""
+    again: bool = False
+    """Only the engine is lost, not the run: it may start again, and join under its name."""
 
 
 class Committed(Message, frozen=True):

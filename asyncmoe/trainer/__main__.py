@@ -28,8 +28,16 @@ def main() -> None:
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
             megatron.prepare()
             from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
+            from asyncmoe.trainer.model import silence
 
-            loop.run(config)
+            try:
+                loop.run(config)
+            except RuntimeError as error:
+                if (silent := silence.explained(error)) is None:
+                    raise
+                with suppress(OSError):
+                    traceback.print_exc()  # says in which part of the step
+                raise silent from error
     except AsyncmoeError as error:
         say(error)
         leave(error.exit_code)

@@ -38,5 +38,5 @@ def test_no_web_socket_opens_without_the_key(untouched: Rig) -> None:
         async with aiohttp.ClientSession() as session, session.ws_connect(f"{untouched.engine.url}/v1/realtime"):
             pass
 
-    with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+    with pytest.raises(aiohttp.WSServerHandshakeError, match=r"401|403"):  # 401 where the server has no package for web sockets
         untouched.run(opened())

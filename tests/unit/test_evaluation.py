@@ -173,10 +173,22 @@ def test_one_that_would_overlap_is_skipped_and_counted(tokenizer: Tokenizer) -> 
 def test_failures_are_counted_and_never_scored(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         setup = Setup(tokenizer, max_concurrent=1)
-        setup.engines.fails = {n: TrajectoryRejected("engine_died", "gone") for n in (0, 1, 2)}
+        setup.engines.fails = {n: TrajectoryRejected("engine_timeout", "slow") for n in (0, 1, 2)}
         found = await setup.evaluate(10)
         await setup.stop()
-        assert (found.reward_mean, found.failed, found.failed_share) == (1.0, {"engine_died": 3}, 0.25)
+        assert (found.reward_mean, found.failed, found.failed_share) == (1.0, {"engine_timeout": 3}, 0.25)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("deaths", "failed"), [(2, {}), (3, {"engine_died": 1})])
+def test_an_episode_whose_engine_died_is_asked_of_another_a_few_times(tokenizer: Tokenizer, deaths: int, failed: dict[str, int]) -> None:
+    async def run() -> None:
+        setup = Setup(tokenizer, max_concurrent=1)
+        setup.engines.fails = {n: TrajectoryRejected("engine_died", "gone") for n in range(deaths)}
+        found = await setup.evaluate(10)
+        await setup.stop()
+        assert (found.episodes, found.failed, len(setup.engines.asked)) == (12, failed, 14)
 
     asyncio.run(run())
 

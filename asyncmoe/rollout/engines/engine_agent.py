@@ -1,4 +1,7 @@
-"""`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it."""
+"""`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it.
+
+A server that dies or is fenced starts again, so that the loss of one ends neither a job nor a run.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.process import named
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.restarts import BACKOFF_S
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
@@ -32,6 +36,10 @@ _POLL_S = 0.5
 _GRACE_S = 10.0
 
 
+class ServerLost(EngineError):
+    """The server died or was fenced, and the run goes on without it."""
+
+
 def default_name(index: int) -> str:
     """Return the default name of this machine's engine `index`, unique in the cluster."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
@@ -40,7 +48,7 @@ def default_name(index: int) -> str:
 
 
 def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str] = ()) -> None:
-    """Serve until the run ends, or until SIGTERM or SIGINT.
+    """Serve until the run ends, or until SIGTERM or SIGINT. A server that is lost starts again and joins again (`engines.restarts`).
 
     Args:
         index: index of this engine on its machine.
@@ -49,7 +57,7 @@ def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[s
     Raises:
         UserError: this machine has no address in `cluster.network`, or a port is taken.
         ConfigError: the controller has a different configuration.
-        EngineError: the server did not start or died, or the controller ended it because of a failure.
+        EngineError: the server did not start, or died or was fenced too often, or the run has failed.
         WaitTimeout: the controller did not start, or is gone.
     """
     with named(name):
@@ -57,11 +65,36 @@ def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[s
 
 
 async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str]) -> None:
-    host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=zlib.crc32(name.encode()) >> 1, memory=memory)
+    restart = 0
+    while True:
+        try:
+            return await _serve_once(config, run_dir, name, index, memory, restart, stop)
+        except ServerLost as error:
+            restart += 1
+            if restart > config.engines.restarts:
+                raise
+            log.warning("%s; it starts again, restart %d of %d", error, restart, config.engines.restarts)
+        await asyncio.wait([stopping := asyncio.create_task(stop.wait())], timeout=BACKOFF_S * 2 ** (restart - 1))
+        stopping.cancel()
+        if stop.is_set():
+            return
+
+
+async def _serve_once(
+    config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str], restart: int, stop: asyncio.Event
+) -> None:
+    """Start the server, and serve until the run ends or `stop` is set.
+
+    Raises:
+        ServerLost: the server has joined and is lost, but the run goes on without it.
+        AsyncmoeError: as `run`.
+    """
+    host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
+    seed = (zlib.crc32(name.encode()) >> 1) + restart  # a restarted engine must not draw the samples of its start again
+    engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory)
     try:
         ready = await _unless(stop, _ready(engine, run_dir, config.engines.start_timeout_s))
         if ready is not None:
@@ -137,11 +170,13 @@ class _Stay:
 
     async def _ended(self, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
         if orders.done():
-            if (why := orders.result().why) != "":
-                raise EngineError(f"{self._engine.name} was ended by the controller: {why}")
+            order = orders.result()
+            if order.why:
+                kind = ServerLost if order.again else EngineError
+                raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
             return
         await self._ask(EngineLeave(self._engine.name, health.result()), _GRACE_S)
-        raise EngineError(f"{self._engine.name} died: {health.result()}")
+        raise ServerLost(f"{self._engine.name} died: {health.result()}")
 
     async def _leave(self) -> None:
         log.info("%s leaves", self._engine.name)

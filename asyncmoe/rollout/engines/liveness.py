@@ -2,8 +2,8 @@
 
 Each engine is probed: a probe succeeds once the engine produces any token, of whichever request, and generates one itself if the engine is
 idle. An engine that fails a probe, or lets a request time out, is a suspect: it gets requests only if all others are suspects too. An
-engine that stays silent is fenced. The clock stands still while an engine is paused for a weight update, whose calls have their own limit
-(`sync.timeout_s`).
+engine that stays silent is fenced. An engine that is paused for a weight update, or loads an adapter, is not probed: those calls have
+limits of their own. A pause waits at most `PAUSE_SHARE` of `hang_timeout_s`, because all other engines wait with it.
 """
 
 from __future__ import annotations

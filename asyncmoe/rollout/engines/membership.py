@@ -51,7 +51,7 @@ class RemoteEngine:
 
     def kill(self) -> None:
         """Order the engine to end; it polls for orders continuously."""
-        self.tell(EngineOrder(why=self._gone or "the controller fenced it; see the controller's log"))
+        self.tell(EngineOrder(why=self._gone or "the controller fenced it; see the controller's log", again=True))
 
     def gone(self, why: str) -> None:
         """Record that the engine itself reported its end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,7 +111,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         trainer.vpp if trainer.vpp > 1 else None,
         expert_model_parallel_size=trainer.ep,
         expert_tensor_parallel_size=trainer.expert_tp,
-        distributed_timeout_minutes=max(1, math.ceil(trainer.timeout_s / 60)),
+        distributed_timeout_minutes=trainer.timeout_s / 60,  # Megatron's hint says int, but it only makes a timedelta of it
     )
     model_parallel_cuda_manual_seed(seed)
     return Mesh(

@@ -1,0 +1,108 @@
+"""`asyncmoe engine` starts its server again when the server is lost, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe import config as configuration
+from asyncmoe.errors import EngineError
+from asyncmoe.rollout.engines import engine_agent
+from asyncmoe.rollout.engines.membership import Membership
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.messages import EngineOrder
+from asyncmoe.rpc.server import Server
+from tests.unit.fake_engine import FakeEngine, FakeHandle
+
+NAME = "engine.a"
+
+
+class Process(FakeHandle):
+    url = "http://127.0.0.1:1"
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.kill()
+
+
+def joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Pool, Process], None], restarts: int = 2
+) -> tuple[list[int], Pool, EngineError | None]:
+    """Let an engine join, be lost twice as `lose` says, and join again each time; then the run finishes.
+
+    Returns:
+        The seeds that its server was started with, the controller's pool, and the error that the agent ended with.
+    """
+    settings = ["engines.join=true", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=6", f"engines.restarts={restarts}"]
+    config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
+    started: list[Process] = []
+    seeds: list[int] = []
+
+    def start(name: str, *_: Any, seed: int, **__: Any) -> Process:
+        seeds.append(seed)
+        started.append(Process(name))
+        return started[-1]
+
+    monkeypatch.setattr(engine_agent.backend, "start", start)
+    monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
+    monkeypatch.setattr("asyncmoe.rollout.engines.membership.connect", lambda name, url, key: FakeEngine(name))
+
+    async def run() -> tuple[list[int], Pool, EngineError | None]:
+        pool = Pool([], 8, 5.0, lambda *_: None)
+        membership: Any = Membership(config, pool, lambda member: False)
+        async with Server(membership.handle) as server:
+            keys.write(tmp_path, await server.start())
+            serving = asyncio.create_task(server.serve())
+            agent = asyncio.create_task(engine_agent._serve(config, tmp_path, NAME, 0, ()))
+            for number in range(1, 4):  # it is lost twice
+                while not agent.done() and not (len(started) == number and pool.present):
+                    await asyncio.sleep(0.01)
+                if agent.done():
+                    break
+                if number <= 2:
+                    lose(pool, started[-1])
+                else:
+                    await membership.end(EngineOrder(finished=True))
+            (ended,) = await asyncio.gather(agent, return_exceptions=True)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        assert ended is None or isinstance(ended, EngineError), ended
+        return seeds, pool, ended
+
+    async def bounded() -> tuple[list[int], Pool, EngineError | None]:
+        async with asyncio.timeout(30):
+            return await run()
+
+    return asyncio.run(bounded())
+
+
+def test_a_server_that_is_fenced_or_dies_joins_again_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = iter([lambda pool, process: pool.fence(pool.present[0], "no token for 60 s"), lambda pool, process: process.kill()])
+    seeds, pool, ended = joined(tmp_path, monkeypatch, lambda pool, process: next(ways)(pool, process))
+    assert ended is None
+    assert seeds == [seeds[0], seeds[0] + 1, seeds[0] + 2]
+    assert [(member.engine.name, member.fenced, member.waiting) for member in pool.members] == [(NAME, None, True)]
+
+
+def test_too_many_losses_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, pool, ended = joined(tmp_path, monkeypatch, lambda pool, process: process.kill(), restarts=1)
+    assert len(seeds) == 2
+    assert str(ended) == f"{NAME} died: killed"
+    assert pool.present == []
+
+
+def test_the_end_of_a_failed_run_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pool: Pool, process: Process) -> None:
+        remote: Any = pool.present[0].engine
+        remote.tell(EngineOrder(why="the run has failed: the trainer is gone"))
+
+    seeds, _, ended = joined(tmp_path, monkeypatch, fail)
+    assert len(seeds) == 1
+    assert str(ended) == f"{NAME} was ended by the controller: the run has failed: the trainer is gone"

@@ -164,7 +164,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "file")
     with pytest.raises(reader.Unreadable, match="no regular file"):
         reader.metadata(tmp_path / "file")
-    with pytest.raises(reader.Unreadable, match="^no other$"):
+    with pytest.raises(reader.Unreadable, match=r"^no other$"):
         reader.metadata(tmp_path / "other")
 
 

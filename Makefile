@@ -33,7 +33,7 @@ endif
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize lint clean
+.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize fuzz lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -84,6 +84,12 @@ test-python:
 # Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
 test-integrations: setup
 	$(TRAIN)/bin/python tests/integrations/run.py $(ONLY)
+
+# Send 1,000,000 mutated frames to a controller as a member of its run and as many as a stranger, and 100,000 bodies to every HTTP endpoint,
+# some 30 minutes; the same command continues. FUZZ="--seed 1 --frames 10000" changes that.
+fuzz: setup
+	@mkdir -p build
+	$(TRAIN)/bin/python -m tests.fuzz --out build/fuzz.json $(FUZZ)
 
 # Test the extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a separate build.
 sanitize: setup

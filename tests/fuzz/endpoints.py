@@ -22,7 +22,7 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.episodes.openai_endpoint import OpenAIEndpoint
+from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.scoring import Sample
 from asyncmoe.telemetry.report.serve import ReportServer
 from tests.fuzz import mutate
@@ -204,7 +204,7 @@ async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> 
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge", "breaker": {"failures": 1_000_000_000}}
+    values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge", "breaker_failures": 1_000_000_000}
     section = ScoringSection.model_validate(values)
     return scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: ""), runner
 

@@ -67,15 +67,16 @@ class Vitals:
 
     def __init__(self, path: Path) -> None:
         self._path, self.ended = path, dict[str, int]()
-        self._worst, self._written = 0.0, time.monotonic()
+        self._worst, self._busiest, self._written = 0.0, 0.0, time.monotonic()
 
     async def watch(self) -> None:
         """Measure until cancelled."""
         while True:
-            began = time.monotonic()
+            began, used = time.monotonic(), time.thread_time()
             await asyncio.sleep(LAG_PERIOD_S)
             now = time.monotonic()
             self._worst = max(self._worst, now - began - LAG_PERIOD_S)
+            self._busiest = max(self._busiest, time.thread_time() - used)
             if now - self._written > 1.0:
                 self._written = now
                 self._write()
@@ -87,11 +88,12 @@ class Vitals:
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": len(asyncio.all_tasks()),
             "worst_lag_s": round(self._worst, 4),
+            "worst_turn_cpu_s": round(self._busiest, 4),
             "ended": self.ended,
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._worst = 0.0
+        self._worst = self._busiest = 0.0
 
 
 def rss_bytes(pid: int) -> int:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.fuzz import endpoints, frames, mutate
-from tests.fuzz.__main__ import MAX_LAG_S
+from tests.fuzz.__main__ import MAX_TURN_CPU_S
 
 
 def test_a_controller_outlives_what_members_and_strangers_send(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_controller_outlives_what_members_and_strangers_send(tmp_path: Path) -
         assert answers["answered"] > 250
         assert frames.stranger(attacked, Random(0), 400)["answers_of_the_run"] == 0
         frames.works(attacked)
-        assert all(one["worst_lag_s"] < 5 * MAX_LAG_S for one in attacked.vitals()), "tests that run beside this one may stall it too"
+        assert max(one["worst_turn_cpu_s"] for one in attacked.vitals()[1:]) < MAX_TURN_CPU_S
     finally:
         attacked.close()
 

@@ -29,11 +29,16 @@ TE        := $(TRAIN)/.transformer-engine
 PINS      := requirements/$(if $(filter 1,$(GPU)),gpu,cpu).txt
 ifeq ($(GPU),1)
 TAG       := $(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+else
+TAG       := $(shell $(PYTHON) -c 'import platform, sys; print("cp%d%d" % sys.version_info[:2], platform.machine(), sep="-")')
 endif
+# With GPU=0 the same versions with the hashes of their files, where there is a list for this Python and machine (requirements/hashes.py);
+# torch's dependencies are among them, so torch comes after.
+hashed     = $(if $(filter 0,$(GPU)),$(wildcard requirements/hashed/$(1)-cpu-$(TAG).txt))
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize lint clean
+.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize fuzz lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -85,6 +90,12 @@ test-python:
 test-integrations: setup
 	$(TRAIN)/bin/python tests/integrations/run.py $(ONLY)
 
+# Send 1,000,000 mutated frames to a controller as a member of its run and as many as a stranger, and 100,000 bodies to every HTTP endpoint,
+# some 30 minutes; the same command continues. FUZZ="--seed 1 --frames 10000" changes that.
+fuzz: setup
+	@mkdir -p build
+	$(TRAIN)/bin/python -m tests.fuzz --out build/fuzz.json $(FUZZ)
+
 # Test the extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a separate build.
 sanitize: setup
 	PYTHON=$(TRAIN)/bin/python tests/sanitize.sh
@@ -111,11 +122,14 @@ ifeq ($(GPU),1)
 endif
 	@touch $@
 
-$(TRAIN)/$(INSTALLED): requirements/train.txt requirements/dev.txt requirements/torch.sh $(PINS) | $(BEGUN)
+$(TRAIN)/$(INSTALLED): requirements/train.txt requirements/dev.txt requirements/torch.sh $(PINS) $(call hashed,trainer) | $(BEGUN)
 ifeq ($(GPU),1)
 	@requirements/torch.sh $(TRAIN)/bin/python gpu $(call resolved,trainer)
 	$(TRAIN)/bin/python $(PIP) -c $(PINS) $(call resolved,trainer) -r requirements/train.txt -r requirements/dev.txt
 	@$(TRAIN)/bin/python requirements/check_torch.py
+else ifneq ($(call hashed,trainer),)
+	$(TRAIN)/bin/python $(PIP) --require-hashes --no-deps -r $(call hashed,trainer)
+	requirements/torch.sh $(TRAIN)/bin/python cpu
 else
 	requirements/torch.sh $(TRAIN)/bin/python cpu
 	$(TRAIN)/bin/python $(PIP) -r requirements/train.txt -r requirements/dev.txt
@@ -146,12 +160,15 @@ $(TRAIN)/.system: $(TRAIN)/$(INSTALLED) requirements/system.sh
 	@touch $@
 
 # SGLang pins versions that conflict with the trainer's, so it has its own environment; the .pth file adds this checkout to its path.
-$(ENGINE)/$(INSTALLED): requirements/engine-$(if $(filter 1,$(GPU)),gpu,cpu).txt requirements/engine-cpu-nodeps.txt requirements/torch.sh $(PINS) | $(BEGUN)
+$(ENGINE)/$(INSTALLED): requirements/engine-$(if $(filter 1,$(GPU)),gpu,cpu).txt requirements/engine-cpu-nodeps.txt requirements/torch.sh $(PINS) $(call hashed,engine) | $(BEGUN)
 	$(PYTHON) -m venv $(call emptied,$(ENGINE)/.installed)$(ENGINE)
 ifeq ($(GPU),1)
 	@requirements/torch.sh $(ENGINE)/bin/python gpu $(call resolved,engine)
 	$(ENGINE)/bin/python $(PIP) -c $(PINS) $(call resolved,engine) -r requirements/engine-gpu.txt
 	@$(ENGINE)/bin/python requirements/check_torch.py
+else ifneq ($(call hashed,engine),)
+	$(ENGINE)/bin/python $(PIP) --require-hashes --no-deps -r $(call hashed,engine)
+	requirements/torch.sh $(ENGINE)/bin/python cpu
 else
 	requirements/torch.sh $(ENGINE)/bin/python cpu
 	$(ENGINE)/bin/python $(PIP) -r requirements/engine-cpu.txt

@@ -13,7 +13,7 @@ from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
-from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsStage
+from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
 
 
@@ -147,3 +147,32 @@ def test_without_engines_there_is_no_first_rank() -> None:
     members = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None).members
     assert EngineSet(1, tuple(members)).offsets == [1, 2]
     assert EngineSet(2, ()).offsets == []
+
+
+def test_a_roster_that_changes_while_engines_pause_does_not_concern_receivers_that_start() -> None:
+    """A rank asks for the engines while another's request pauses them, and one has just ended."""
+
+    async def run() -> list[int]:
+        pool, ranks = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None), []
+
+        async def publishing(version: int) -> None:
+            pass
+
+        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        coordinator.engines_started()
+
+        async def pausing(**_: Any) -> None:
+            pool.fence(pool.members[0], "it has ended")
+            await coordinator.handle(EnginesAsk(0.0))
+
+        async def started(joins: Any, *_: Any) -> None:
+            ranks.extend(join.rank for join in joins)
+
+        for member in pool.members:
+            running: Any = member.engine
+            running.died, running.client.command_receivers = None, started
+        running.client.pause = pausing
+        await coordinator.handle(WeightsJoin("127.0.0.1", 1, "weights", "gloo", "reshard", 1))
+        return ranks
+
+    assert asyncio.run(run()) == [2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import runpy
 import shutil
 import subprocess
@@ -124,9 +125,16 @@ def test_what_is_installed_stays_and_is_remembered(tree: Path) -> None:
 
 
 def test_without_a_word_about_gpus_builds_for_the_cpu_are_installed(tree: Path) -> None:
-    lines = commands(tree)
+    lines = commands(tree, f"PYTHON={sys.executable}")
     assert not [line for line in lines if "gpu.txt" in line or "ASYNCMOE_CUDA=1" in line or "check_gpu" in line]
-    assert place(lines, "torch.sh .venv/bin/python cpu") < place(lines, "train.txt")
+    hashed = [line for line in lines if "--require-hashes --no-deps -r requirements/hashed/" in line]
+    if f"cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}" == "cp311-x86_64":
+        assert len(hashed) == 2
+        assert not [line for line in lines if "train.txt" in line or "engine-cpu.txt" in line]
+        assert place(lines, "hashed/trainer") < place(lines, "torch.sh .venv/bin/python cpu"), "else torch's dependencies come unchecked"
+    else:
+        assert not hashed
+        assert place(lines, "torch.sh .venv/bin/python cpu") < place(lines, "train.txt")
 
 
 @pytest.mark.parametrize(("word", "got"), [("yes", '"yes"'), ("2", '"2"'), ("", "nothing"), ("1 ", '"1 "'), ("0 1", '"0 1"')])

@@ -81,6 +81,23 @@ def test_the_pins_are_those_sglang_asks_for() -> None:
     assert len(only_13) >= 3, "there may be a set for CUDA 12 now: see requirements/gpu.txt and docs/troubleshooting.md"
 
 
+@pytest.mark.parametrize(
+    ("name", "files"), [("trainer", ("train.txt", "dev.txt")), ("engine", ("engine-cpu.txt", "engine-cpu-nodeps.txt"))]
+)
+def test_lists_with_hashes_hold_what_is_pinned(name: str, files: tuple[str, ...]) -> None:
+    """A pin that changes without its hash would be installed on other machines only."""
+    pinned: dict[str, str] = {}
+    for file in files:
+        pinned |= {RESOLVE["normalised"](package): version for package, version in versions(FOLDER / file).items()}
+    lists = list((FOLDER / "hashed").glob(f"{name}-cpu-*.txt"))
+    assert lists
+    for path in lists:
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==\S+ --hash=sha256:[0-9a-f]{64}", line)] == []
+        assert dict(line.split(" ")[0].split("==") for line in lines) == pinned
+        assert "torch" not in pinned, "its build is chosen by torch.sh"
+
+
 def test_one_sglang_is_asked_for_everywhere() -> None:
     said = [line for file in FOLDER.glob("engine-*.txt") for line in file.read_text().splitlines() if line.startswith("sglang")]
     assert set(said) == {"sglang==0.5.23"}

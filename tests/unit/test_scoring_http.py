@@ -98,6 +98,7 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
         b'{"reward": 1, "steps": [1, [2]]}',
         b'{"reward": 1, "step": [1, 2]}',
         b"[" * 100_000,
+        b'{"reward": "\xff"}',
         b'{"reward": 1, "steps": [' + b"0.5, " * 400_000 + b"1]}",
     ],
     ids=lambda body: body[:30].decode(errors="replace"),
@@ -248,6 +249,7 @@ def test_the_last_token_of_a_vocabulary_may_be_shown_as_0() -> None:
         (b"{}", "garbage"),
         (taught([*ENTRIES[:-1], [None, 13, None]]), "nan"),
         (b"[" * 100_000, "garbage"),
+        (b'{"meta_info": {"input_token_logprobs": [[0, 10, "\xff"]]}}', "garbage"),
     ],
 )
 def test_a_teacher_that_read_something_else_has_taught_nothing(body: bytes, reason: str) -> None:

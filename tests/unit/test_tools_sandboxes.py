@@ -367,6 +367,7 @@ def ready(text: str = "ready\n") -> web.Response:
         (b'{"output": "", "status": "0"}', "not of the protocol"),
         (b'{"output": "", "timeout": "late"}', "got timeout 'late'"),
         (b"[" * 90000, "not of the protocol"),
+        (b'{"output": "\xff"}', "not of the protocol"),
         (b'{"output": "' + b"x" * 200_000 + b'"}', "an answer of more than"),
         (b'{"output": "' + b"x" * 20_000 + b'"}', "tool_flood"),
         (b'{"output": "", "status": -9999}', "ended by signal 9999"),

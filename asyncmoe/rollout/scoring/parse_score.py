@@ -78,7 +78,7 @@ def read_json(body: object, sample: Sample, separator: str | None, decode: Decod
     data = cast(bytes, body)
     try:
         value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _garbage(f"{data[:_SHOWN]!r} ({error})", "JSON") from error
     if not isinstance(value, dict):
         raise _garbage(f"{data[:_SHOWN]!r}", 'a JSON object with a "reward"')

@@ -95,7 +95,7 @@ def read(body: object, sample: Sample) -> Score:
     """
     try:
         entries = msgspec.json.decode(cast(bytes, body), type=_Read).meta_info.input_token_logprobs
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise TrajectoryRejected(GARBAGE, f"the teacher's answer: {error}") from error
     # SGLang reports the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
     shown = tuple(token or sent for (_, token, _), sent in zip(entries, sample.tokens, strict=False))

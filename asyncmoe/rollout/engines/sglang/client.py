@@ -65,7 +65,7 @@ class SGLangClient(WeightEndpoints):
             text = await self._send("/server_info", None, self._timeout_s)
             try:
                 self._device = msgspec.json.decode(text, type=_ServerInfo).device
-            except msgspec.DecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise EngineError(f"{self.name}: /server_info: unexpected answer: {error}") from error
         return self._device
 
@@ -102,7 +102,7 @@ class SGLangClient(WeightEndpoints):
                         continue
                     try:
                         tokens = parts.add(msgspec.json.decode(event, type=StreamPart))
-                    except msgspec.DecodeError as error:
+                    except (ValueError, RecursionError) as error:
                         raise EngineError(f"{self.name}: /generate: unexpected part of an answer: {error}") from error
                     if not ended and tokens and listener.hear(tokens):
                         ended = True

@@ -47,7 +47,7 @@ class SGLangConnection:
         text = await self._send(path, body, timeout_s or self._timeout_s)
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
 
     async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
@@ -93,7 +93,7 @@ def _message(text: bytes) -> str:
     """Return the error message in an answer: {"error": {"message": ...}}, {"message": ...}, {"error_message": ...} or plain text."""
     try:
         answer = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return text.decode(errors="replace").strip()[:500]
     if isinstance(answer, dict):
         inner = answer.get("error")

@@ -16,10 +16,11 @@ async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
         WeightSyncError: another update is open, or an engine is gone or refused.
     """
     update = driver.claim(driver.pool.version)
+    roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's while they pause
     await driver.pause_all(update)
 
     async def start(member: Member) -> None:
-        first = request.senders + driver.roster.offset(member) - 1
+        first = request.senders + roster.offset(member) - 1
         joins = [JoinCommand(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
         await member.engine.client.command_receivers(joins, driver.timeout_s)
 

@@ -133,7 +133,7 @@ class RemoteSandbox:
             raise ToolError(CRASH, f"error: the sandbox {self._url}: an answer of more than {most} bytes")
         try:
             answer = msgspec.json.decode(text, type=Answer)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ToolError(CRASH, f"error: the sandbox {self._url}: an answer that is not of the protocol: {error}") from error
         output = answer.output.encode(errors="replace")
         cut = output[: self._limits.output_bytes].decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Fuzzing of every socket and HTTP endpoint of ours: `make fuzz`."""

@@ -1,0 +1,305 @@
+"""Frames to a controller's sockets, as a member of the run with its key and as a stranger without it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.rpc import keys, local
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.codec import decode_reply, decode_request, encode
+from asyncmoe.rpc.messages import (
+    Commit,
+    EngineAlive,
+    EngineJoin,
+    EngineLeave,
+    EnginesAsk,
+    Fetch,
+    Fetched,
+    Goodbye,
+    Hello,
+    Lease,
+    Leased,
+    Message,
+    Saved,
+    Saving,
+    WeightsAbort,
+    WeightsAdapter,
+    WeightsBegin,
+    WeightsBucket,
+    WeightsCommit,
+    WeightsJoin,
+    WeightsStage,
+    Welcome,
+)
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.trajectory import decode, frames_in
+from tests.fuzz import mutate, target
+
+WINDOW = 64
+"""Requests without an answer, of one connection."""
+_ANSWER_S = 60.0
+_MAX_WAIT_S = 0.02
+"""Longer waits of a message are shortened, in most cases: a member that waits is no attack, and would only take time."""
+_RARE = 0.02
+"""Share of messages that end a run, of those drawn: each costs seconds in which the next run starts."""
+_GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE" + b"\x00" * 15 + b"\x00" + b"\x00" * 31
+"""A client's first 64 bytes (ZMTP 3.0, rfc.zeromq.org/spec/23)."""
+
+
+def session(made: Config) -> list[bytes]:
+    """Return one message of every kind, as the ranks of a run and its engines send them."""
+    digest = made.digest
+    sent: list[Message] = [
+        Hello(0, 1, digest, 0),
+        Lease(0, "warmup", 4, 0, 0.02),
+        Lease(2, "rl", 4, 0, 0.02),
+        Fetch(0, ("d0", "d1"), None, True),
+        Fetch(2, ("g0.e0", "g0.e1"), (0, 1), False),
+        Commit(0),
+        Commit(2),
+        Saving(2),
+        Saved(2),
+        Goodbye(0, False),
+        EnginesAsk(0.02, True),
+        WeightsJoin("127.0.0.1", 29500, "weights", "gloo", "reshard", 1),
+        WeightsJoin("127.0.0.1", 29500, "weights", "gloo", "broadcast", 1),
+        WeightsStage(1, False),
+        WeightsBegin(1),
+        WeightsBucket(1, ("model.embed_tokens.weight",), ("float32",), ((280, 64),)),
+        WeightsCommit(1, ({"weight": "1"},), 1),
+        WeightsAdapter(1, "/tmp/adapter"),
+        WeightsAbort(1, "the sender failed"),
+        EngineJoin("engine.7", "http://127.0.0.1:9", "key", "host", 1, 1, digest),
+        EngineAlive("engine.0", 0.02),
+        EngineLeave("engine.0", ""),
+    ]
+    return [encode(one) for one in sent]
+
+
+class Attacked:
+    """A running target; `folder` holds its run and what is measured."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, target.config(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = (folder / "log").open("w")
+        self.process = subprocess.Popen([sys.executable, "-m", "tests.fuzz.target", str(folder)], stdout=self._log, stderr=self._log)
+        self.rendezvous()
+
+    def rendezvous(self) -> Rendezvous:
+        """Return how the present run is reached; a run that has ended is soon followed by another."""
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until:
+            self.check()
+            try:
+                return keys.read(self.config.run.dir, 5.0)
+            except AsyncmoeError:
+                time.sleep(0.1)
+        raise AssertionError(f"no run within {_ANSWER_S} s\n{self.log()}")
+
+    def check(self) -> None:
+        """Fail if the process has ended."""
+        assert self.process.poll() is None, f"the controller ended with {self.process.returncode}\n{self.log()}"
+
+    def log(self) -> str:
+        """Return the end of its output."""
+        return (self.folder / "log").read_text()[-6000:]
+
+    def vitals(self) -> list[dict[str, Any]]:
+        """Return what it measured, a record a second."""
+        return [json.loads(line) for line in (self.folder / "vitals.jsonl").read_text().splitlines()]
+
+    def close(self) -> None:
+        """End it at once; SIGTERM would end one run only."""
+        self.process.kill()
+        self.process.wait(10)
+        self._log.close()
+
+
+class Member:
+    """Sends requests with the run's key and reads their answers, `WINDOW` at a time."""
+
+    def __init__(self, attacked: Attacked) -> None:
+        self._attacked, self._context = attacked, zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self.sent = self.answered = self.lost = 0
+        self._open = 0
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send one request of any number of frames."""
+        if self._socket is None:
+            self._socket, self._open = self._connect(), 0
+        while self._open >= WINDOW:
+            self._receive()
+            if self._socket is None:
+                return self.send(frames)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._again()
+            return self.send(frames)
+        self.sent, self._open = self.sent + 1, self._open + 1
+
+    def finish(self) -> None:
+        """Read the answers that are still to come."""
+        while self._socket is not None and self._open:
+            self._receive()
+        self._again()
+
+    def close(self) -> None:
+        """Leave."""
+        self.finish()
+        self._context.term()
+
+    def _receive(self) -> None:
+        """Read one answer; after a second without one, look whether the run has ended, which loses those that are open."""
+        assert self._socket is not None
+        began, run = time.monotonic(), self._run
+        while not self._socket.poll(1000):
+            self._attacked.check()
+            if keys_of(self._attacked) != run:
+                return self._again()
+            assert time.monotonic() - began < _ANSWER_S, (
+                f"{self._open} requests without an answer for {_ANSWER_S} s\n{self._attacked.log()}"
+            )
+        parts = self._socket.recv_multipart()
+        decode_reply(parts[1])
+        self.answered, self._open = self.answered + 1, self._open - 1
+
+    def _again(self) -> None:
+        if self._socket is not None:
+            self._socket.close(0)
+        self._socket, self.lost, self._open = None, self.lost + self._open, 0
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        to = self._attacked.rendezvous()
+        self._run = to.server_public
+        made: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        made.plain_username, made.plain_password = local.USER.encode(), to.local_secret.encode()
+        made.setsockopt(zmq.LINGER, 0)
+        made.connect(local.address(Path(to.local_dir)))
+        return made
+
+
+def keys_of(attacked: Attacked) -> str:
+    """Return the key of the present run; empty between two."""
+    try:
+        return json.loads((attacked.config.run.dir / keys.FILE_NAME).read_text())["server_public"]  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        return ""
+
+
+def member(attacked: Attacked, random: Random, count: int) -> dict[str, int]:
+    """Send `count` mutated requests as a member; return what became of them."""
+    corpus, sender = session(attacked.config), Member(attacked)
+    for number in range(count):
+        payload = mutate.msgpack(random, corpus)
+        while (payload := _tame(random, payload)) is None:
+            payload = mutate.msgpack(random, corpus)
+        frames: list[bytes] = [struct.pack(">Q", number), payload]
+        if random.random() < 0.02:
+            frames = random.choice(([], [b""], [payload], [*frames, payload], [b"", payload], frames * 20))
+        sender.send(frames or [b""])
+    sender.close()
+    return {"sent": sender.sent, "answered": sender.answered, "lost_with_their_run": sender.lost}
+
+
+def _tame(random: Random, payload: bytes) -> bytes | None:
+    """Shorten what waits; drop most of what ends a run, by None."""
+    try:
+        request = decode_request(payload)
+    except AsyncmoeError:
+        return payload
+    if isinstance(request, Goodbye | WeightsAbort) and random.random() > _RARE:
+        return None
+    if getattr(request, "wait_s", 0.0) > _MAX_WAIT_S and random.random() < 0.999:
+        request = msgspec.structs.replace(request, wait_s=_MAX_WAIT_S)
+        return encode(request)
+    return payload
+
+
+def stranger(attacked: Attacked, random: Random, count: int) -> dict[str, int]:
+    """Send `count` mutated frames of the transport itself to the TCP port, without a key; return what became of them."""
+    recorded = [_GREETING, *map(_framed, session(attacked.config)), *map(_command, (b"HELLO", b"INITIATE", b"READY", b"PING"))]
+    sent = connections = answers = 0
+    while sent < count:
+        host, port = attacked.rendezvous().address.removeprefix("tcp://").rsplit(":", 1)
+        try:
+            with socket.create_connection((host, int(port)), 5.0) as plug:
+                plug.settimeout(0.0)
+                connections += 1
+                texts = [_GREETING if random.random() < 0.7 else mutate.octets(random, _GREETING, random.randbytes(64))]
+                texts += [mutate.octets(random, random.choice(recorded), random.choice(recorded)) for _ in range(random.randint(10, 200))]
+                for text in texts:
+                    plug.send(text)
+                    sent += 1
+                answers += _secret(plug)
+        except BlockingIOError:
+            time.sleep(0.001)
+        except OSError:
+            attacked.check()
+    return {"sent": sent, "connections": connections, "answers_of_the_run": answers}
+
+
+def _secret(plug: socket.socket) -> int:
+    """Return 1 if what came back holds a reply of the run; the server's own greeting and commands are none."""
+    try:
+        return int(any(name in plug.recv(1 << 16) for name in (b"Welcome", b"Leased", b"Engines", b"Done", b"Refused")))
+    except OSError:
+        return 0
+
+
+def _framed(payload: bytes) -> bytes:
+    return b"\x02" + struct.pack(">Q", len(payload)) + payload
+
+
+def _command(name: bytes) -> bytes:
+    return b"\x04" + bytes([1 + len(name) + 190]) + bytes([len(name)]) + name + b"\x00" * 190
+
+
+def wrong_key(attacked: Attacked) -> None:
+    """A client with another key is refused, over TCP and over the Unix socket."""
+    to = attacked.rendezvous()
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    for other in (
+        msgspec.structs.replace(to, client_public=public, client_secret=secret, local_dir=""),
+        msgspec.structs.replace(to, local_secret="x" * 40),
+    ):
+        with Client(other, "stranger") as client, pytest.raises(AsyncmoeError, match=r"rejected our key|no connection"):
+            client.ask(EnginesAsk(0.0), 5.0)
+
+
+def works(attacked: Attacked) -> None:
+    """End the present run, and train on a batch of the next one in the same process: it answers as if nothing had been."""
+    digest, before = attacked.config.digest, keys_of(attacked)
+    attacked.process.terminate()  # ends one run; a mutated Hello may have said that the trainer has 2^53 ranks
+    until = time.monotonic() + 10.0
+    while keys_of(attacked) in ("", before) and time.monotonic() < until:
+        time.sleep(0.1)
+    with Client(attacked.rendezvous(), "trainer.0") as client:
+        welcome, _ = client.ask(Hello(0, 1, digest, 0), 30.0)
+        assert isinstance(welcome, Welcome)
+        leased, _ = client.ask(Lease(0, "warmup", 4, 0, 20.0), 30.0)
+        assert isinstance(leased, Leased)
+        assert len(leased.items) == 4
+        names = tuple(item.key for item in leased.items)
+        fetched, frames = client.ask(Fetch(0, names), 30.0)
+        assert isinstance(fetched, Fetched)
+        each = frames_in(1)
+        assert [decode(frames[at : at + each]).key for at in range(0, len(frames), each)] == list(names)
+        client.ask(Commit(0), 30.0)

@@ -1,0 +1,132 @@
+"""A controller to be attacked: the whole controller of a run, with engines that keep their protocol in this process instead of SGLang.
+
+`python -m tests.fuzz.target FOLDER`. A controller whose run ends as a member may end it (goodbye of all ranks, no engine left) is followed
+by another in the same process; any other end is a fault, and the process exits with it. `FOLDER/vitals.jsonl` has a line a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import EngineError, WeightSyncError
+from asyncmoe.models.make import make_model
+from asyncmoe.process import die_with_parent
+from asyncmoe.rollout import controller
+from asyncmoe.rollout.engines import backend
+from tests.unit.fake_engine import FakeHandle
+
+LAG_PERIOD_S = 0.01
+
+
+def config(folder: Path) -> Config:
+    """Return the configuration of the run, whose parts are all small."""
+    return parse(
+        {
+            "run": {"dir": str(folder / "run"), "steps": 1_000_000},
+            "model": {"path": str(folder / "model")},
+            "task": {"kind": "arithmetic"},
+            "warmup": {"steps": 2, "batch": 4},
+            "rollout": {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 4, "max_concurrent": 8, "max_rejected_share": 1.0},
+            "queue": {"staleness": {"max_staleness": 4}},
+            "keep": {"routing": "off"},
+            "engines": {"count": 2},
+            "sync": {"timeout_s": 5.0},
+            "telemetry": {"samples": {"groups": 0}},
+        }
+    )
+
+
+class _Engine(FakeHandle):
+    """Serves at once; samples what a small model might."""
+
+    url = "http://127.0.0.1:9"
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.client.dead = True
+
+
+class Vitals:
+    """Measures the event loop and this process.
+
+    Attributes:
+        ended: how controllers have ended, by the class of the error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.ended = path, dict[str, int]()
+        self._worst, self._busiest, self._written = 0.0, 0.0, time.monotonic()
+
+    async def watch(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            began, used = time.monotonic(), time.thread_time()
+            await asyncio.sleep(LAG_PERIOD_S)
+            now = time.monotonic()
+            self._worst = max(self._worst, now - began - LAG_PERIOD_S)
+            self._busiest = max(self._busiest, time.thread_time() - used)
+            if now - self._written > 1.0:
+                self._written = now
+                self._write()
+
+    def _write(self) -> None:
+        line = {
+            "time": time.time(),
+            "rss_bytes": rss_bytes(os.getpid()),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "tasks": len(asyncio.all_tasks()),
+            "worst_lag_s": round(self._worst, 4),
+            "worst_turn_cpu_s": round(self._busiest, 4),
+            "ended": self.ended,
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._worst = self._busiest = 0.0
+
+
+def rss_bytes(pid: int) -> int:
+    """Return a process's resident memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(folder: Path) -> None:
+    die_with_parent()
+    logging.basicConfig(level=logging.ERROR)
+    logging.getLogger("asyncmoe").setLevel(logging.CRITICAL)
+    if not (folder / "model").exists():
+        make_model(folder / "model", MadeModel(), seed=0)
+    made, vitals = config(folder), Vitals(folder / "vitals.jsonl")
+    watching: set[asyncio.Task[None]] = set()
+
+    def start(name: str, *_: Any, **__: Any) -> Any:
+        if name == "engine.0":
+            watching.clear()
+            watching.add(asyncio.get_running_loop().create_task(vitals.watch()))
+        return _Engine(name)
+
+    backend.start = start
+    while True:
+        shutil.rmtree(made.run.dir, ignore_errors=True)
+        made.run.dir.mkdir(parents=True)
+        try:
+            controller.run(made, made.run.dir)
+            end = "goodbye"
+        except (EngineError, WeightSyncError) as error:  # a member may abort an update, which fences engines
+            end = type(error).__name__
+        vitals.ended[end] = vitals.ended.get(end, 0) + 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,48 @@
+"""A short part of `make fuzz`, with the same draws in every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.fuzz import endpoints, frames, mutate
+from tests.fuzz.__main__ import MAX_TURN_CPU_S
+
+
+def test_a_controller_outlives_what_members_and_strangers_send(tmp_path: Path) -> None:
+    attacked = frames.Attacked(tmp_path)
+    try:
+        frames.wrong_key(attacked)
+        answers = frames.member(attacked, Random(0), 500)
+        assert answers["sent"] == answers["answered"] + answers["lost_with_their_run"] == 500
+        assert answers["answered"] > 250
+        assert frames.stranger(attacked, Random(0), 400)["answers_of_the_run"] == 0
+        frames.works(attacked)
+        assert max(one["worst_turn_cpu_s"] for one in attacked.vitals()[1:]) < MAX_TURN_CPU_S
+    finally:
+        attacked.close()
+
+
+@pytest.mark.parametrize("path", endpoints.BODIES)
+def test_the_endpoint_of_episodes_answers_every_body(path: str) -> None:
+    statuses = endpoints.openai(path, Random(0), 100)
+    assert statuses["400"] > 20
+    assert statuses["200"] > 5
+
+
+def test_the_page_of_runs_answers_every_request() -> None:
+    assert endpoints.report(Random(0), 100)["403"] > 10
+
+
+def test_a_scorers_answers_score_or_are_garbage() -> None:
+    found = endpoints.judge(Random(0), 300)
+    assert found["scorer_garbage"] > 100
+    assert found["scored"] > 20
+
+
+def test_draws_depend_on_the_seed_alone() -> None:
+    corpus = [b'{"a": [1, {"b": "text"}]}', b"[0.5]"]
+    drawn = [[mutate.jsons(random, corpus) for _ in range(200)] for random in (Random("0"), Random("0"), Random("1"))]
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from asyncmoe.rollout.episodes.tools.sandboxes import kernel_support, own, pytho
 from asyncmoe.rollout.episodes.tools.sandboxes.guarded import Guarded
 from asyncmoe.rollout.episodes.tools.sandboxes.own import Own
 from asyncmoe.rollout.episodes.tools.sandboxes.python_files import python_files
+from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -155,7 +157,8 @@ SYSTEM_CALLS = (
     *("memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open", "io_setup", "io_uring_setup", "userfaultfd", "ptrace"),
     *("process_vm_readv", "process_vm_writev", "pidfd_open", "pidfd_getfd", "unshare", "setns", "mount", "umount2", "pivot_root", "chroot"),
     *("fsopen", "open_tree", "move_mount", "mount_setattr", "statmount", "listmount", "bpf", "perf_event_open", "syslog", "add_key"),
-    *("request_key", "keyctl", "kill", "tkill", "tgkill", "socket", "connect", "bind", "listen", "sched_setaffinity"),
+    *("request_key", "keyctl", "kill", "tkill", "tgkill", "socket", "connect", "bind", "listen", "setsockopt"),
+    "sched_setaffinity",
 )
 
 
@@ -184,7 +187,7 @@ def test_numbers_of_system_calls_are_the_kernels(machine: str) -> None:
         "clone": seccomp._CLONE[machine],
         "prlimit64": seccomp._PRLIMIT[machine],
     }
-    ours |= {"socketpair": seccomp._SOCKET_PAIR[machine], "clone3": seccomp._CLONE3}
+    ours |= {"prctl": seccomp._PRCTL[machine], "socketpair": seccomp._SOCKET_PAIR[machine], "clone3": seccomp._CLONE3}
     ours |= {name: n for name, n in (seccomp._REFUSED_EVERYWHERE | seccomp._ATTRIBUTES_EVERYWHERE).items() if name in theirs}
     assert ours == {name: theirs.get(name) for name in ours}
 
@@ -207,6 +210,27 @@ def test_a_pair_of_sockets_reaches_no_other(namespaces: bool, tmp_path: Path) ->
             with pytest.raises(BlockingIOError):
                 one.recv(1)
     assert run("import socket\na, b = socket.socketpair()\na.send(b'x')\nprint(b.recv(1))", namespaces) == "b'x'\n"
+
+
+HOLDERS = {
+    "pairs of sockets": "a, b = socket.socketpair()\n    held += [a, b]\n    a.setblocking(False)\n    try:\n"
+    "      try: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**24)\n      except PermissionError: pass\n"
+    "      while True: n += a.send(bytes(65536))\n    except BlockingIOError: pass",
+    "pipes": "r, w = os.pipe()\n    held += [r, w]\n    fcntl.fcntl(w, 1031, 2**20)\n    os.set_blocking(w, False)\n"
+    "    n += os.write(w, bytes(2**20))",
+    "memfd": "held.append(os.memfd_create('x'))\n    n += os.write(held[-1], bytes(15 * 2**20))",
+    "deleted files": "held.append(open('x', 'wb', buffering=0))\n    os.remove('x')\n    n += held[-1].write(bytes(15 * 2**20))",
+}
+
+
+@ROOT
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_little_memory_is_held_outside_the_address_space(holder: str) -> None:
+    """Bytes that a program gets to keep in open files until there are no more."""
+    code = f"import fcntl, os, socket\nn, held = 0, []\ntry:\n  while True:\n    {HOLDERS[holder]}\nexcept OSError: print(n, len(held))"
+    held, files = map(int, run(code, True).split())
+    assert held <= 32 * 2**20
+    assert files <= 64
 
 
 @BOTH
@@ -270,6 +294,29 @@ def _status(process: Path) -> str:
         return next(" ".join(line.split()[1:]) for line in (process / "status").read_text().splitlines() if line.startswith("Uid:"))
     except OSError:
         return ""
+
+
+@BOTH
+def test_a_program_does_not_outlive_its_guard(namespaces: bool) -> None:
+    """The guard is killed, as when memory runs out, and the program has tried to undo its tie to it."""
+    code = "import ctypes, time\nprint(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0), flush=True)\ntime.sleep(60)"
+
+    async def call() -> None:
+        limits = PythonLimits(namespaces=namespaces)
+        running = asyncio.create_task(Guarded(limits, Own(limits)).run(code.encode()))
+        until = time.monotonic() + 10
+        while not (programs := _children_of_guards()) and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        (program,) = programs
+        os.kill(int((program / "stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        with pytest.raises(ToolError, match="the sandbox failed"):
+            await running
+        while program.exists() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        assert not program.exists()
+
+    asyncio.run(call())
 
 
 @BOTH

@@ -88,16 +88,7 @@ def test_no_file_of_a_run_its_user_or_its_machine_can_be_read(namespaces: bool, 
     attempts += [f"os.symlink({path!r}, 'l{n}'); open('l{n}', 'rb').read(1)" for n, path in enumerate(paths)]
     attempts += [f"os.link({path!r}, 'h{n}'); open('h{n}', 'rb').read(1)" for n, path in enumerate(paths)]
     attempts += [f"os.open({path!r}, os.O_RDONLY, dir_fd=os.open('/', os.O_PATH))" for path in map(str, readable)]
-    listed = [
-        tmp_path,
-        Path.home() / ".ssh",
-        Path.home() / ".cache",
-        Path("/tmp"),
-        Path("/etc/ssl"),
-        Path("/run"),
-        REPOSITORY,
-        Path(sys.prefix),
-    ]
+    listed = [tmp_path, Path.home() / ".ssh", Path.home() / ".cache", "/tmp", "/etc/ssl", "/run", REPOSITORY, Path(pytest.__file__).parent]
     attempts += [f"os.listdir({str(path)!r})" for path in listed]
     assert successes(attempts, namespaces) == []
 
@@ -112,10 +103,7 @@ def test_the_root_has_python_and_nothing_else() -> None:
     others = [path for path in inside if not any(path == one or path.startswith(f"{one}/") for one in files.bound)]
     assert others == []
     assert not [path for path in inside if path.startswith(files.hidden)]
-    assert run("import os\nprint(os.uname().nodename, os.getgroups(), os.listdir('/proc'))", True) in (
-        "sandbox [] []\n",
-        f"sandbox {[65534] * len(os.getgroups())} []\n",
-    )
+    assert run("import os\nprint(os.uname().nodename, {*os.getgroups()} <= {1000, 65534}, os.listdir('/proc'))", True) == "sandbox True []\n"
     assert run("print('/home/work/x')", True) == "/home/work/x\n"
     # As seen from the standard library: what needs files or libraries besides Python's own.
     code = "import asyncio, bz2, ctypes, decimal, hashlib, lzma, sqlite3, ssl, threading, zoneinfo\nasyncio.run(asyncio.sleep(0))\n"
@@ -353,8 +341,9 @@ def _without_user_namespaces(namespaces: bool) -> str:
         pytest.skip("no program unshare: apt install util-linux")
     inside = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", inside, "sh", sys.executable, "-c", NOT_AT_ALL, str(namespaces)]
+    path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60, check=False
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_the_root_has_python_and_nothing_else() -> None:
     others = [path for path in inside if not any(path == one or path.startswith(f"{one}/") for one in files.bound)]
     assert others == []
     assert not [path for path in inside if path.startswith(files.hidden)]
-    assert run("import os\nprint(os.uname().nodename, {*os.getgroups()} <= {1000, 65534}, os.listdir('/proc'))", True) == "sandbox True []\n"
+    assert (
+        run("import os\nprint(os.uname().nodename, {*os.getgroups()} <= {1000, 65534}, os.listdir('/proc'))", True) == "sandbox True []\n"
+    )
     assert run("print('/home/work/x')", True) == "/home/work/x\n"
     # As seen from the standard library: what needs files or libraries besides Python's own.
     code = "import asyncio, bz2, ctypes, decimal, hashlib, lzma, sqlite3, ssl, threading, zoneinfo\nasyncio.run(asyncio.sleep(0))\n"
@@ -383,6 +386,18 @@ def test_neither_namespaces_nor_landlock_is_said(monkeypatch: pytest.MonkeyPatch
     assert "its code may read and write whatever this user may" in caplog.text
     refused = Own(PythonLimits()).refused("OSError: [Errno 1] Operation not permitted: 'unshare'")
     assert "choose another environment.sandbox.backend" in str(refused)
+
+
+@ROOT
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
+def test_a_python_that_nobody_may_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = python_files()
+    private = tmp_path / "python"
+    private.write_bytes(b"")
+    private.chmod(0o700)
+    monkeypatch.setattr(own, "python_files", lambda: replace(files, bound={**files.bound, files.python: str(private)}))
+    with pytest.raises(ConfigError, match=rf"a Python with {private}, which others may not read, expected .*chmod -R o\+rX {private}"):
+        python_tool(PythonLimits())
 
 
 def test_landlock_is_what_the_kernel_says() -> None:

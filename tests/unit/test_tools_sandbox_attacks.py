@@ -388,6 +388,18 @@ def test_neither_namespaces_nor_landlock_is_said(monkeypatch: pytest.MonkeyPatch
     assert "choose another environment.sandbox.backend" in str(refused)
 
 
+@BOTH
+def test_a_program_that_cannot_start_says_why(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = python_files()
+    without = {inside: outside for inside, outside in files.bound.items() if inside != files.python}
+    monkeypatch.setattr(own, "python_files", lambda: replace(files, bound=without))
+    with pytest.raises(ConfigError, match=r"tools python: got (FileNotFound|Permission)Error: \[Errno \d+\] .*python.*, expected a kernel"):
+        python_tool(PythonLimits(namespaces=namespaces))
+    monkeypatch.setattr(own, "python_files", lambda: replace(files, bound={**files.bound, "/nowhere": "/nowhere"}))
+    with pytest.raises(ConfigError, match=r"tools python: got FileNotFoundError: .*/nowhere', expected a kernel"):
+        python_tool(PythonLimits(namespaces=namespaces))
+
+
 @ROOT
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root")
 def test_a_python_that_nobody_may_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

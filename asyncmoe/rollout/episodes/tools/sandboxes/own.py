@@ -93,7 +93,7 @@ class Own:
 
     def refused(self, got: str) -> ConfigError:
         """See `Launcher`."""
-        private = [path for path in self._files.bound.values() if not os.stat(path).st_mode & stat.S_IROTH]
+        private = [path for path in self._files.bound.values() if os.path.exists(path) and not os.stat(path).st_mode & stat.S_IROTH]
         if os.geteuid() == 0 and self._limits.namespaces and private:
             expected = "one that the user nobody may read, as whom a root's programs run"
             hint = f"chmod -R o+rX {private[0]}"

@@ -26,6 +26,8 @@ _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_PRCTL = {"x86_64": 157, "aarch64": 167}
+_SET_PARENT_DEATH_SIGNAL = 1
 _SOCKET_PAIR = {"x86_64": 53, "aarch64": 199}
 _REFUSED: dict[str, dict[str, int]] = {
     # No other process, no network, no signal to or inspection of another process, no change of namespaces, mounts or keys, no memory that
@@ -36,13 +38,14 @@ _REFUSED: dict[str, dict[str, int]] = {
         **{"mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323},
         **{"add_key": 248, "request_key": 249, "keyctl": 250, "setpriority": 141, "sched_setaffinity": 203, "shmget": 29, "msgget": 68},
         **{"semget": 64, "mq_open": 240, "memfd_create": 319, "io_setup": 206, "connect": 42, "bind": 49, "listen": 50, "syslog": 103},
+        **{"setsockopt": 54},
     },
     "aarch64": {
         **{"socket": 198, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "ptrace": 117},
         **{"process_vm_readv": 270, "process_vm_writev": 271, "unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41},
         **{"chroot": 51, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "add_key": 217, "request_key": 218, "keyctl": 219},
         **{"setpriority": 140, "sched_setaffinity": 122, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180, "memfd_create": 279},
-        **{"io_setup": 0, "connect": 203, "bind": 200, "listen": 201, "syslog": 116},
+        **{"io_setup": 0, "connect": 203, "bind": 200, "listen": 201, "syslog": 116, "setsockopt": 208},
     },
 }
 _REFUSED_EVERYWHERE = {
@@ -68,7 +71,8 @@ def program(machine: str = platform.machine(), *, attributes: bool = True) -> by
     """Return the filter for this machine.
 
     The code may start threads but no processes: `clone3` fails with ENOSYS, so that libc falls back to `clone`, whose flags a filter can
-    read. Its only sockets are connected pairs of streams (asyncio needs one): a socket of datagrams could send to any address.
+    read. It keeps the signal that ends it with its parent. Its only sockets are connected pairs of streams (asyncio needs one): a socket of
+    datagrams could send to any address, and one with a larger buffer (`setsockopt`) could hold hundreds of megabytes.
 
     Args:
         attributes: whether the code may change modes, owners, times and extended attributes of the files that it reaches.
@@ -90,9 +94,11 @@ def program(machine: str = platform.machine(), *, attributes: bool = True) -> by
         refused |= {*_ATTRIBUTES[machine].values(), *_ATTRIBUTES_EVERYWHERE.values()}
     for number in sorted(refused):
         body += _when(_EQUAL, number, _refuse(errno.EPERM))
-    # Each of the three checks ends the program if it matches, because it overwrites the loaded system call number.
+    # Each of the four checks ends the program if it matches, because it overwrites the loaded system call number.
     body += [_jump(_EQUAL, _PRLIMIT[machine], 0, 4), _do(_LOAD, _FIRST_ARGUMENT_AT)]
     body += [_jump(_EQUAL, 0, 1, 0), _do(_RETURN, _refuse(errno.EPERM)), _do(_RETURN, _ALLOW)]
+    body += [_jump(_EQUAL, _PRCTL[machine], 0, 4), _do(_LOAD, _FIRST_ARGUMENT_AT)]
+    body += [_jump(_EQUAL, _SET_PARENT_DEATH_SIGNAL, 0, 1), _do(_RETURN, _refuse(errno.EPERM)), _do(_RETURN, _ALLOW)]
     body += [_jump(_EQUAL, _SOCKET_PAIR[machine], 0, 5), _do(_LOAD, _SECOND_ARGUMENT_AT), _do(_AND, _SOCKET_KINDS)]
     body += [_jump(_EQUAL, _STREAM, 1, 0), _do(_RETURN, _refuse(errno.EPERM)), _do(_RETURN, _ALLOW)]
     body += [_jump(_EQUAL, _CLONE[machine], 0, 3), _do(_LOAD, _FIRST_ARGUMENT_AT)]

@@ -29,8 +29,8 @@ _PROBE_S = 30.0
 _GRACE_S = 10.0
 """Seconds for the guard to start and to end, in addition to the program's own time."""
 _MIB = 2**20
-_ADVICE = ("Run '", "See '")
-"""How docker ends what it says."""
+_ADVICE = ("Run '", "See '", '{"status"')
+"""How docker ends what it says, and the guard: with a report that says less than the lines before."""
 
 
 class Launcher(Protocol):

@@ -36,6 +36,7 @@ import logging
 import os
 import re
 import resource
+import stat
 from collections.abc import Mapping
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
@@ -92,6 +93,11 @@ class Own:
 
     def refused(self, got: str) -> ConfigError:
         """See `Launcher`."""
+        private = [path for path in self._files.bound.values() if os.path.exists(path) and not os.stat(path).st_mode & stat.S_IROTH]
+        if os.geteuid() == 0 and self._limits.namespaces and private:
+            expected = "one that the user nobody may read, as whom a root's programs run"
+            hint = f"chmod -R o+rX {private[0]}"
+            return ConfigError("tools python", got=f"a Python with {private[0]}, which others may not read", expected=expected, hint=hint)
         if refusal := re.search(r"\[Errno \d+\] (.*): 'unshare'$", got):
             got = f"no user namespace ({refusal[1]})"
         switches = " ".join(refusing_switches())

@@ -9,10 +9,10 @@ from typing import Any
 from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.request import AnswerCall
-from asyncmoe.rollout.episodes.tools.calls import OPEN, Call, find, parsed
+from asyncmoe.rollout.episodes.tools.calls import OPEN, Call, Style, find, parsed
 from asyncmoe.rollout.tokenizer import Tokenizer
 
-HERMES = "hermes"
+HERMES: Style = "hermes"
 """The style of calls that is read here, and found while a response is sampled; all others are read by an engine, once it has ended."""
 _MISTRAL_ID = 9
 

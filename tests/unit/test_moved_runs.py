@@ -119,6 +119,7 @@ QWEN: dict[str, Any] = {
         ({"num_experts": 16}, {}, "model.path: got a model with experts 16, expected experts 8, as step-00000004 has; "),
         ({}, {"run": {"seed": 5}}, "run.seed: got 5, expected 0, as step-00000004 was made with; "),
         ({}, {"trainer": {"dtype": "bfloat16"}}, "trainer.dtype: got bfloat16, expected float32, as step-00000004 was made with; "),
+        ({}, {"trainer": {"dtype": "bfloat16", "optimizer": {"distributed": True}}}, None),
         ({}, {"train": "lora"}, "step-00000004: optimizer state: got train = full, expected train = lora, as the configuration says"),
         ({}, {"trainer": {"ranks": 2, "ep": 2}}, "step-00000004: optimizer state: got expert_parallel = False, expected expert_parallel"),
         ({}, {"trainer": {"ranks": 2, "tp": 2}}, None),
@@ -132,7 +133,15 @@ def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(
     values: dict[str, Any] = {"run": {"dir": str(tmp_path), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
     config = configuration.parse(values)
     path = saved(tmp_path, 4)
-    facts = {"step": 4, "family": "qwen3_moe", "dtype": "float32", **config.checkpoint_kind, **resume.facts_of(config, QWEN)}
+    sharded = overrides.get("trainer", {}).get("optimizer", {}).get("distributed", False)
+    facts = {
+        "step": 4,
+        "family": "qwen3_moe",
+        "dtype": "float32",
+        "distributed_optimizer": sharded,
+        **config.checkpoint_kind,
+        **resume.facts_of(config, QWEN),
+    }
     (path / "asyncmoe.json").write_text(json.dumps(facts))
     asked = configuration.parse({**values, **{key: {**values[key], **one} if key in values else one for key, one in overrides.items()}})
     if line is None:

@@ -44,8 +44,8 @@ def test_the_directory_wins_and_paths_below_the_former_one_move_with_it(tmp_path
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    for path, found in ((tmp_path / "none", "no such directory"), (tmp_path, "no config.yaml in it")):
-        with pytest.raises(UserError, match=f"RUN: got .*: {found}, expected the directory of a run"):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(UserError, match=f"RUN: got {path}, which has no config.yaml, expected the directory of a run"):
             configuration.of_run(path)
     (tmp_path / "config.yaml").write_text("run: {}")
     assert not moved.is_run(tmp_path)

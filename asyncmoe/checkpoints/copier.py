@@ -11,13 +11,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from asyncmoe.checkpoints import copies, directories
 from asyncmoe.checkpoints.copies import KEY, SecondPlace
 from asyncmoe.checkpoints.manifest import Sealed
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout
+from asyncmoe.errors import ConfigError
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _POLL_S, _JOIN_S = 1.0, 0.25
 _TRIES, _RETRY_S = 3, 2.0
@@ -37,34 +39,43 @@ def check(config: Config) -> None:
     if url is None:
         return
     place = copies.place_of(url, run_dir)
-    try:
-        steps = _within(_ANSWER_S, place)
-    except AsyncmoeError as error:
-        raise ConfigError(KEY, got=str(error), expected="a place that can be listed") from error
+    steps = _answer(place, lambda: copies.complete(place), "a place that can be listed")
     if steps and directories.newest(run_dir) is None:
         hint = f"asyncmoe checkpoints {run_dir} --restore {place.shown.rpartition('/')[0]} brings it back; or name another place"
         raise ConfigError(KEY, got=f"{place.shown} with a copy of step {steps[-1]}", expected=f"none, as {run_dir} has none", hint=hint)
 
 
-def _within(seconds: float, place: SecondPlace) -> list[int]:
-    """List the complete copies, but wait no longer than `seconds`: a client may retry for minutes."""
-    answer: Future[list[int]] = Future()
+def try_to_write(config: Config) -> None:
+    """Refuse a second place in which nothing can be written; a file is written there and deleted.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if config.trainer.checkpoint_copy is not None:
+        place = copies.place_of(config.trainer.checkpoint_copy, config.run.dir)
+        _answer(place, lambda: copies.try_to_write(place), "a place that can be written to")
+
+
+def _answer(place: SecondPlace, act: Callable[[], T], expected: str) -> T:
+    """Call the second place, but wait no longer than `_ANSWER_S`: a client may retry for minutes.
+
+    Raises:
+        ConfigError: it fails, or does not answer.
+    """
+    answer: Future[T] = Future()
 
     def ask() -> None:
         try:
-            answer.set_result(copies.complete(place))
+            answer.set_result(act())
         except Exception as error:  # noqa: BLE001  passed to the caller
             answer.set_exception(error)
 
     threading.Thread(target=ask, name="second place", daemon=True).start()
     try:
-        return answer.result(seconds)
-    except Late:
-        raise WaitTimeout(place.shown, "a list of its copies", seconds) from None
-    except AsyncmoeError:
-        raise
+        return answer.result(_ANSWER_S)
     except Exception as error:
-        raise AsyncmoeError(f"{place.shown}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        why = f"no answer within {_ANSWER_S:.0f} s" if isinstance(error, Late) and not answer.done() else copies.said(error)
+        raise ConfigError(KEY, got=f"{place.shown}: {why}", expected=expected) from error
 
 
 class Copier:

@@ -21,6 +21,8 @@ from asyncmoe.errors import AsyncmoeError, DataError, UserError
 
 KEY = "trainer.checkpoint_copy"
 _PIECE_BYTES = 8 << 20
+_BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "r2"))
+"""fsspec's names of stores without folders."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ def place_of(url: str, run_dir: Path) -> SecondPlace:
 def without_credentials(url: str) -> str:
     """Return a URL without the user and password that it may hold."""
     return re.sub(r"://[^/@]*@", "://", url)
+
+
+def said(error: BaseException) -> str:
+    """Return an error of any package in one line, without credentials."""
+    return without_credentials(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def complete(place: SecondPlace) -> list[int]:
@@ -157,36 +164,54 @@ def _asked(place: SecondPlace, act: Callable[[], Any]) -> Any:
     except AsyncmoeError:
         raise
     except Exception as error:
-        raise AsyncmoeError(f"{place.shown}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise AsyncmoeError(f"{place.shown}: {said(error)}") from error
 
 
 def _manifest(place: SecondPlace, step: int) -> Manifest:
     path = f"{place.folder(step)}/{MANIFEST}"
-    return manifest.parse(place.files.cat_file(path, 0, manifest.MOST_BYTES), Path(path))
+    if (size := int(place.files.info(path)["size"])) > manifest.MOST_BYTES:
+        raise DataError(path, got=f"{size} bytes", expected="the manifest of a checkpoint")
+    return manifest.parse(place.files.cat_file(path), Path(path))
 
 
 def _send_file(source: Path, place: SecondPlace, target: str, sealed: Sealed) -> None:
-    place.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+    _make_folder(place, target)
     with source.open("rb", buffering=0) as read, place.files.open(target, "wb") as write:
-        _compare(source, _piped(read, write, sealed.nbytes), sealed)
+        _compare(source, _piped(read.read, write, sealed.nbytes), sealed)
+
+
+def _make_folder(place: SecondPlace, target: str) -> None:
+    """Make the folder of a file where there are folders; in a bucket it would only make a bucket of a mistyped name."""
+    kinds = (place.files.protocol,) if isinstance(place.files.protocol, str) else place.files.protocol
+    if not _BUCKETS.intersection(kinds):
+        place.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+
+
+def try_to_write(place: SecondPlace) -> None:
+    """Write a small file and delete it. Raises what the file system raises."""
+    path = f"{place.root}/.asyncmoe"
+    _make_folder(place, path)
+    with place.files.open(path, "wb") as file:
+        file.write(b"asyncmoe tried to write here\n")
+    place.files.rm_file(path)
 
 
 def _fetch_file(place: SecondPlace, source: str, target: Path, sealed: Sealed) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as write:
         with _asked(place, lambda: place.files.open(source, "rb")) as read:
-            found = _piped(read, write, sealed.nbytes)
+            found = _piped(lambda size: bytes(_asked(place, lambda: read.read(size))), write, sealed.nbytes)
         write.flush()
         os.fsync(write.fileno())
     _compare(Path(source), found, sealed)
 
 
-def _piped(read: BinaryIO, write: BinaryIO, most_bytes: int) -> Sealed:
+def _piped(read: Callable[[int], bytes], write: BinaryIO, most_bytes: int) -> Sealed:
     """Copy at most one byte more than there should be, and return size and digest."""
     from asyncmoe.trajectory.native import crc32c
 
     total = digest = 0
-    while piece := read.read(min(_PIECE_BYTES, most_bytes + 1 - total)):
+    while piece := read(min(_PIECE_BYTES, most_bytes + 1 - total)):
         digest = crc32c(piece, digest)
         total += len(piece)
         write.write(piece)

@@ -35,8 +35,7 @@ def of_run(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = run_dir / FILE
     if not file.is_file():
-        found = "no such directory" if not run_dir.exists() else "a file" if run_dir.is_file() else f"no {FILE} in it"
-        raise UserError("RUN", got=f"{run_dir}: {found}", expected="the directory of a run")
+        raise UserError("RUN", got=f"{run_dir}, which has no {FILE}", expected="the directory of a run")
     former = load_as(Config, file).run.dir
     config = load_as(Config, file, overrides)
     moved: Config = _moved(config, former, run_dir)

@@ -126,6 +126,7 @@ def _check_steps(newest: Path, config: Config) -> None:
 def prepare(config: Config) -> Path:
     """Check the configuration (see `check`), and return the file of it that all processes read."""
     found = check(config)
+    copier.try_to_write(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)
         print(f"checkpoint {damaged.path.name} is now {aside}; delete it when you have looked at it", file=sys.stderr, flush=True)

@@ -43,7 +43,8 @@ def sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
 def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
     """Refuse to resume another run, as far as a checkpoint tells: family, kind of training, sizes of the model, seed, dtype.
 
-    Facts that an older checkpoint lacks are not compared. Parallel sizes may change, except between `trainer.ep` 1 and more.
+    Facts that an older checkpoint lacks are not compared. Parallel sizes may change, except between `trainer.ep` 1 and more, and the dtype
+    may change if the optimizer's state is sharded.
 
     Raises:
         ConfigError, DataError: names what differs, and what the checkpoint needs.
@@ -60,6 +61,7 @@ def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
         hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
         raise ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
     dtype = saved.get("dtype", config.trainer.dtype)
-    if config.trainer.dtype not in (dtype, "auto"):
+    # A sharded optimizer saves float32 masters under the same names for every dtype; Megatron's other ones do not (0.16.1).
+    if config.trainer.dtype not in (dtype, "auto") and saved.get("distributed_optimizer") is False:
         hint = f"set trainer.dtype={dtype}, {_ELSEWHERE}"
         raise ConfigError("trainer.dtype", got=config.trainer.dtype, expected=f"{dtype}, as {name} was made with", hint=hint)

@@ -41,7 +41,7 @@ def record(run_dir: Path, role: str) -> None:
     path = run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
     with writing("processes of the run", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        ours = Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0, run_dir.stat().st_ino)
+        ours = Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0, int(run_dir.stat().st_ino))
         part = path.with_suffix(f".{pid}.part")
         part.write_bytes(msgspec.json.encode(ours) + b"\n")
         part.replace(path)

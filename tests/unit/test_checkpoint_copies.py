@@ -26,6 +26,7 @@ from tests.unit.test_checkpoints import FILES, flip, saved
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     yield "memory://asyncmoe-copies/a" if request.param == "memory" else f"file://{tmp_path}/second place"
     MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 def config(run: Path, url: str | None, **more: Any) -> Config:
@@ -196,6 +197,24 @@ def test_a_place_that_cannot_be_opened_is_refused_before_the_run(url: str, tmp_p
         UserError, match=r"trainer\.checkpoint_copy: got .*, expected a URL that fsspec can open; s3:// needs pip install s3fs"
     ):
         copier.check(config(tmp_path / "run", url))
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_before_the_run(tmp_path: Path, url: str) -> None:
+    asked = config(tmp_path / "run", url)
+    copier.try_to_write(asked)
+    assert copies.place_of(url, tmp_path / "run").files.ls(copies.place_of(url, tmp_path / "run").root) == []
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(
+        UserError, match=r"^trainer\.checkpoint_copy: got file://.*/run: \w+Error: .*, expected a place that can be written to$"
+    ):
+        copier.try_to_write(config(tmp_path / "run", f"file://{tmp_path}/a file"))
+
+
+def test_a_place_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(copies, "complete", lambda place: time.sleep(1))
+    with pytest.raises(UserError, match=r"got memory://a/run: no answer within 0 s, expected a place that can be listed"):
+        copier.check(config(tmp_path / "run", "memory://a"))
 
 
 def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""Copies of checkpoints through s3fs, against moto's server of S3's protocol in a process of its own, read back by botocore."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("s3fs") is None or find_spec("moto") is None:
+    pytest.skip("run: make test-integrations ONLY=s3", allow_module_level=True)
+
+from asyncmoe import checkpoints
+from asyncmoe.checkpoints import copier, copies, directories, intact
+from asyncmoe.checkpoints.copier import Copier
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import DataError, UserError
+
+URL = "s3://backups/asyncmoe"
+BIG = os.urandom(12 << 20)
+"""More than one part of a multipart upload takes."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    at = f"http://127.0.0.1:{port}"
+    given = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": at}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait(at, process)
+        bucket().create_bucket(Bucket="backups")
+        yield at
+    finally:
+        process.kill()
+        process.wait(10)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _wait(at: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{at}/moto-api/", timeout=2)
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    pytest.fail("moto's server did not answer")
+
+
+def bucket() -> Any:
+    """A client that knows nothing of fsspec."""
+    import botocore.session
+
+    return botocore.session.get_session().create_client("s3")
+
+
+def objects(run: str) -> dict[str, bytes]:
+    client = bucket()
+    found = client.list_objects_v2(Bucket="backups", Prefix=f"asyncmoe/{run}/").get("Contents", [])
+    return {
+        one["Key"].removeprefix(f"asyncmoe/{run}/"): client.get_object(Bucket="backups", Key=one["Key"])["Body"].read() for one in found
+    }
+
+
+def saved(run: Path, step: int, keep: int = 2) -> Path:
+    checkpoints.start(run, step)
+    written = checkpoints.temporary(run, step)
+    (written / "__0_0.distcp").write_bytes(BIG)
+    (written / "empty").write_bytes(b"")
+    (written / ".metadata").write_bytes(b"m" * step)
+    return checkpoints.finish(run, step, {"step": step}, keep)
+
+
+def config(run: Path, **more: Any) -> Config:
+    values = {"run": {"dir": str(run), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    return parse({**values, "trainer": {"checkpoint_copy": URL, "keep_checkpoints": 2, **more}})
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_copies_its_checkpoints_and_one_comes_back(tmp_path: Path) -> None:
+    run = tmp_path / "run ä"
+    copier.check(config(run))
+    for step in (3, 4, 5):
+        with Copier(config(run)):
+            path = saved(run, step)
+    wanted = {f"{one.parent.name}/{one.name}": one.read_bytes() for one in (run / "checkpoints").rglob("*") if one.is_file()}
+    assert objects(run.name) == wanted
+    assert {name.partition("/")[0] for name in wanted} == {"step-00000004", "step-00000005"}
+    copier.check(config(run))
+    (run / "checkpoints").rename(tmp_path / "lost")
+    with pytest.raises(UserError, match="with a copy of step 5, expected none"):
+        copier.check(config(run))
+    assert copies.restore(URL, run) == path
+    assert intact.fault(path) is None
+    assert copies.restore(URL, run, 4) == directories.directory(run, 4)
+
+
+@pytest.mark.usefixtures("server")
+def test_a_copy_without_its_manifest_is_absent_and_a_changed_one_refused(tmp_path: Path) -> None:
+    run = tmp_path / "cut"
+    path = saved(run, 7)
+    copies.send(path, copies.place_of(URL, run), {})
+    path.rename(tmp_path / "lost")
+    bucket().put_object(Bucket="backups", Key="asyncmoe/cut/step-00000007/__0_0.distcp", Body=BIG[:-1] + b"x")
+    with pytest.raises(DataError, match=r"__0_0\.distcp: got 12582912 bytes of CRC-32C"):
+        copies.restore(URL, run)
+    bucket().delete_object(Bucket="backups", Key="asyncmoe/cut/step-00000007/manifest.json")
+    with pytest.raises(DataError, match="no complete copy"):
+        copies.restore(URL, run)
+    assert checkpoints.newest(run) is None
+
+
+@pytest.mark.usefixtures("server")
+def test_a_bucket_that_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
+    """S3 answers a list of a bucket that is not there with NoSuchBucket, which s3fs takes for an empty folder: only a write fails."""
+    asked = config(tmp_path / "run", checkpoint_copy="s3://nowhere/x")
+    copier.check(asked)
+    with pytest.raises(UserError, match=r"^trainer\.checkpoint_copy: got s3://nowhere/x/run: .*, expected a place that can be written to$"):
+        copier.try_to_write(asked)
+    assert [one["Name"] for one in bucket().list_buckets()["Buckets"]] == ["backups"], "nothing makes a bucket of a mistyped name"
+    copier.try_to_write(config(tmp_path / "run"))
+    assert objects("run") == {}
+
+
+@pytest.mark.usefixtures("server")
+def test_a_server_that_stops_answering_is_said_once_and_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(copier, "LAST_S", 60.0)
+    monkeypatch.setattr(copier, "_RETRY_S", 0.1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    begin = time.monotonic()
+    with Copier(config(tmp_path / "run")):
+        saved(tmp_path / "run", 1)
+    assert time.monotonic() - begin < 70
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainer.checkpoint_copy: ")]
+    assert len(told) == 1
+    assert "step-00000001 was not copied to s3://backups/asyncmoe/run: " in told[0] or "was not copied within" in told[0]
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import socket
 import stat
@@ -28,6 +29,8 @@ from asyncmoe.journal.segment_format import (
     unpack_header,
 )
 from asyncmoe.trajectory.native import crc32c
+
+log = logging.getLogger(__name__)
 
 _WRITING = ".writing"
 _MOST_LOCK_BYTES = 256
@@ -128,6 +131,7 @@ class SegmentFolder:
         except OSError as error:
             raise DataError(f"journal segment {path}", got=error.strerror, expected="a file that can be read") from error
         if header is None:
+            log.warning("%s: the header is damaged; whether its payloads are whole is found when they are read", path)
             return False
         if header.version != VERSION:
             hint = "use the version of asyncmoe that wrote it, or another folder"

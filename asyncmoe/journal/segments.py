@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from asyncmoe.journal.segment_scan import whole_end
 from asyncmoe.trajectory import Buffer
 
 __all__ = ["Place", "Segments"]
+
+log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
 """How long `close` waits for the disk."""
@@ -48,7 +51,7 @@ class Segments:
         """Open the store of a folder for writing; make the folder (mode 0700) if it is absent.
 
         The bytes after the last whole record of the newest segment are cut off. A new segment is begun, so that a place never means two
-        payloads.
+        payloads. Blocks, for as long as it takes to read the newest segment.
 
         Args:
             identity: of run, model and seed; its SHA-256 is in every segment's header.
@@ -69,10 +72,10 @@ class Segments:
             held.callback(os.close, opened.lock(writer))
             opened.clear(writer)
             sizes = opened.sizes()
-            for numbers in sizes:
-                opened.check(*numbers)
+            damaged = {numbers for numbers in sizes if not opened.check(*numbers)}
             own = {segment: size for (number, segment), size in sizes.items() if number == writer}
-            torn = _cut_tail(opened, writer, own)
+            # Without a header nobody knows whose records they are: another store's would look torn.
+            torn = 0 if (writer, max(own, default=0)) in damaged else _cut_tail(opened, writer, own)
             bounds = {"segment_bytes": segment_bytes, "max_bytes": max_bytes}
             store = cls(opened, own, writer=writer, **bounds, torn=torn)
             store._held = held.pop_all()
@@ -224,6 +227,7 @@ def _cut_tail(folder: SegmentFolder, writer: int, sizes: dict[int, int]) -> int:
             end = whole_end(fd, seed_of(folder.identity, writer, newest))
             torn = max(sizes[newest] - end, 0)
             if torn:
+                log.info("%s: %d bytes after the last whole payload were cut off", folder.name(writer, newest), torn)
                 os.ftruncate(fd, end)
                 os.fsync(fd)
         finally:

@@ -109,7 +109,7 @@ def test_damage_before_the_end_is_kept_for_who_reads_it(tmp_path: Path) -> None:
     places = stored(tmp_path / "store", [100, 5000, 0, 100])
     (file,) = (tmp_path / "store").glob("*.segment")
     data = bytearray(file.read_bytes())
-    for at in (places[1].offset + 8, places[1].offset + 500, 20):
+    for at in (places[1].offset + 8, places[1].offset + 500):
         data[at] ^= 255
     data += b"AMrd" * 10
     file.write_bytes(data)
@@ -118,6 +118,21 @@ def test_damage_before_the_end_is_kept_for_who_reads_it(tmp_path: Path) -> None:
         assert [len(store.read(places[number])) for number in (0, 2, 3)] == [100, 0, 100]
         with pytest.raises(DataError, match=r"offset 192: got damage before the payload"):
             store.read(places[1])
+
+
+def test_a_segment_without_a_header_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (place,) = stored(tmp_path / "store", [100])
+    file = tmp_path / "store" / "0000-00000000.segment"
+    data = bytearray(file.read_bytes()) + b"torn"
+    data[30] ^= 1
+    file.write_bytes(data)
+    for identity in ("another run, perhaps", IDENTITY):
+        with closing(opened(tmp_path / "store", identity=identity)) as store:
+            assert file.read_bytes() == data
+            assert f"{file}: the header is damaged" in caplog.text
+            if identity == IDENTITY:
+                assert store.read(place) == payload(0, 100)
+        (tmp_path / "store" / "0000-00000001.segment").unlink()
 
 
 NOWHERE = [

@@ -154,7 +154,7 @@ class PayloadWriter:
         try:
             work()
         except OSError as error:
-            self._fail(failure(error, self._folder.name(self._writer, self._written[0])))
+            self._fail(failure(error, self._folder.path_of(self._writer, self._written[0])))
         except StorageError as error:
             self._fail(error)
         except Exception as error:
@@ -251,7 +251,7 @@ class PayloadWriter:
                 target = self._written
             os.fdatasync(self._fd)
             if not os.fstat(self._fd).st_nlink:
-                raise StorageError(f"journal: {self._folder.name(self._writer, target[0])} was deleted while it was written")
+                raise StorageError(f"journal: {self._folder.path_of(self._writer, target[0])} was deleted while it was written")
             with self._changed:
                 self._synced = target
                 woken = []

@@ -72,7 +72,7 @@ class SegmentFolder:
         """Close the folder."""
         os.close(self._fd)
 
-    def name(self, writer: int, segment: int) -> Path:
+    def path_of(self, writer: int, segment: int) -> Path:
         """Path of a segment, for messages."""
         return self.path / file_name(writer, segment)
 
@@ -121,7 +121,7 @@ class SegmentFolder:
         Raises:
             DataError: it is another store's, another format's or cannot be read.
         """
-        path = self.name(writer, segment)
+        path = self.path_of(writer, segment)
         try:
             fd = self.open_segment(writer, segment)
             try:
@@ -142,7 +142,7 @@ class SegmentFolder:
             raise DataError(f"journal segment {path}: identity", got=got, expected=expected, hint=hint)
         if (header.writer, header.segment) != (writer, segment):
             got = f"the segment {header.segment} of writer {header.writer}"
-            raise DataError(f"journal segment {path}", got=got, expected="the one of its name", hint="give the file its name back")
+            raise DataError(f"journal segment {path}", got=got, expected="the segment of its name", hint="give the file its name back")
         return True
 
     def open_segment(self, writer: int, segment: int, flags: int = os.O_RDONLY) -> int:
@@ -217,7 +217,7 @@ class SegmentFolder:
         return data
 
     def _unusable(self, place: Place, got: str) -> DataError:
-        what = f"journal segment {self.name(place.writer, place.segment)} offset {place.offset}"
+        what = f"journal segment {self.path_of(place.writer, place.segment)} offset {place.offset}"
         return DataError(what, got=got, expected=f"a payload of {place.length} bytes")
 
 

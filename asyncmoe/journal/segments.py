@@ -169,7 +169,7 @@ class Segments:
                     raise InvariantBroken("segments of a closed journal were to be deleted")
                 dead = [segment for segment in self._sizes if segment not in kept and segment < self._writer.segment]
             for segment in dead:
-                with writing(self._folder.name(self._number, segment)):
+                with writing(self._folder.path_of(self._number, segment)):
                     self._folder.delete(self._number, segment)
                 with self._lock:
                     nbytes = self._sizes.pop(segment)
@@ -221,13 +221,13 @@ def _cut_tail(folder: SegmentFolder, writer: int, sizes: dict[int, int]) -> int:
     newest = max(sizes, default=None)
     if newest is None:
         return 0
-    with writing(folder.name(writer, newest)):
+    with writing(folder.path_of(writer, newest)):
         fd = folder.open_segment(writer, newest, os.O_RDWR)
         try:
             end = whole_end(fd, seed_of(folder.identity, writer, newest))
             torn = max(sizes[newest] - end, 0)
             if torn:
-                log.info("%s: %d bytes after the last whole payload were cut off", folder.name(writer, newest), torn)
+                log.info("%s: %d bytes after the last whole payload were cut off", folder.path_of(writer, newest), torn)
                 os.ftruncate(fd, end)
                 os.fsync(fd)
         finally:

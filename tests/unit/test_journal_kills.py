@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.errors import DataError
-from asyncmoe.journal.segments import Place
+from asyncmoe.journal.segment_format import HEAD_BYTES, file_name
+from asyncmoe.journal.segments import Place, Segments
 from tests.unit.doc_pages import ROOT
 from tests.unit.journal_stores import SIZES, everything, keep, opened, payload, stored
 
@@ -95,14 +97,15 @@ class ForgetfulDisk:
 
     def _remembering(self, real):  # type: ignore[no-untyped-def]
         def sync(fd: int) -> None:
-            real(fd)
             found = os.fstat(fd)
-            if stat.S_ISDIR(found.st_mode):
-                if os.path.samefile(f"/proc/self/fd/{fd}", self.folder):
-                    self.names = {entry.name: entry.inode() for entry in os.scandir(self.folder)}
-            else:
-                # What is written during the sync may be on disk or not.
-                self.contents[found.st_ino] = os.pread(fd, found.st_size, 0)
+            # What is written while the sync is under way may be on disk or not.
+            before = b"" if stat.S_ISDIR(found.st_mode) else os.pread(fd, found.st_size, 0)
+            real(fd)
+            time.sleep(0.002)
+            if not stat.S_ISDIR(found.st_mode):
+                self.contents[found.st_ino] = before
+            elif os.path.samefile(f"/proc/self/fd/{fd}", self.folder):
+                self.names = {entry.name: entry.inode() for entry in os.scandir(self.folder)}
 
         return sync
 
@@ -129,6 +132,25 @@ def test_what_is_durable_is_on_a_disk_that_forgets_what_was_not_synced(tmp_path:
             for earlier, place in enumerate(places[: number + 1]):
                 assert store.read(place) == payload(earlier, (SIZES * 2)[earlier])
     assert len({place.segment for place in places}) > 3
+
+
+def test_no_sync_counts_for_what_was_written_during_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = ForgetfulDisk(tmp_path / "store", monkeypatch)
+    early: list[Place] = []
+
+    async def one(store: Segments, task: int) -> None:
+        for number in range(task, 400, 20):
+            place = await keep(store, [payload(number, 50)])
+            data = disk.contents[disk.names[file_name(0, place.segment)]]
+            if data[place.offset + HEAD_BYTES :][:50] != payload(number, 50):
+                early.append(place)
+
+    async def write() -> None:
+        with closing(opened(tmp_path / "store", segment_bytes=5000)) as store:
+            await asyncio.gather(*(one(store, task) for task in range(20)))
+
+    asyncio.run(write())
+    assert not early
 
 
 def test_a_segment_is_on_disk_before_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def test_the_segments_of_another_run_or_format_are_refused_and_left_as_they_are(
     with pytest.raises(DataError, match=r"0000-00000000.segment: identity: got [0-9a-f]{16}, expected [0-9a-f]{16} as this run has; "):
         opened(tmp_path / "store", identity="run 2")
     shutil.copy(file, tmp_path / "store" / "0000-00000007.segment")
-    with pytest.raises(DataError, match=r"0000-00000007.segment: got the segment 0 of writer 0, expected the one of its name"):
+    with pytest.raises(DataError, match=r"0000-00000007.segment: got the segment 0 of writer 0, expected the segment of its name"):
         opened(tmp_path / "store")
     (tmp_path / "store" / "0000-00000007.segment").unlink()
     newer = struct.pack("<8sI", b"AMOEsegm", 2) + before[12:60]

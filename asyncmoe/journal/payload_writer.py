@@ -40,7 +40,7 @@ class _Payload:
 
 
 class PayloadWriter:
-    """Writes payloads to segments, one segment after the other.
+    """Writes payloads to segments, one segment after the other. `put` and `close` are not called at the same time.
 
     Args:
         segment: number of the segment to begin with, which is new.

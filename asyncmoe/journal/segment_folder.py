@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from asyncmoe import storage
@@ -108,8 +108,13 @@ class SegmentFolder:
 
     def sizes(self) -> dict[tuple[int, int], int]:
         """(writer, segment) -> bytes of every segment, ascending."""
+        found = {}
         with os.scandir(self._fd) as entries:
-            found = {numbers: entry.stat(follow_symlinks=False).st_size for entry in entries if (numbers := numbers_in(entry.name))}
+            for entry in entries:
+                numbers = numbers_in(entry.name)
+                if numbers is not None:
+                    with suppress(FileNotFoundError):  # another writer has deleted it meanwhile
+                        found[numbers] = entry.stat(follow_symlinks=False).st_size
         return dict(sorted(found.items()))
 
     def check(self, writer: int, segment: int) -> bool:
@@ -128,6 +133,8 @@ class SegmentFolder:
                 header = unpack_header(os.pread(fd, HEADER_BYTES, 0))
             finally:
                 os.close(fd)
+        except FileNotFoundError:
+            return True  # another writer has deleted it meanwhile
         except OSError as error:
             raise DataError(f"journal segment {path}", got=error.strerror, expected="a file that can be read") from error
         if header is None:

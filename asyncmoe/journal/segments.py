@@ -107,6 +107,7 @@ class Segments:
         length = sum(len(view) for view in views)
         nbytes = footprint(length)
         with self._lock:
+            self._check_open()
             if not self._writer.fits(length):
                 got = f"{gibibytes(length)} more than the disk of {self._folder.path} has taken"
                 raise StorageError(f"journal: got {got}, expected at most {gibibytes(MOST_UNWRITTEN)} not yet written; wait for `room`")
@@ -146,7 +147,9 @@ class Segments:
 
         Raises:
             DataError: damaged or absent; names file and offset.
+            InvariantBroken: the store is closed.
         """
+        self._check_open()
         return self._folder.read(place)
 
     def retain(self, live: Iterable[int]) -> int:
@@ -160,13 +163,13 @@ class Segments:
 
         Raises:
             StorageError: a file could not be deleted.
+            InvariantBroken: the store is closed.
         """
         kept, freed = set(live), 0
         # Deleting a large file takes milliseconds, for which `append` shall not wait.
         with self._deleting:
             with self._lock:
-                if self._closed:
-                    raise InvariantBroken("segments of a closed journal were to be deleted")
+                self._check_open()
                 dead = [segment for segment in self._sizes if segment not in kept and segment < self._writer.segment]
             for segment in dead:
                 with writing(self._folder.path_of(self._number, segment)):
@@ -208,6 +211,10 @@ class Segments:
             self._held.close()
             raise
         self._held.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvariantBroken(f"the journal of {self._folder.path} was used after it was closed")
 
     def _check_bound(self, nbytes: int) -> None:
         if self._size + nbytes > self._max_bytes:

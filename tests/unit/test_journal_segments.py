@@ -307,6 +307,18 @@ def test_nothing_is_left_behind_by_a_store_that_cannot_be_opened(tmp_path: Path)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
+def test_what_is_appended_while_another_thread_closes_is_kept_or_refused(tmp_path: Path) -> None:
+    for _ in range(20):
+        store, places = opened(tmp_path / "store"), []
+        thread = threading.Thread(target=store.close)
+        thread.start()
+        with pytest.raises(InvariantBroken):
+            places.extend(store.append([b"kept"]) for _ in range(1_000_000))
+        thread.join()
+        for place in places[-1:]:
+            asyncio.run(asyncio.wait_for(store.durable(place), 5))
+
+
 def test_a_closed_store_takes_and_deletes_nothing(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     place = store.append([b"kept"])
@@ -316,6 +328,8 @@ def test_a_closed_store_takes_and_deletes_nothing(tmp_path: Path) -> None:
         store.append([b""])
     with pytest.raises(InvariantBroken):
         store.retain([])
+    with pytest.raises(InvariantBroken, match="was used after it was closed"):
+        store.read(place)
     asyncio.run(store.durable(place))
     with closing(opened(tmp_path / "store")) as again:
         assert again.read(place) == b"kept"

@@ -109,7 +109,7 @@ def test_damage_before_the_end_is_kept_for_who_reads_it(tmp_path: Path) -> None:
     places = stored(tmp_path / "store", [100, 5000, 0, 100])
     (file,) = (tmp_path / "store").glob("*.segment")
     data = bytearray(file.read_bytes())
-    for at in (places[1].offset + 8, places[1].offset + 500, 20):
+    for at in (places[1].offset + 8, places[1].offset + 500):
         data[at] ^= 255
     data += b"AMrd" * 10
     file.write_bytes(data)
@@ -118,6 +118,21 @@ def test_damage_before_the_end_is_kept_for_who_reads_it(tmp_path: Path) -> None:
         assert [len(store.read(places[number])) for number in (0, 2, 3)] == [100, 0, 100]
         with pytest.raises(DataError, match=r"offset 192: got damage before the payload"):
             store.read(places[1])
+
+
+def test_a_segment_without_a_header_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (place,) = stored(tmp_path / "store", [100])
+    file = tmp_path / "store" / "0000-00000000.segment"
+    data = bytearray(file.read_bytes()) + b"torn"
+    data[30] ^= 1
+    file.write_bytes(data)
+    for identity in ("another run, perhaps", IDENTITY):
+        with closing(opened(tmp_path / "store", identity=identity)) as store:
+            assert file.read_bytes() == data
+            assert f"{file}: the header is damaged" in caplog.text
+            if identity == IDENTITY:
+                assert store.read(place) == payload(0, 100)
+        (tmp_path / "store" / "0000-00000001.segment").unlink()
 
 
 NOWHERE = [
@@ -255,7 +270,7 @@ def test_the_segments_of_another_run_or_format_are_refused_and_left_as_they_are(
     with pytest.raises(DataError, match=r"0000-00000000.segment: identity: got [0-9a-f]{16}, expected [0-9a-f]{16} as this run has; "):
         opened(tmp_path / "store", identity="run 2")
     shutil.copy(file, tmp_path / "store" / "0000-00000007.segment")
-    with pytest.raises(DataError, match=r"0000-00000007.segment: got the segment 0 of writer 0, expected the one of its name"):
+    with pytest.raises(DataError, match=r"0000-00000007.segment: got the segment 0 of writer 0, expected the segment of its name"):
         opened(tmp_path / "store")
     (tmp_path / "store" / "0000-00000007.segment").unlink()
     newer = struct.pack("<8sI", b"AMOEsegm", 2) + before[12:60]
@@ -292,6 +307,18 @@ def test_nothing_is_left_behind_by_a_store_that_cannot_be_opened(tmp_path: Path)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
+def test_what_is_appended_while_another_thread_closes_is_kept_or_refused(tmp_path: Path) -> None:
+    for _ in range(20):
+        store, places = opened(tmp_path / "store"), []
+        thread = threading.Thread(target=store.close)
+        thread.start()
+        with pytest.raises(InvariantBroken):
+            places.extend(store.append([b"kept"]) for _ in range(1_000_000))
+        thread.join()
+        for place in places[-1:]:
+            asyncio.run(asyncio.wait_for(store.durable(place), 5))
+
+
 def test_a_closed_store_takes_and_deletes_nothing(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     place = store.append([b"kept"])
@@ -301,6 +328,8 @@ def test_a_closed_store_takes_and_deletes_nothing(tmp_path: Path) -> None:
         store.append([b""])
     with pytest.raises(InvariantBroken):
         store.retain([])
+    with pytest.raises(InvariantBroken, match="was used after it was closed"):
+        store.read(place)
     asyncio.run(store.durable(place))
     with closing(opened(tmp_path / "store")) as again:
         assert again.read(place) == b"kept"

@@ -165,16 +165,6 @@ def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) 
     )
 
 
-def live(recorded: JournalRows, floor: int) -> frozenset[int]:
-    """Return the segments whose payloads a run may still read that goes back no further than to the checkpoint of step `floor`."""
-    return frozenset(group.place.segment for group in recorded.groups.values() if group.place is not None and needed(group, floor))
-
-
-def needed(group: RecordedGroup, floor: int) -> bool:
-    """Whether a run that goes back no further than to the checkpoint of step `floor` may need a group."""
-    return group.state in ("begun", "waiting", "queued") or (group.step is not None and group.step >= floor)
-
-
 def _check(recorded: JournalRows, replays: Iterable[RecordedLease], queued: Sequence[RecordedGroup], name: str) -> None:
     for lease in replays:
         for one in lease.groups:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ _LAZY_S = 0.1
 _DISK_S = 300.0
 """Seconds after which a disk counts as hung."""
 _ERRNOS = {"SQLITE_FULL": errno.ENOSPC, "SQLITE_READONLY": errno.EROFS, "SQLITE_IOERR": errno.EIO, "SQLITE_CANTOPEN": errno.EACCES}
+_LOCKLESS = ("SQLITE_IOERR_LOCK", "SQLITE_IOERR_RDLOCK", "SQLITE_IOERR_UNLOCK", "SQLITE_IOERR_CHECKRESERVEDLOCK", "SQLITE_PROTOCOL")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_SCHEMA", "SQLITE_ERROR")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse.")
 
@@ -89,7 +91,7 @@ class States:
             log.warning("the journal is on a network file system (%s at %s), which may be slow; journal.folder names another", kind, folder)
         states = cls(path, identity)
         states._thread.start()
-        states._opened.result(_DISK_S)
+        states._waited(states._opened)
         return states
 
     def write(self, changes: Sequence[Change], ledger: Accounts | None = None, *, urgent: bool = False) -> int:
@@ -136,13 +138,19 @@ class States:
 
     def read(self, question: Callable[[sqlite3.Connection], T]) -> T:
         """As `ask`, but block."""
-        return self._ask(question).result(_DISK_S)
+        return self._waited(self._ask(question))
 
     def close(self) -> None:
         """Write what was handed over, and close the file. A second call does nothing."""
         if self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join(_DISK_S)
+
+    def _waited(self, future: Future[T]) -> T:
+        try:
+            return future.result(_DISK_S)
+        except FutureTimeout:
+            raise WaitTimeout("the disk of the journal", str(self._path), _DISK_S) from None
 
     def _ask(self, question: Callable[[sqlite3.Connection], T]) -> Future[T]:
         done: Future[T] = Future()
@@ -235,6 +243,9 @@ class States:
         if name.startswith("SQLITE_BUSY"):
             got = f"{self._path.parent}, in use by another controller"
             return UserError("journal", got=got, expected="one controller of a run", hint="end the other one")
+        if name.startswith(_LOCKLESS):
+            got = f"{self._path.parent}, on a file system without locks"
+            return UserError("journal.folder", got=got, expected="a folder on a local disk", hint="name one, or mount this one with locks")
         if name.startswith(_DAMAGED):
             return DataError(str(self._path), got=str(error), expected="a whole journal", hint=_afresh(self._path.parent))
         number = next((number for start, number in _ERRNOS.items() if name.startswith(start)), errno.EIO)

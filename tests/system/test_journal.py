@@ -21,7 +21,7 @@ from asyncmoe.journal.states import FILE
 from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
 
 pytestmark = pytest.mark.system
-SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9")
+SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
 WARM = 4
 TARGETS = {"supervisor": "asyncmoe run", "controller": "asyncmoe rollout", "rank": "asyncmoe.trainer"}
 
@@ -41,12 +41,12 @@ def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
     """Of each start of the trainer: the step it began at, and what it trained, by step: loss and (key, digest) of the trajectories."""
     told = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     sampled = [json.loads(line) for line in (directory / "samples" / "trainer.jsonl").read_text().splitlines() if line.endswith("}")]
-    losses: list[tuple[int, dict[int, float]]] = []
+    losses: list[tuple[int, dict[int, dict[str, float]]]] = []
     for one in told:
         if "resumed_at" in one:
             losses.append((one["resumed_at"], {}))
         elif one["phase"] == "rl":
-            losses[-1][1][one["step"]] = one["loss"]
+            losses[-1][1][one["step"]] = {name: one[name] for name in ("loss", "entropy", "grad_norm")}
     keys: list[dict[int, list[tuple[str, int]]]] = []
     for one in sampled:
         if one["record"] == "begin":
@@ -54,7 +54,7 @@ def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
         elif one["record"] == "trained":
             keys[-1].setdefault(one["step"], []).append((one["key"], one["digest"]))
     for (begun, each), batches in zip(losses, keys, strict=True):
-        yield begun, {step: {"loss": loss, "keys": sorted(batches[step])} for step, loss in each.items()}
+        yield begun, {step: figures | {"keys": sorted(batches[step])} for step, figures in each.items()}
 
 
 def ledger_adds_up(directory: Path) -> None:
@@ -98,8 +98,10 @@ def check(directory: Path) -> None:
                 replayed += 1
                 assert what["keys"] == first[step]["keys"], f"step {step} was trained on another batch"
                 assert what["loss"] == pytest.approx(first[step]["loss"], abs=1e-6)
+                assert what["entropy"] == pytest.approx(first[step]["entropy"], abs=1e-5)
             first.setdefault(step, what)
     assert replayed, "some steps were trained again"
+    assert min(what["grad_norm"] for what in newest.values()) > 0, "every step changed the weights"
     lineages = [step["lineage"] for step in metrics(directory) if step["phase"] == "rl"]
     assert lineages == sorted(lineages)
     assert lineages[-1] >= 1

@@ -87,7 +87,8 @@ class Case:
         )
         queue.set_version(self.step)
         options: Any = {"oversample": self.oversample, "unit": self.unit, "filter_equal": True, "journal": held.journal}
-        producer = Producer(queue, drawn or Numbers(), self._episode, SIZE, held.first_group, **options)
+        task: Any = drawn or Numbers()
+        producer = Producer(queue, task, self._episode, SIZE, held.first_group, **options)
         tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
         await asyncio.wait(tasks, timeout=until, return_when=asyncio.FIRST_COMPLETED)
         if until is not None:

@@ -303,12 +303,3 @@ def test_a_warm_up_that_is_trained_again_replays_all_of_what_came_after() -> Non
     assert list(found.replays) == [10]
     assert found.lineage == 4
     assert found.accounts.ledger == Ledger(started=4, leased=4)
-
-
-def test_the_floor_decides_what_is_needed() -> None:
-    groups = {n: group(n, "leased", n) for n in range(4)} | {
-        9: group(9, "queued", place=Place(0, 7, 0, 1)),
-        8: group(8, "begun", place=None),
-    }
-    assert recovery.live(JournalRows(groups), 9) == {7}
-    assert recovery.live(JournalRows(groups), 3) == {0, 7}

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, TrajectoryRejected, WaitTimeout
+from asyncmoe.rollout import reaped
 from asyncmoe.rollout.scoring.tracebacks import Raised, ScorerRaised
 from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, TIMEOUT, Sample
 
@@ -121,17 +122,13 @@ class _Worker:
         await self.end()
 
     async def end(self) -> None:
-        """Kill the process."""
+        """Kill the process, and all that it has started."""
         process, self._process = self._process, None
         if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await reaped.end(process, "a scorer's process")
 
     async def _start(self) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, "-m", "asyncmoe.rollout.scoring.worker")
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES)
+        process = await reaped.start((sys.executable, "-m", "asyncmoe.rollout.scoring.worker"), _LINE_BYTES)
         self._process = process
         wanted = json.dumps({"target": self._target, "options": self._options})
         try:

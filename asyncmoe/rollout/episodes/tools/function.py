@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import cast
 
 from asyncmoe import plugins
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.rollout import reaped
 from asyncmoe.rollout.episodes.tools.signature import Arguments
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, Tool, ToolError
 
@@ -92,7 +90,7 @@ class InProcesses:
             answer = await self._exchange(process, argument)
         except BaseException:
             # Otherwise the answer to this call would be read as the answer to the next.
-            await _end(process)
+            await self._end(process)
             raise
         self._idle.append(process)
         if "error" in answer:
@@ -105,21 +103,23 @@ class InProcesses:
     async def close(self) -> None:
         """See `Tool`."""
         while self._idle:
-            await _end(self._idle.pop())
+            await self._end(self._idle.pop())
 
     async def _start(self) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
         command = (sys.executable, "-m", "asyncmoe.rollout.episodes.tools.function_worker", self._target)
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES, start_new_session=True)
+        process = await reaped.start(command, _LINE_BYTES)
         try:
             async with asyncio.timeout(_START_S):
                 await self._exchange(process, None)
         except BaseException as error:
-            await _end(process)
+            await self._end(process)
             if isinstance(error, TimeoutError):
                 raise WaitTimeout(f"a process of the tool {self.name}", "start", _START_S) from error
             raise
         return process
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        await reaped.end(process, f"a process of the tool {self.name}")
 
     async def _exchange(self, process: asyncio.subprocess.Process, argument: str | None) -> dict[str, object]:
         assert process.stdin is not None
@@ -136,11 +136,3 @@ class InProcesses:
         if not line:
             raise ToolError(CRASH, f"error: {self.name} ended its process with status {await process.wait()}")
         return cast(dict[str, object], json.loads(line))
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()

@@ -66,7 +66,9 @@ def python_files(python: str | None = None) -> PythonFiles:
     Raises:
         ConfigError: that Python does not run, or has no ctypes.
     """
-    python = os.path.realpath(python or sys._base_executable)
+    # In an environment made with copies, sys.executable is not the Python that has the standard library beside it.
+    base: str = getattr(sys, "_base_executable", sys.executable)
+    python = os.path.realpath(python or base)
     command = [python, "-I", "-S", "-c", _LISTING]
     try:
         done = subprocess.run(command, env={}, capture_output=True, timeout=_LISTING_S, check=True)

@@ -25,6 +25,7 @@ KILLED = "a rank was ended by"
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}
 """Control characters but the line feed, which several errors at once need."""
 _PR_SET_PDEATHSIG = 1
+_REAP_S = 60.0
 _YIELDING = 10
 """Added niceness: a thread with it gets about a tenth of the CPU time of a competing thread with niceness 0."""
 
@@ -133,8 +134,9 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Send SIGKILL to the whole session, and do not wait: memory of devices may take seconds to free."""
+        """Send SIGKILL to the whole session, and do not wait: memory of devices may take seconds to free. A thread reaps the process."""
         self._signal_session(signal.SIGKILL)
+        threading.Thread(target=self.wait, args=(_REAP_S,), name=f"reap {self.name}", daemon=True).start()
 
     def end(self, grace_s: float) -> None:
         """Send SIGTERM to the whole session, and SIGKILL after `grace_s`; with `grace_s` 0, only SIGKILL."""

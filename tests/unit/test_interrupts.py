@@ -78,7 +78,8 @@ def test_a_block_cleans_up_before_the_line_is_said(capsys: pytest.CaptureFixture
 def test_statuses_are_those_of_the_documentation() -> None:
     table = next(table for table in tables(read("troubleshooting.md")) if re.search(r"(?m)^130$", "\n".join(row[0] for row in table)))
     documented = [int(row[0]) for row in table]
-    ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, Interrupted.exit_code, Interrupted("", signal.SIGTERM).exit_code]
+    stopped = [Interrupted("", number).exit_code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, *stopped]
     assert documented == ours
     assert {kind.exit_code for kind in (WaitTimeout, AsyncmoeError)} == {1}
     assert {kind.exit_code for kind in (DataError, StorageError, ConfigError)} == {2}

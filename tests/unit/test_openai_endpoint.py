@@ -383,7 +383,7 @@ def test_a_client_that_leaves_with_bytes_unread_is_no_error(known: Tokenizer, ca
             yield "x"
 
     def served_connections() -> list[Any]:
-        return [getattr(one, "transport", None) for one in gc.get_objects() if isinstance(one, web_protocol.RequestHandler)]
+        return [getattr(one, "transport", None) for one in gc.get_objects() if type(one) is web_protocol.RequestHandler]
 
     async def client(url: str, session: Session) -> None:
         session.spoken = spoken  # type: ignore[method-assign,assignment]

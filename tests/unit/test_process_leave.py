@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from asyncmoe.errors import UserError
-from asyncmoe.process import say
+from asyncmoe.process import Child, say
 
 ABORTS = "import atexit, os; atexit.register(os.abort); "
 """Stands for a thread of Gloo at the interpreter's end: whatever runs there ends with SIGABRT."""
@@ -50,3 +52,15 @@ def test_a_rank_of_the_trainer_leaves_so(what: str, status: int) -> None:
 def test_an_error_reaches_a_terminal_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     say(UserError("a.py", got="boom\x1b[31m\r\x9b2J", expected="none"))
     assert capsys.readouterr().err == "error: a.py: got boom\\x1b[31m\\x0d\\x9b2J, expected none\n"
+
+
+def test_a_killed_child_is_reaped_without_waiting_for_it(tmp_path: Path) -> None:
+    child = Child("sleeper", ["sh", "-c", "sleep 600 & sleep 600"], tmp_path / "log")
+    began = time.monotonic()
+    child.kill()
+    assert time.monotonic() - began < 0.5
+    until = time.monotonic() + 10
+    while Path(f"/proc/{child.pid}").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{child.pid}").exists(), "no zombie stays"
+    child.end(0.0)

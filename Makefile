@@ -12,6 +12,7 @@ OVERRIDES ?=
 NEXT   := .venv-next
 PEERS  := .venv-peers
 SITE   := .venv-docs
+AUDIT  := .venv-audit
 # An environment for another Python's unit tests, by its version.
 OTHERS  = .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PIP    := -m pip install --quiet --disable-pip-version-check
@@ -38,7 +39,7 @@ hashed     = $(if $(filter 0,$(GPU)),$(wildcard requirements/hashed/$(1)-cpu-$(T
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize fuzz lint clean
+.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize audit fuzz lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -89,6 +90,12 @@ test-python:
 # Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
 test-integrations: setup
 	$(TRAIN)/bin/python tests/integrations/run.py $(ONLY)
+
+# Ask for known vulnerabilities of what is pinned; skips without a network.
+audit:
+	@$(PYTHON) requirements/check_python.py
+	@$(MAKE) --no-print-directory $(AUDIT)/.installed
+	$(AUDIT)/bin/python requirements/audit.py
 
 # Send 1,000,000 mutated frames to a controller as a member of its run and as many as a stranger, and 100,000 bodies to every HTTP endpoint,
 # some 30 minutes; the same command continues. FUZZ="--seed 1 --frames 10000" changes that.
@@ -189,9 +196,14 @@ $(SITE)/.installed: requirements/docs.txt
 	$(SITE)/bin/python $(PIP) -r requirements/docs.txt
 	@touch $@
 
+$(AUDIT)/.installed: requirements/audit.txt
+	$(PYTHON) -m venv --clear $(AUDIT)
+	$(AUDIT)/bin/python $(PIP) -r requirements/audit.txt
+	@touch $@
+
 $(NEXT)/.installed: $(TRAIN)/$(INSTALLED)
 	$(TRAIN)/bin/python $(PIP) --no-deps --ignore-requires-python --target $(NEXT)/site megatron-core==0.19.2 triton
 	@touch $@
 
 clean:
-	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) $(SITE) .venv-python-* .venv-integrations build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so
+	rm -rf $(TRAIN) $(ENGINE) $(NEXT) $(PEERS) $(SITE) $(AUDIT) .venv-python-* .venv-integrations build asyncmoe.egg-info asyncmoe/reshard/_C*.so asyncmoe/trajectory/_C*.so

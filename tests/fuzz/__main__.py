@@ -83,7 +83,7 @@ def _run(name: str, part: Part, count: int, result: dict[str, Any], asked: argpa
             vitals = attacked.vitals()
             found["ended"], found["descriptors"] = vitals[-1]["ended"], vitals[-1]["descriptors"]
             for name_of, limit in {"worst_lag_s": MAX_LAG_S, "worst_turn_cpu_s": MAX_TURN_CPU_S}.items():
-                found[name_of] = max(found.get(name_of, 0.0), *(one[name_of] for one in vitals[1:]))
+                found[name_of] = max([found.get(name_of, 0.0), *(one[name_of] for one in vitals[1:])])
                 assert found[name_of] < limit, f"{name_of}: got {found[name_of]}, expected less than {limit}"
         growth = found["rss_bytes"][-1] - found["rss_bytes"][0]
         assert growth < MAX_GROWTH_BYTES, f"{name}: {growth} bytes more than after the first block"

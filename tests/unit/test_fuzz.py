@@ -9,6 +9,7 @@ import pytest
 
 from tests.fuzz import endpoints, frames, mutate
 from tests.fuzz.__main__ import MAX_TURN_CPU_S
+from tests.system.runs import wait_for
 
 
 def test_a_controller_outlives_what_members_and_strangers_send(tmp_path: Path) -> None:
@@ -20,6 +21,7 @@ def test_a_controller_outlives_what_members_and_strangers_send(tmp_path: Path) -
         assert answers["answered"] > 250
         assert frames.stranger(attacked, Random(0), 400)["answers_of_the_run"] == 0
         frames.works(attacked)
+        assert wait_for(lambda: len(attacked.vitals()) > 1, 60)
         assert max(one["worst_turn_cpu_s"] for one in attacked.vitals()[1:]) < MAX_TURN_CPU_S
     finally:
         attacked.close()

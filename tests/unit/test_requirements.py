@@ -98,6 +98,30 @@ def test_lists_with_hashes_hold_what_is_pinned(name: str, files: tuple[str, ...]
         assert "torch" not in pinned, "its build is chosen by torch.sh"
 
 
+def test_an_audit_says_what_it_found_and_what_it_could_not_ask() -> None:
+    audit: dict[str, Any] = runpy.run_path(str(FOLDER / "audit.py"))
+    hole = {"id": "CVE-1", "fix_versions": ["2.1"], "aliases": []}
+    dependencies = [
+        {"name": "one", "version": "1.0", "vulns": []},
+        {"name": "two", "version": "2.0", "vulns": [hole, {**hole, "id": "CVE-2", "fix_versions": []}]},
+        {"name": "three", "skip_reason": "Dependency not found"},
+    ]
+    found = audit["read"]({"dependencies": dependencies})
+    assert audit["judged"](found, {"CVE-1": "we never call it"}) == (
+        1,
+        [
+            "two==2.0: CVE-1, fixed in 2.1: accepted, we never call it",
+            "two==2.0: CVE-2, fixed in none yet",
+            "answers for 2 packages, none for 1: three; 2 vulnerabilities, 1 not accepted",
+        ],
+    )
+    assert audit["judged"](found, {"CVE-1": "x", "CVE-2": "y"})[0] == 0
+    status, lines = audit["judged"](audit["read"]({"dependencies": dependencies[:1]}), {"CVE-3": "z"})
+    assert (status, lines[0]) == (1, "ACCEPTED names CVE-3, which nothing has: remove it")
+    status, lines = audit["judged"](audit["read"]({"dependencies": dependencies[2:]}), {"CVE-3": "z"})
+    assert (status, lines[0][:38]) == (0, "skipped: no answer for any of 1 packag")
+
+
 def test_one_sglang_is_asked_for_everywhere() -> None:
     said = [line for file in FOLDER.glob("engine-*.txt") for line in file.read_text().splitlines() if line.startswith("sglang")]
     assert set(said) == {"sglang==0.5.23"}

@@ -24,9 +24,8 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
     with interrupts.stopping(interrupts.NO_RUN_YET):
         moved.check_place(config, overrides or ())
-        loaded = (moved.of_run if moved.is_run(config) else configuration.load)(
-            config, overrides or ()
-        )  # before the imports below, which need the compiled extension
+        read = moved.of_run if moved.is_run(config) else configuration.load
+        loaded = read(config, overrides or ())  # before the imports below, which need the compiled extension
     with interrupts.leaving(interrupts.NO_RUN_YET):
         from rich.console import Console
 

@@ -34,6 +34,16 @@ def opened(folder: Path, *, segment_bytes: int = 1 << 20, max_bytes: int = 1 << 
     return Segments.open(folder, more.pop("identity", IDENTITY), segment_bytes=segment_bytes, max_bytes=max_bytes, **more)
 
 
+def crc(data: bytes, before: int = 0) -> int:
+    """CRC-32C bit by bit, as RFC 3720 defines it."""
+    state = ~before & 0xFFFFFFFF
+    for byte in data:
+        state ^= byte
+        for _ in range(8):
+            state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
+    return ~state & 0xFFFFFFFF
+
+
 async def keep(store: Segments, parts: Sequence[Any]) -> Place:
     """Append, and wait until it is on disk."""
     await store.room(sum(memoryview(part).nbytes for part in parts))

@@ -49,6 +49,7 @@ app.command()(report.report)
 app.command("log")(records.log_command)
 app.command()(records.stacks)
 app.command()(records.show)
+app.command()(records.journal)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(bench.commands(), name="bench")
 

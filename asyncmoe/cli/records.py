@@ -98,3 +98,18 @@ def show(
     wanted = SampleQuery(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
     form: command.Form = "json" if as_json else "plain" if plain or not sys.stdout or not sys.stdout.isatty() else "terminal"
     command.show(run_dir, wanted, form, command.colour_of(colour), tokens)
+
+
+def journal(place: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or folder of a journal.")]) -> None:
+    """List the segments of a run's journal and verify the checksum of every payload. Changes nothing; the run may be running.
+
+    Ends with status 1 if a payload is damaged. docs/journal-format.md has
+    the bytes of the files.
+    """
+    from asyncmoe.journal import segment_listing
+
+    segments = list(segment_listing.examine(segment_listing.folder_of(place)))
+    if segments:
+        typer.echo(segment_listing.table(segments))
+    if not all(each.whole for each in segments):
+        raise typer.Exit(1)

@@ -40,7 +40,7 @@ class _Payload:
 
 
 class PayloadWriter:
-    """Writes payloads to segments, one segment after the other.
+    """Writes payloads to segments, one segment after the other. `put` and `close` are not called at the same time.
 
     Args:
         segment: number of the segment to begin with, which is new.
@@ -53,7 +53,9 @@ class PayloadWriter:
         self._folder, self._writer = folder, writer
         self._fd, self._seed = -1, 0
         self._begin_segment(segment)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # Each thread is woken only for its own work: most payloads find both at work.
+        self._to_write, self._to_sync = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: deque[_Payload] = deque()
         self._unwritten = 0
         self._written: Position = (segment, HEADER_BYTES)
@@ -73,7 +75,7 @@ class PayloadWriter:
     @property
     def segment(self) -> int:
         """Number of the segment that is being written."""
-        with self._changed:
+        with self._lock:
             return self._written[0]
 
     def fits(self, nbytes: int) -> bool:
@@ -83,7 +85,7 @@ class PayloadWriter:
             StorageError: the disk failed.
             InvariantBroken: `close` was called.
         """
-        with self._changed:
+        with self._lock:
             return self._fits(nbytes)
 
     def _fits(self, nbytes: int) -> bool:
@@ -95,7 +97,7 @@ class PayloadWriter:
     async def room(self, nbytes: int) -> None:
         """Wait until `fits`, with its errors."""
         while True:
-            with self._changed:
+            with self._lock:
                 if self._fits(nbytes):
                     return
                 waiter = _future()
@@ -104,10 +106,11 @@ class PayloadWriter:
 
     def put(self, place: Place, parts: Iterable[memoryview]) -> None:
         """Hand over a payload; those of lower places were handed over before."""
-        with self._changed:
+        with self._lock:
+            if not self._queue:
+                self._to_write.notify()
             self._queue.append(_Payload(place, tuple(parts)))
             self._unwritten += place.length + _OVERHEAD
-            self._changed.notify_all()
 
     async def synced(self, position: Position) -> None:
         """Wait until everything before `position` is on disk.
@@ -115,13 +118,14 @@ class PayloadWriter:
         Raises:
             StorageError: the disk failed.
         """
-        with self._changed:
+        with self._lock:
             if self._synced >= position:
                 return
             self._check()
             waiter = _future()
             heapq.heappush(self._waiting, (position, next(self._turns), waiter))
-            self._changed.notify_all()
+            if position <= self._written:
+                self._to_sync.notify()
         await waiter[1]
 
     def close(self, timeout_s: float) -> None:
@@ -131,9 +135,9 @@ class PayloadWriter:
             StorageError: the disk failed, and nobody was told.
             WaitTimeout: the disk did not answer; the threads are left to it.
         """
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._to_write.notify()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -154,7 +158,7 @@ class PayloadWriter:
         try:
             work()
         except OSError as error:
-            self._fail(failure(error, self._folder.name(self._writer, self._written[0])))
+            self._fail(failure(error, self._folder.path_of(self._writer, self._written[0])))
         except StorageError as error:
             self._fail(error)
         except Exception as error:
@@ -163,21 +167,22 @@ class PayloadWriter:
             raise
 
     def _fail(self, error: StorageError) -> None:
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or error
             self._queue.clear()
             waiting = [waiter for *_, waiter in self._waiting] + self._for_room
             self._waiting, self._for_room = [], []
             self._told = self._told or bool(waiting)
-            self._changed.notify_all()
+            self._to_write.notify()
+            self._to_sync.notify()
         _wake(waiting, str(self._failure))
 
     def _write(self) -> None:
         while self._write_next():
             pass
-        with self._changed:
+        with self._lock:
             self._all_written = True
-            self._changed.notify_all()
+            self._to_sync.notify()
 
     def _write_next(self) -> bool:
         """Write the payloads that wait, as far as one call of the system should; return False if there will be no more."""
@@ -190,18 +195,18 @@ class PayloadWriter:
             self._begin_segment(first.segment)
         buffers = [buffer for payload in batch for buffer in self._record(payload)]
         write_all(self._fd, buffers, first.offset)
-        with self._changed:
+        with self._lock:
             self._written = (last.segment, last.end)
             self._unwritten -= sum(payload.place.length + _OVERHEAD for payload in batch)
             woken, self._for_room = self._for_room, []
-            self._changed.notify_all()
+            self._to_sync.notify()
         _wake(woken)
         return True
 
     def _next_batch(self) -> list[_Payload]:
         """Wait for payloads; return some of one segment, or none if there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing or self._failure)
+        with self._lock:
+            self._to_write.wait_for(lambda: self._queue or self._closing or self._failure)
             batch: list[_Payload] = []
             nbytes = 0
             while self._queue and len(batch) < _BATCH_RECORDS:
@@ -222,10 +227,10 @@ class PayloadWriter:
 
     def _end_segment(self) -> None:
         """Wait until the current segment is on disk: of all segments only the newest can be torn."""
-        with self._changed:
+        with self._lock:
             self._segment_ends = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._synced == self._written or self._failure)
+            self._to_sync.notify()
+            self._to_write.wait_for(lambda: self._synced == self._written or self._failure)
             self._segment_ends = False
             if self._failure is not None:
                 raise self._failure
@@ -242,22 +247,21 @@ class PayloadWriter:
 
     def _sync(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._failure or self._sync_is_due() or (self._all_written and self._synced == self._written)
-                )
+            with self._lock:
+                self._to_sync.wait_for(lambda: self._failure or self._all_written or self._sync_is_due())
                 if self._failure is not None or not self._sync_is_due():
                     return
                 target = self._written
             os.fdatasync(self._fd)
             if not os.fstat(self._fd).st_nlink:
-                raise StorageError(f"journal: {self._folder.name(self._writer, target[0])} was deleted while it was written")
-            with self._changed:
+                raise StorageError(f"journal: {self._folder.path_of(self._writer, target[0])} was deleted while it was written")
+            with self._lock:
                 self._synced = target
                 woken = []
                 while self._waiting and self._waiting[0][0] <= target:
                     woken.append(heapq.heappop(self._waiting)[2])
-                self._changed.notify_all()
+                if self._segment_ends:
+                    self._to_write.notify()
             _wake(woken)
 
     def _sync_is_due(self) -> bool:

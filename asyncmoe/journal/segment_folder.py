@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from asyncmoe import storage
@@ -28,6 +29,8 @@ from asyncmoe.journal.segment_format import (
     unpack_header,
 )
 from asyncmoe.trajectory.native import crc32c
+
+log = logging.getLogger(__name__)
 
 _WRITING = ".writing"
 _MOST_LOCK_BYTES = 256
@@ -69,7 +72,7 @@ class SegmentFolder:
         """Close the folder."""
         os.close(self._fd)
 
-    def name(self, writer: int, segment: int) -> Path:
+    def path_of(self, writer: int, segment: int) -> Path:
         """Path of a segment, for messages."""
         return self.path / file_name(writer, segment)
 
@@ -105,8 +108,13 @@ class SegmentFolder:
 
     def sizes(self) -> dict[tuple[int, int], int]:
         """(writer, segment) -> bytes of every segment, ascending."""
+        found = {}
         with os.scandir(self._fd) as entries:
-            found = {numbers: entry.stat(follow_symlinks=False).st_size for entry in entries if (numbers := numbers_in(entry.name))}
+            for entry in entries:
+                numbers = numbers_in(entry.name)
+                if numbers is not None:
+                    with suppress(FileNotFoundError):  # another writer has deleted it meanwhile
+                        found[numbers] = entry.stat(follow_symlinks=False).st_size
         return dict(sorted(found.items()))
 
     def check(self, writer: int, segment: int) -> bool:
@@ -118,16 +126,19 @@ class SegmentFolder:
         Raises:
             DataError: it is another store's, another format's or cannot be read.
         """
-        path = self.name(writer, segment)
+        path = self.path_of(writer, segment)
         try:
             fd = self.open_segment(writer, segment)
             try:
                 header = unpack_header(os.pread(fd, HEADER_BYTES, 0))
             finally:
                 os.close(fd)
+        except FileNotFoundError:
+            return True  # another writer has deleted it meanwhile
         except OSError as error:
             raise DataError(f"journal segment {path}", got=error.strerror, expected="a file that can be read") from error
         if header is None:
+            log.warning("%s: the header is damaged; whether its payloads are whole is found when they are read", path)
             return False
         if header.version != VERSION:
             hint = "use the version of asyncmoe that wrote it, or another folder"
@@ -138,7 +149,7 @@ class SegmentFolder:
             raise DataError(f"journal segment {path}: identity", got=got, expected=expected, hint=hint)
         if (header.writer, header.segment) != (writer, segment):
             got = f"the segment {header.segment} of writer {header.writer}"
-            raise DataError(f"journal segment {path}", got=got, expected="the one of its name", hint="give the file its name back")
+            raise DataError(f"journal segment {path}", got=got, expected="the segment of its name", hint="give the file its name back")
         return True
 
     def open_segment(self, writer: int, segment: int, flags: int = os.O_RDONLY) -> int:
@@ -213,7 +224,7 @@ class SegmentFolder:
         return data
 
     def _unusable(self, place: Place, got: str) -> DataError:
-        what = f"journal segment {self.name(place.writer, place.segment)} offset {place.offset}"
+        what = f"journal segment {self.path_of(place.writer, place.segment)} offset {place.offset}"
         return DataError(what, got=got, expected=f"a payload of {place.length} bytes")
 
 

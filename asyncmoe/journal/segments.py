@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from asyncmoe.journal.segment_scan import whole_end
 from asyncmoe.trajectory import Buffer
 
 __all__ = ["Place", "Segments"]
+
+log = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
 """How long `close` waits for the disk."""
@@ -48,7 +51,7 @@ class Segments:
         """Open the store of a folder for writing; make the folder (mode 0700) if it is absent.
 
         The bytes after the last whole record of the newest segment are cut off. A new segment is begun, so that a place never means two
-        payloads.
+        payloads. Blocks, for as long as it takes to read the newest segment.
 
         Args:
             identity: of run, model and seed; its SHA-256 is in every segment's header.
@@ -69,10 +72,10 @@ class Segments:
             held.callback(os.close, opened.lock(writer))
             opened.clear(writer)
             sizes = opened.sizes()
-            for numbers in sizes:
-                opened.check(*numbers)
+            damaged = {numbers for numbers in sizes if not opened.check(*numbers)}
             own = {segment: size for (number, segment), size in sizes.items() if number == writer}
-            torn = _cut_tail(opened, writer, own)
+            # Without a header nobody knows whose records they are: another store's would look torn.
+            torn = 0 if (writer, max(own, default=0)) in damaged else _cut_tail(opened, writer, own)
             bounds = {"segment_bytes": segment_bytes, "max_bytes": max_bytes}
             store = cls(opened, own, writer=writer, **bounds, torn=torn)
             store._held = held.pop_all()
@@ -104,6 +107,7 @@ class Segments:
         length = sum(len(view) for view in views)
         nbytes = footprint(length)
         with self._lock:
+            self._check_open()
             if not self._writer.fits(length):
                 got = f"{gibibytes(length)} more than the disk of {self._folder.path} has taken"
                 raise StorageError(f"journal: got {got}, expected at most {gibibytes(MOST_UNWRITTEN)} not yet written; wait for `room`")
@@ -143,7 +147,9 @@ class Segments:
 
         Raises:
             DataError: damaged or absent; names file and offset.
+            InvariantBroken: the store is closed.
         """
+        self._check_open()
         return self._folder.read(place)
 
     def retain(self, live: Iterable[int]) -> int:
@@ -157,16 +163,16 @@ class Segments:
 
         Raises:
             StorageError: a file could not be deleted.
+            InvariantBroken: the store is closed.
         """
         kept, freed = set(live), 0
         # Deleting a large file takes milliseconds, for which `append` shall not wait.
         with self._deleting:
             with self._lock:
-                if self._closed:
-                    raise InvariantBroken("segments of a closed journal were to be deleted")
+                self._check_open()
                 dead = [segment for segment in self._sizes if segment not in kept and segment < self._writer.segment]
             for segment in dead:
-                with writing(self._folder.name(self._number, segment)):
+                with writing(self._folder.path_of(self._number, segment)):
                     self._folder.delete(self._number, segment)
                 with self._lock:
                     nbytes = self._sizes.pop(segment)
@@ -206,6 +212,10 @@ class Segments:
             raise
         self._held.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvariantBroken(f"the journal of {self._folder.path} was used after it was closed")
+
     def _check_bound(self, nbytes: int) -> None:
         if self._size + nbytes > self._max_bytes:
             got = f"{gibibytes(self._size)} on disk and a payload of {gibibytes(nbytes)}"
@@ -218,12 +228,13 @@ def _cut_tail(folder: SegmentFolder, writer: int, sizes: dict[int, int]) -> int:
     newest = max(sizes, default=None)
     if newest is None:
         return 0
-    with writing(folder.name(writer, newest)):
+    with writing(folder.path_of(writer, newest)):
         fd = folder.open_segment(writer, newest, os.O_RDWR)
         try:
             end = whole_end(fd, seed_of(folder.identity, writer, newest))
             torn = max(sizes[newest] - end, 0)
             if torn:
+                log.info("%s: %d bytes after the last whole payload were cut off", folder.path_of(writer, newest), torn)
                 os.ftruncate(fd, end)
                 os.fsync(fd)
         finally:

@@ -34,6 +34,16 @@ def opened(folder: Path, *, segment_bytes: int = 1 << 20, max_bytes: int = 1 << 
     return Segments.open(folder, more.pop("identity", IDENTITY), segment_bytes=segment_bytes, max_bytes=max_bytes, **more)
 
 
+def crc(data: bytes, before: int = 0) -> int:
+    """CRC-32C bit by bit, as RFC 3720 defines it."""
+    state = ~before & 0xFFFFFFFF
+    for byte in data:
+        state ^= byte
+        for _ in range(8):
+            state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
+    return ~state & 0xFFFFFFFF
+
+
 async def keep(store: Segments, parts: Sequence[Any]) -> Place:
     """Append, and wait until it is on disk."""
     await store.room(sum(memoryview(part).nbytes for part in parts))
@@ -121,7 +131,7 @@ async def work_without_end(folder: Path, said: int, seed: int) -> None:
 
     async def one() -> None:
         for number in numbers:
-            size = int(10 ** chance.uniform(0, 6))
+            size = int(10 ** chance.uniform(0, 5))
             place = await keep(store, [payload(number, size)])
             os.write(said, json.dumps([number, size, place.segment, place.offset]).encode() + b"\n")
 
@@ -129,7 +139,11 @@ async def work_without_end(folder: Path, said: int, seed: int) -> None:
 
 
 def killed(folder: Path, run: Callable[[int], None], after_s: float | None = None) -> bool:
-    """Run something in a process of its own; it writes to a file beside the folder. Returns whether it was killed."""
+    """Run something in a process of its own; it writes to a file beside the folder. Returns whether it was killed.
+
+    Args:
+        after_s: seconds after the first durable payload until it is killed; None: it may do that itself.
+    """
     said = os.open(folder.with_suffix(".said"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     child = os.fork()
     if not child:
@@ -139,6 +153,9 @@ def killed(folder: Path, run: Callable[[int], None], after_s: float | None = Non
             os._exit(0)
     os.close(said)
     if after_s is not None:
+        file, until = folder.with_suffix(".said"), time.monotonic() + 20
+        while not file.stat().st_size and time.monotonic() < until:
+            time.sleep(0.001)
         time.sleep(after_s)
         os.kill(child, signal.SIGKILL)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -165,7 +182,7 @@ def main(place: Path, seed: int) -> None:
         def run_on(said: int, folder: Path = folder, number: int = number) -> None:
             asyncio.run(work_without_end(folder, said, number))
 
-        killed(folder, run_on, after_s=chance.uniform(0.05, 0.2))
+        killed(folder, run_on, after_s=chance.uniform(0.0, 0.15))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,10 @@ def test_every_folder_has_a_floor() -> None:
 
 def test_the_payload_store_knows_nothing_of_what_it_keeps() -> None:
     """What lies in the segments is the journal's affair: they can be read, checked and measured without it."""
-    store = {f"asyncmoe.journal.{name}" for name in ("segments", "segment_format", "segment_folder", "segment_scan", "payload_writer")}
+    store = {
+        f"asyncmoe.journal.{name}"
+        for name in ("segments", "segment_format", "segment_folder", "segment_scan", "segment_listing", "payload_writer")
+    }
     below = {"asyncmoe.errors", "asyncmoe.storage", "asyncmoe.trajectory"}
     known, files = store | below, modules()
     found = {(name, module) for name in store for module in imported(files[name]) if module.startswith("asyncmoe.")}

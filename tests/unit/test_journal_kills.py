@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.errors import DataError
-from asyncmoe.journal.segments import Place
+from asyncmoe.journal.segment_format import HEAD_BYTES, file_name
+from asyncmoe.journal.segments import Place, Segments
 from tests.unit.doc_pages import ROOT
 from tests.unit.journal_stores import SIZES, everything, keep, opened, payload, stored
 
@@ -58,11 +60,12 @@ def test_a_store_cut_at_any_byte_has_the_payloads_before_it_and_nothing_else(mem
 def test_a_process_killed_anywhere_loses_nothing_that_was_durable(memory: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.journal_stores", str(memory), "7"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=120)
-    calls = 0
+    calls = at_moments = 0
     for said in sorted(memory.glob("*.said")):
         folder = said.with_suffix("") if said.with_suffix("").exists() else None
         durable = [json.loads(line) for line in said.read_text().splitlines()]
         calls += said.name.startswith("call-")
+        at_moments += len(durable) if said.name.startswith("moment-") else 0
         if folder is None:
             assert not durable
             continue
@@ -78,7 +81,8 @@ def test_a_process_killed_anywhere_loses_nothing_that_was_durable(memory: Path) 
             every = {payload(number, SIZES[number % len(SIZES)]) for number in range(2 * len(SIZES))}
             assert set(whole) <= every
             assert len(set(whole) - appended) <= 1, "one payload was under way"
-    assert calls > 100, "changes of the disk were counted"
+    assert calls > 80, "changes of the disk were counted"
+    assert at_moments >= 8
 
 
 class ForgetfulDisk:
@@ -93,14 +97,15 @@ class ForgetfulDisk:
 
     def _remembering(self, real):  # type: ignore[no-untyped-def]
         def sync(fd: int) -> None:
-            real(fd)
             found = os.fstat(fd)
-            if stat.S_ISDIR(found.st_mode):
-                if os.path.samefile(f"/proc/self/fd/{fd}", self.folder):
-                    self.names = {entry.name: entry.inode() for entry in os.scandir(self.folder)}
-            else:
-                # What is written during the sync may be on disk or not.
-                self.contents[found.st_ino] = os.pread(fd, found.st_size, 0)
+            # What is written while the sync is under way may be on disk or not.
+            before = b"" if stat.S_ISDIR(found.st_mode) else os.pread(fd, found.st_size, 0)
+            real(fd)
+            time.sleep(0.002)
+            if not stat.S_ISDIR(found.st_mode):
+                self.contents[found.st_ino] = before
+            elif os.path.samefile(f"/proc/self/fd/{fd}", self.folder):
+                self.names = {entry.name: entry.inode() for entry in os.scandir(self.folder)}
 
         return sync
 
@@ -127,6 +132,25 @@ def test_what_is_durable_is_on_a_disk_that_forgets_what_was_not_synced(tmp_path:
             for earlier, place in enumerate(places[: number + 1]):
                 assert store.read(place) == payload(earlier, (SIZES * 2)[earlier])
     assert len({place.segment for place in places}) > 3
+
+
+def test_no_sync_counts_for_what_was_written_during_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = ForgetfulDisk(tmp_path / "store", monkeypatch)
+    early: list[Place] = []
+
+    async def one(store: Segments, task: int) -> None:
+        for number in range(task, 400, 20):
+            place = await keep(store, [payload(number, 50)])
+            data = disk.contents[disk.names[file_name(0, place.segment)]]
+            if data[place.offset + HEAD_BYTES :][:50] != payload(number, 50):
+                early.append(place)
+
+    async def write() -> None:
+        with closing(opened(tmp_path / "store", segment_bytes=5000)) as store:
+            await asyncio.gather(*(one(store, task) for task in range(20)))
+
+    asyncio.run(write())
+    assert not early
 
 
 def test_a_segment_is_on_disk_before_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,80 @@
+"""Who may open a payload store: one writer, of one run, and its owner alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
+from tests.unit.doc_pages import ROOT
+from tests.unit.journal_stores import crc, everything, opened, payload, stored
+
+
+def test_a_second_writer_is_refused_with_the_number_of_the_first(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from asyncmoe.journal.segments import Segments\n"
+        "store = Segments.open(Path(sys.argv[1]), 'x', max_bytes=1 << 20); print('open', flush=True); sys.stdin.read()"
+    )
+    command, environment = [sys.executable, "-c", script, str(tmp_path / "store")], {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "open\n"
+        with pytest.raises(UserError, match=rf"^journal: got .*store, which process {first.pid} on .* writes, expected one writer; "):
+            opened(tmp_path / "store", identity="x")
+        opened(tmp_path / "store", identity="x", writer=1).close()
+        first.kill()
+    with closing(opened(tmp_path / "store", identity="x")), pytest.raises(UserError, match=f"process {os.getpid()} on"):
+        opened(tmp_path / "store", identity="x")
+    opened(tmp_path / "store", identity="x").close()
+
+
+def test_the_segments_of_another_run_or_format_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
+    stored(tmp_path / "store", [5])
+    file = tmp_path / "store" / "0000-00000000.segment"
+    before = file.read_bytes()
+    with pytest.raises(DataError, match=r"0000-00000000.segment: identity: got [0-9a-f]{16}, expected [0-9a-f]{16} as this run has; "):
+        opened(tmp_path / "store", identity="run 2")
+    shutil.copy(file, tmp_path / "store" / "0000-00000007.segment")
+    with pytest.raises(DataError, match=r"0000-00000007.segment: got the segment 0 of writer 0, expected the segment of its name"):
+        opened(tmp_path / "store")
+    (tmp_path / "store" / "0000-00000007.segment").unlink()
+    newer = struct.pack("<8sI", b"AMOEsegm", 2) + before[12:60]
+    file.write_bytes(newer + struct.pack("<I", crc(newer)) + before[64:])
+    with pytest.raises(DataError, match="format: got 2, expected 1; use the version of asyncmoe that wrote it"):
+        opened(tmp_path / "store")
+    file.write_bytes(before)
+    assert everything(tmp_path / "store") == [payload(0, 5)]
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(DataError, match=r"mode 0755, expected a folder of user \d+ with mode 0700; chmod 700 "):
+        opened(tmp_path / "open")
+    (tmp_path / "file").write_text("")
+    with pytest.raises((DataError, StorageError)):
+        opened(tmp_path / "file")
+    before = os.umask(0)
+    try:
+        stored(tmp_path / "deep" / "store")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "deep" / "store").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "deep" / "store").iterdir()} == {0o600}
+
+
+def test_nothing_is_left_behind_by_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
+    stored(tmp_path / "store", [5])
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(AsyncmoeError):
+            opened(tmp_path / "store", identity="another")
+    opened(tmp_path / "store").close()
+    assert sorted(os.listdir("/proc/self/fd")) == before

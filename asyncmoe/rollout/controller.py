@@ -22,7 +22,9 @@ from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
+from asyncmoe.rollout.engines.probes import Prober
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Demonstrator
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -36,7 +38,7 @@ from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Curriculum, curriculum_file
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Reply, Request, Saving
+from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saving
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Buffer, Trajectory
@@ -122,8 +124,15 @@ class Controller:
         if isinstance(environment, Demonstrator):
             self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, self._stage.bounds, config.run.seed)
         self._coordinator = WeightUpdateCoordinator(
-            self._pool, config.sync.timeout_s, self._published, recorder.paused, config.rollout.interruption, self._unfinished
+            self._pool,
+            config.sync.timeout_s,
+            self._published,
+            recorder.paused,
+            config.rollout.interruption,
+            self._unfinished,
+            SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
         )
+        self._prober = Prober(self._pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._membership = Membership(config, self._pool, self._coordinator.updating)
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
@@ -139,6 +148,9 @@ class Controller:
             return await self._coordinator.handle(request)
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)
+        if isinstance(request, Probe):
+            self._prober.take(request)
+            return Done()
         if isinstance(request, Hello) and request.facts is not None:
             check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
         if self._service is None:
@@ -160,7 +172,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        engines = (self._start_engines(), self._watch_engines(), self._evaluator.run())
+        engines = (self._start_engines(), self._watch_engines(), self._evaluator.run(), self._prober.run())
         work = (*engines, self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
@@ -254,7 +266,9 @@ class Controller:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
             scoring.write_log(self._scorer, self._config.run.dir)
-            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts, self._curriculum)
+            self._recorder.write(
+                self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts, self._curriculum, self._prober.totals
+            )
 
     def _trained(self, groups: Sequence[Group]) -> None:
         if self._curriculum is not None:

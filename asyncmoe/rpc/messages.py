@@ -63,6 +63,17 @@ class Commit(Message, frozen=True):
     """The trainer has trained on the batch of step `step`; its lease ends."""
 
     step: int
+    dropped: str = ""
+    """Why the trainer left the whole batch untrained; it counts as dropped under this reason."""
+
+
+class Probe(Message, frozen=True):
+    """The trainer's log-probabilities of some texts under the weights of `version`, which engines serve or soon will."""
+
+    version: int
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    """Of each token given those before it, at temperature 1 over the whole vocabulary; of the first token 0."""
 
 
 class Saving(Message, frozen=True):
@@ -311,6 +322,7 @@ Request = (
     | Lease
     | Fetch
     | Commit
+    | Probe
     | Saving
     | Saved
     | Goodbye

@@ -35,6 +35,13 @@ def totals(values: Sequence[float], tree: Sequence[int]) -> np.ndarray:
     return np.bincount(np.asarray(tree, np.int64), np.asarray(values, np.float64))
 
 
+def rewards(items: Sequence[Item]) -> tuple[float, float]:
+    """Return mean and standard deviation of a batch's rewards; a tree counts once, with the mean of its paths."""
+    tree = numbers(items)
+    each = totals([item.reward for item in items], tree) / np.bincount(tree)
+    return float(each.mean()), float(each.std())
+
+
 def token_weights(items: Sequence[Item], aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:
     """Return the loss weight of a sampled token of each trajectory: float64[n]. All paths of a tree are one sequence, because each of its
     tokens is trained once (`objective.token_weights`)."""

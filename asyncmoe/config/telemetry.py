@@ -126,7 +126,12 @@ class TelemetrySection(Section):
         "auto", description="Also write TensorBoard files, to run.dir/tensorboard; auto: if the package tensorboard is installed."
     )
     prometheus_port: Annotated[int, Field(gt=0, le=65535), NUMBER] | None = Field(
-        None, description="Loopback port that serves the run's gauges to Prometheus; null: no port is opened."
+        None, description="Port that serves the run's gauges to Prometheus as /metrics, and /health; null: no port is opened."
+    )
+    prometheus_host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1",
+        description="Address that prometheus_port listens on. Requests to another than loopback need the key in run.dir/metrics.key, as "
+        "Prometheus sends it with authorization.credentials_file.",
     )
     samples: SamplesSection = SamplesSection()
     wandb: WandbSection | None = None

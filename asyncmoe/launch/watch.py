@@ -20,6 +20,7 @@ from typing import Protocol
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
+from asyncmoe.launch.watching import Watcher
 from asyncmoe.process import KILLED
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
@@ -117,7 +118,9 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     stop = StopOnSignal()
     try:
         processes.record(config.run.dir, "supervisor")
-        with LiveView(config) as view, ExitStack() as ending:
+        watcher = Watcher(config)
+        with watcher, LiveView(config, sinks=(watcher,), health=watcher.health) as view, ExitStack() as ending:
+            watcher.say = view.say
             _watch(config, start(ending), view, stop)
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), stop.number) from None

@@ -21,7 +21,8 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
+from asyncmoe.rollout.engines.membership import LEFT, Membership, MembershipRequest
+from asyncmoe.rollout.engines.pool import Member
 from asyncmoe.rollout.engines.probes import Prober
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
@@ -41,6 +42,7 @@ from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saving
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer, Trajectory
 
 log = logging.getLogger(__name__)
@@ -137,6 +139,7 @@ class Controller:
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
         self._service: QueueService | None = None
+        self._lost: list[Member] = []
         self._met = asyncio.Event()
         self._over = asyncio.Event()
         self._failure: Exception | None = None
@@ -258,6 +261,7 @@ class Controller:
     async def _record(self) -> None:
         while True:
             await asyncio.sleep(_RECORD_S)
+            heartbeats.beat("serves requests")
             self._write_record()
 
     def _write_record(self) -> None:
@@ -267,8 +271,21 @@ class Controller:
             counts = tools.counts if isinstance(tools, WithTools) else {}
             scoring.write_log(self._scorer, self._config.run.dir)
             self._recorder.write(
-                self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts, self._curriculum, self._prober.totals
+                self._queue.stats(),
+                names,
+                self._pool,
+                scoring.stats(self._scorer),
+                counts,
+                self._curriculum,
+                self._prober.totals,
+                len(self._pool.serving),
+                self._engines_lost(),
             )
+
+    def _engines_lost(self) -> int:
+        """Return the number of engines that died or were fenced so far; one that has left is not lost."""
+        self._lost += [member for member in self._pool.members if member.fenced not in (None, LEFT) and member not in self._lost]
+        return len(self._lost)
 
     def _trained(self, groups: Sequence[Group]) -> None:
         if self._curriculum is not None:

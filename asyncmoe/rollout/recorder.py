@@ -52,9 +52,12 @@ class Recorder:
         tools: Mapping[str, Counts] | None = None,
         curriculum: Curriculum | None = None,
         probes: ProbeTotals | None = None,
+        serving: int = 0,
+        lost: int = 0,
     ) -> None:
         """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
-        name. A comparison of `probes` is in one record, the first after it."""
+        name. A comparison of `probes` is in one record, the first after it.
+        `serving`, `lost`: numbers of engines."""
         probes = probes or ProbeTotals()
         last = None if probes.last is None or probes.versions == self._probed else probes.last
         self._probed = probes.versions
@@ -76,6 +79,8 @@ class Recorder:
                 prompts_by_passed={} if measured is None else measured.by_passed,
                 prompts_difficulty=None if measured is None else measured.difficulty,
                 prompts_passed_over=None if measured is None else measured.passed_over,
+                engines_serving=serving,
+                engines_lost=lost,
                 probed_tokens=probes.tokens,
                 probed_versions=probes.versions,
                 probes_missed=probes.missed,

@@ -53,7 +53,7 @@ def write_arrays(run_dir: Path, step: int, rank: int, trajectories: Mapping[int,
     """
     arrays = {f"{i}/{name}": getattr(t, name) for i, t in trajectories.items() for name in ARRAYS}
     packed = io.BytesIO()
-    np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]  # numpy's stubs take only named arguments
+    np.savez_compressed(packed, **arrays)
     _write(folder(run_dir, step) / f"batch-{rank}.npz", packed.getvalue())
 
 

@@ -22,6 +22,7 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving
 from asyncmoe.rpc.peers import facts
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
 from asyncmoe.trainer import objective
@@ -201,6 +202,7 @@ class Trainer:
 
     def _save(self) -> None:
         begin = time.perf_counter()
+        heartbeats.beat(f"the checkpoint of step {self._step}")
         with mark("save checkpoint"):
             path = checkpoint.save(self._config, self._step, self._model, self._optimizer, self._controllers_part)
         self._saved = self._step

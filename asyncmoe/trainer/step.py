@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
 from asyncmoe.trainer.data.batch import MicroBatch
@@ -198,6 +199,7 @@ def _run(
     kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` converts slices to float32
 
     def forward(rows: Iterator[tuple[int, MicroBatch]], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        heartbeats.beat("a micro-batch")
         chunk, batch = next(rows)
         bounds = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
         batch = batch.to(model.mesh.device)

@@ -201,7 +201,7 @@ class _Rig:
         from asyncmoe.config import parse
 
         shutil.rmtree(self._folder / "run", ignore_errors=True)
-        values = {**self._values, "telemetry": {"samples": {"groups": groups}}}
+        values = {**self._values, "telemetry": {"samples": {"groups": groups}}, "verify": {"probe_every": 0}}
         return asyncio.run(self._run(parse(values), most, steps, calls or Accounts()))
 
     async def _run(self, config: Any, most: int, steps: int, calls: Accounts) -> _Measured:

@@ -18,7 +18,7 @@ from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.alerts import Alert, Told, tell
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.health import Health, health
-from asyncmoe.telemetry.heartbeats import Listener, Silence
+from asyncmoe.telemetry.heartbeats import BeatListener, Silence
 
 _DUMPING_S = 60.0
 """Seconds that the stacks of all processes may take; those that come later are left out."""
@@ -38,7 +38,7 @@ class Watcher:
         self._config, self._watch, self._clock = config, config.watch, clock
         self.say: Callable[[str], None] = _to_stderr
         self._alarm = Alarm(config.watch.alerts, config.run.dir.name, lambda text: self.say(text))
-        self._told, self._listener, self._next = Told(), Listener(), 0.0
+        self._told, self._listener, self._next = Told(), BeatListener(), 0.0
         self._silences: list[Silence] = []
         self._dumped: dict[str, Path] = {}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 FOLDER = "heartbeats"
-DUMP_SIGNAL = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGUSR2
 """A process that says `Beat.dumps` writes its stacks to `stacks_file` when it gets this signal."""
 ENDED = "ended"
 """`Beat.does` of a process that has ended well, and is expected to be silent."""
@@ -126,7 +126,7 @@ class Silence:
         return f"{self.role} has been silent for {self.seconds:.0f} s, since it began: {self.does}"
 
 
-class Listener:
+class BeatListener:
     """Measures the silence of each role from its latest heartbeat."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ SKIPPED = "anomaly_"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Anomaly:
     """A broken rule.
 
     Attributes:
@@ -77,7 +77,7 @@ def history_of(steps: Sequence[Step], window: int) -> History:
     return history
 
 
-def judge(rules: AnomaliesSection, values: Mapping[str, float], history: History) -> tuple[Finding, ...]:
+def judge(rules: AnomaliesSection, values: Mapping[str, float], history: History) -> tuple[Anomaly, ...]:
     """Return the rules that values of a batch break.
 
     Args:
@@ -95,7 +95,7 @@ def judge(rules: AnomaliesSection, values: Mapping[str, float], history: History
     return tuple(one for one in found if one is not None)
 
 
-def verdict(findings: Sequence[Finding], history: History, rules: AnomaliesSection) -> Verdict:
+def verdict(findings: Sequence[Anomaly], history: History, rules: AnomaliesSection) -> Verdict:
     """Return what becomes of a batch. One batch more than `skips` in a row stops the run: what does not pass is no accident."""
     actions = {one.action for one in findings}
     if "stop" in actions or ("skip" in actions and history.skips >= rules.skips):
@@ -103,14 +103,14 @@ def verdict(findings: Sequence[Finding], history: History, rules: AnomaliesSecti
     return "skip" if "skip" in actions else "train"
 
 
-def _not_finite(rules: AnomaliesSection, name: str, value: float) -> Finding | None:
+def _not_finite(rules: AnomaliesSection, name: str, value: float) -> Anomaly | None:
     if math.isfinite(value):
         return None
     what = {"loss": "the loss is", "kl_engine": "log-probabilities are", "grad_norm": "the gradient norm is"}[name]
-    return Finding(NOT_FINITE, math.nan, f"{what} not finite", rules.not_finite)
+    return Anomaly(NOT_FINITE, math.nan, f"{what} not finite", rules.not_finite)
 
 
-def _too_large(name: str, value: float, above: float | None, factor: float | None, usual: float | None, action: str) -> Finding | None:
+def _too_large(name: str, value: float, above: float | None, factor: float | None, usual: float | None, action: str) -> Anomaly | None:
     if action == "off" or not math.isfinite(value) or (above is None and factor is None):
         return None
     if factor is not None and usual is None:
@@ -120,10 +120,10 @@ def _too_large(name: str, value: float, above: float | None, factor: float | Non
         limits.append((factor * usual, f"{name}.factor {factor:g} times the running median {usual:.3g}"))
     if any(value <= limit for limit, _ in limits):
         return None
-    return Finding(name, value, f"{name} is {value:.4g}, above {' and '.join(text for _, text in limits)}", action)
+    return Anomaly(name, value, f"{name} is {value:.4g}, above {' and '.join(text for _, text in limits)}", action)
 
 
-def _fallen(rules: AnomaliesSection, reward: float, history: History) -> Finding | None:
+def _fallen(rules: AnomaliesSection, reward: float, history: History) -> Anomaly | None:
     rule = rules.reward
     if rule.action == "off" or (rule.below is None and rule.spreads is None):
         return None
@@ -137,4 +137,4 @@ def _fallen(rules: AnomaliesSection, reward: float, history: History) -> Finding
         )
     if any(reward >= limit for limit, _ in limits):
         return None
-    return Finding("reward", reward, f"reward is {reward:.4g}, below {' and '.join(text for _, text in limits)}", rule.action)
+    return Anomaly("reward", reward, f"reward is {reward:.4g}, below {' and '.join(text for _, text in limits)}", rule.action)

@@ -13,7 +13,7 @@ from asyncmoe.rpc.messages import Item
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.trainer import anomalies, evidence
-from asyncmoe.trainer.anomalies import Finding, History
+from asyncmoe.trainer.anomalies import Anomaly, History
 from asyncmoe.trainer.data import trees
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trajectory import Trajectory
@@ -63,7 +63,7 @@ class BatchGuard:
         reward, spread = trees.rewards(items)
         sampled = [item.oldest_version for item in items if item.oldest_version >= 0]
         self._values = {"age": float(step - min(sampled, default=step)), "reward": reward, "reward_std": spread}
-        self.found: dict[str, Finding] = {}
+        self.found: dict[str, Anomaly] = {}
         self._refused = False
 
     @property
@@ -118,7 +118,7 @@ class AnomalyWatch:
             log.warning("anomaly: %s", text)
 
     def stop(
-        self, step: int, items: Sequence[Item], mine: Mapping[int, Trajectory], findings: Sequence[Finding], values: Mapping[str, float]
+        self, step: int, items: Sequence[Item], mine: Mapping[int, Trajectory], findings: Sequence[Anomaly], values: Mapping[str, float]
     ) -> None:
         """Write the evidence, on all ranks, and raise."""
         if self._mesh.rank == 0:

@@ -20,7 +20,7 @@ import numpy as np
 from asyncmoe.config import Config
 from asyncmoe.rpc.messages import Item
 from asyncmoe.storage import writing
-from asyncmoe.trainer.anomalies import Finding, History
+from asyncmoe.trainer.anomalies import Anomaly, History
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.trajectory.trajectory import ARRAYS
 
@@ -33,7 +33,7 @@ def folder(run_dir: Path, step: int) -> Path:
 
 
 def write_facts(
-    config: Config, step: int, items: Sequence[Item], findings: Sequence[Finding], values: Mapping[str, float], history: History
+    config: Config, step: int, items: Sequence[Item], findings: Sequence[Anomaly], values: Mapping[str, float], history: History
 ) -> None:
     """Write all but the arrays.
 

@@ -27,7 +27,7 @@ from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.alerts import Alert, Told, tell
 from asyncmoe.telemetry.health import Health, health
-from asyncmoe.telemetry.heartbeats import Beat, Heart, Listener, Silence
+from asyncmoe.telemetry.heartbeats import Beat, BeatListener, Heart, Silence
 from asyncmoe.telemetry.prometheus import KEY_FILE, Prometheus, key_for
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import Step
@@ -83,7 +83,7 @@ def test_heartbeats_are_bounded_in_number_and_the_last_is_always_written(tmp_pat
 
 
 def test_silence_is_measured_with_the_reader_s_clock_and_an_ended_process_is_not_silent() -> None:
-    listener, first, second = Listener(), Beat("trainer.0", 7, 1, "loads"), Beat("trainer.1", 8, 5, "trains")
+    listener, first, second = BeatListener(), Beat("trainer.0", 7, 1, "loads"), Beat("trainer.1", 8, 5, "trains")
     assert listener.hear({"trainer.0": first}, 10.0) == [Silence("trainer.0", 0.0, "loads")]
     assert listener.hear({"trainer.0": first, "trainer.1": second}, 15.0)[0] == Silence("trainer.0", 5.0, "loads")
     ended = Beat("trainer.0", 7, 2, heartbeats.ENDED)

@@ -66,8 +66,8 @@ def tell(
             if probe_limit is not None and (record.probe_divergence or 0.0) > probe_limit:
                 text = f"an engine computes other log-probabilities than the trainer at version {record.probe_version}"
                 alerts.append(Alert("anomaly", f"{text}: divergence {record.probe_divergence:.3g} nats a token", told.step))
-    assert told.stepped is not None
-    if section.no_step_s is not None and not told.late and now - told.stepped > section.no_step_s:
+    since = 0.0 if told.stepped is None else now - told.stepped
+    if section.no_step_s is not None and not told.late and since > section.no_step_s:
         told = replace(told, late=True)
-        alerts.append(Alert("no_step", f"no step for {now - told.stepped:.0f} s, after {told.step}", told.step))
+        alerts.append(Alert("no_step", f"no step for {since:.0f} s, after {told.step}", told.step))
     return told, alerts

@@ -33,14 +33,17 @@ class BoundedLog:
     def __init__(self, path: Path, bounds: LogBounds) -> None:
         self.path, self._bounds = path, bounds
         self._start = path.stat().st_size if path.exists() else 0
-        self._moved = False
+        self._moved_from: int | None = None
+        """Where the child's output begins in the newest moved part; None: nothing was moved."""
         self._lock = threading.Lock()
         _Keeper.watch(self)
 
     def output(self) -> str:
         """Return what the child has written, as far as the log and the newest moved part have it."""
         with self._lock:
-            before = _part(self.path, 1).read_bytes() if self._moved and self._bounds.keep else b""
+            before = b""
+            if self._moved_from is not None and self._bounds.keep:
+                before = _part(self.path, 1).read_bytes()[self._moved_from :]
             with self.path.open("rb") as file:
                 file.seek(self._start)
                 return (before + file.read()).decode(errors="replace")
@@ -70,7 +73,7 @@ class BoundedLog:
                         _part(self.path, number).replace(_part(self.path, number + 1))
                 part.replace(_part(self.path, 1))
             log.truncate(0)
-        self._start, self._moved = 0, True
+        self._start, self._moved_from = 0, self._start
 
 
 def _part(path: Path, number: int) -> Path:

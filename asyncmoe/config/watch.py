@@ -48,7 +48,7 @@ class WatchSection(Section):
     """Every process of a run writes heartbeats to run.dir/heartbeats while it gets on with its work."""
 
     beat_s: Annotated[float, Field(ge=0.1, le=60), FINITE, NUMBER] = Field(
-        2.0, description="Least seconds between heartbeats of a process."
+        5.0, description="Least seconds between heartbeats of a process."
     )
     stacks_after_s: PositiveFloat = Field(
         120.0,

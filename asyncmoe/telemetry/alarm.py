@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from typing import Any
 
 from asyncmoe.config.watch import AlertsSection
@@ -69,16 +70,14 @@ class Alarm:
             for name, send in (("webhook", self._post), ("command", self._call)):
                 try:
                     send(text)
-                except (OSError, ValueError, subprocess.SubprocessError) as error:
-                    # The address may be a secret, and urllib's errors do not show it; a subprocess's show the command.
-                    self._fail(f"watch.alerts.{name}: {type(error).__name__}: {error}")
+                except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
+                    self._fail(f"watch.alerts.{name}: {_in_words(error)}")
 
     def _post(self, body: bytes) -> None:
         if self._webhook is None:
             return
         request = urllib.request.Request(self._webhook, body, {"Content-Type": "application/json"}, method="POST")
-        with _NO_REDIRECTS.open(request, timeout=self._section.timeout_s) as reply:
-            reply.read(1024)
+        _NO_REDIRECTS.open(request, timeout=self._section.timeout_s).close()
 
     def _call(self, body: bytes) -> None:
         if self._section.command is None:
@@ -99,6 +98,14 @@ class Alarm:
         if not self._failed:
             self._failed = True
             self._say(f"an alert was not sent, and later failures are not said: {why}")
+
+
+def _in_words(error: Exception) -> str:
+    """Name an error without the webhook's address, which may be a secret and is in some texts."""
+    if isinstance(error, subprocess.SubprocessError | urllib.error.HTTPError):
+        return str(error)
+    reason = getattr(error, "reason", error)
+    return f"{type(reason).__name__} {getattr(reason, 'strerror', None) or ''}".strip()
 
 
 class _Refuse(urllib.request.HTTPRedirectHandler):

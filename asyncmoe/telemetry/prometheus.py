@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,8 +50,10 @@ class Prometheus:
         try:
             self._server = _Server((host, port), self._registry, key, health)
         except OSError as error:
-            got = f"{port} ({error.strerror})" if is_loopback(host) else f"{port} on {host} ({error.strerror})"
-            raise ConfigError("telemetry.prometheus_port", got=got, expected="a free port") from error
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                got, expected = f"{host} ({error.strerror})", "an address of this machine, or 0.0.0.0 for all"
+                raise ConfigError("telemetry.prometheus_host", got=got, expected=expected) from error
+            raise ConfigError("telemetry.prometheus_port", got=f"{port} ({error.strerror})", expected="a free port") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.port = self._server.server_port
@@ -92,6 +96,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, at: tuple[str, int], registry: CollectorRegistry, key: str, health: Callable[[], Health] | None) -> None:
         self.registry, self.key, self.health = registry, key, health
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self.address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
         super().__init__(at, _Handler)
 
     def process_request(self, request: object, client_address: object) -> None:

@@ -62,6 +62,17 @@ def test_a_writer_goes_on_at_the_beginning_of_the_truncated_file(tmp_path: Path)
         assert [one.name for one in sorted(tmp_path.iterdir())] == ["trainer.log", "trainer.log.1"]
 
 
+def test_what_an_earlier_start_wrote_is_not_the_child_s(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.log"
+    path.write_bytes(b"error: of an earlier start\n")
+    with path.open("ab", buffering=0) as writer:
+        log = BoundedLog(path, LogBounds(30, 2))
+        writer.write(b"ours, first\n")
+        assert log.trim()
+        writer.write(b"ours, second\n")
+        assert log.output() == "ours, first\nours, second\n"
+
+
 def test_nothing_is_kept_with_zero_parts_and_modes_are_those_of_the_log(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"x" * 11)

@@ -273,9 +273,13 @@ def test_failing_and_slow_receivers_hold_up_nothing_and_are_said_once(hook: str)
     alerts = [Alert("failed", str(n), n) for n in range(3)]
     for path in ("/broken", "/away"):
         (said,) = sent(AlertsSection(webhook=f"{hook}{path}"), *alerts)
-        assert "watch.alerts.webhook: HTTPError" in said
+        assert "watch.alerts.webhook: HTTP Error" in said
         assert hook not in said
     assert len(Hook.got) == 6  # no redirect was followed
+    for bad in ("http://127.0.0.1:9/secret", "http://127.0.0.1/sec ret", "http://secret.invalid/x", f"http://{'ü' * 70}/secret"):
+        (said,) = sent(AlertsSection(webhook=bad), *alerts)
+        assert "watch.alerts.webhook: " in said
+        assert "sec" not in said.replace("seconds", "")
     (said,) = sent(AlertsSection(command=("sh", "-c", "echo no such room >&2; exit 3")), *alerts)
     assert "status 3: no such room" in said
     assert len(sent(AlertsSection(command=("/no/such/program",)), *alerts)) == 1
@@ -332,6 +336,12 @@ def test_health_and_metrics_are_served_and_beyond_loopback_need_the_run_s_key(tm
                     assert get(sink.port, "/metrics", **wrong)[0] == 401
         finally:
             sink.close()
+
+
+def test_an_address_of_another_machine_is_refused_by_name() -> None:
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match=rf"telemetry\.prometheus_host: got {host} "):
+            Prometheus(0, host)
 
 
 def test_processes_of_the_run_are_recorded_under_the_names_that_beat() -> None:

@@ -18,6 +18,8 @@ from asyncmoe.rpc.messages import Probe
 log = logging.getLogger(__name__)
 MOST_TOKENS = 1 << 16
 _POLL_S = 0.05
+_AT_ONCE = 32
+"""Texts at an engine at once."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,12 @@ class ProbeTotals:
         return ProbeTotals(self.tokens + found.tokens, self.versions + 1, self.missed, found)
 
 
-def compare(probe: Probe, engine: str, scored: Sequence[Sequence[float]]) -> Compared:
-    """Compare an engine's log-probabilities with the trainer's; those of first tokens do not exist and count on neither side."""
-    theirs = np.concatenate([np.asarray(values[1:], np.float64) for values in scored])
-    ours = np.concatenate([np.asarray(values[1:], np.float64) for values in probe.logprobs])
-    drift = ours - theirs
+def compare(version: int, engine: str, scored: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Compared:
+    """Compare the trainer's and an engine's log-probabilities of texts; those of first tokens do not exist and do not count."""
+    drift = np.concatenate([np.asarray(ours[1:], np.float64) - np.asarray(theirs[1:], np.float64) for ours, theirs in scored])
     apart = np.abs(drift)
     k3 = np.expm1(np.minimum(drift, 20.0)) - drift  # e^20 bounds it, as LOG_RATIO_LIMIT does in the trainer
-    return Compared(probe.version, engine, len(apart), float(apart.max()), float(apart.mean()), float(k3.mean()))
+    return Compared(version, engine, len(apart), float(apart.max()), float(apart.mean()), float(k3.mean()))
 
 
 def check(probe: Probe) -> None:
@@ -130,19 +130,25 @@ class Prober:
         return self._draw.choice(members) if members else None
 
     async def _asked(self, probe: Probe, member: Member) -> Compared | None:
-        """Return the comparison; None if the engine failed, or served another version before it had answered."""
-        scored: list[Sequence[float]] = []
-        try:
-            for tokens in probe.tokens:
+        """Return the comparison of the texts that the engine scored with the probe's version; None if there are none, because it failed or
+        served the next version first."""
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def ask(tokens: Sequence[int]) -> Sequence[float] | None:
+            async with places:
                 with member.serving() as serving:
                     answer = await member.engine.client.prompt_logprobs(tokens, self._timeout_s, serving.adapter)
-                if serving.version != probe.version or (member.slots is None and answer.version != str(probe.version)):
-                    return None
-                scored.append(answer.logprobs)
-        except AsyncmoeError as error:
-            log.warning("probe of version %d: %s", probe.version, error)
+                same = serving.version == probe.version and (member.slots is not None or answer.version == str(probe.version))
+                return answer.logprobs if same else None
+
+        found = await asyncio.gather(*(ask(tokens) for tokens in probe.tokens), return_exceptions=True)
+        if refused := [one for one in found if isinstance(one, BaseException)]:
+            if not isinstance(refused[0], AsyncmoeError):
+                raise refused[0]
+            log.warning("probe of version %d: %s", probe.version, refused[0])
             return None
-        return compare(probe, member.engine.name, scored)
+        scored = [(ours, one) for ours, one in zip(probe.logprobs, found, strict=True) if one is not None]
+        return compare(probe.version, member.engine.name, scored) if scored else None
 
     def _say(self, found: Compared) -> None:
         text = (

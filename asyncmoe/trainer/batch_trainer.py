@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -124,6 +125,7 @@ class Learner:
         chosen = probe.choose(leased.items, config.verify.probe_tokens)
         if not chosen:
             return
+        begin = time.perf_counter()
         whole = batch_client.fetch(self._client, leased, [one.position for one in chosen], (), masks=False)
         texts = probe.shortened(whole, chosen)
         lengths = [one.tokens for one in chosen]
@@ -137,6 +139,7 @@ class Learner:
         found = logprobs_only(self._model, made, lengths, 1.0, self._replay)
         if mesh.rank == 0:
             tokens = tuple(tuple(map(int, texts[place].tokens)) for place in range(len(chosen)))
+            log.info("version %d: %d probe tokens scored in %.3f s", step, sum(lengths), time.perf_counter() - begin)
             self._client.ask(Probe(step, tokens, tuple(tuple(map(float, found[place])) for place in range(len(chosen)))), ANSWER_S)
 
     def _warm_up(

@@ -142,12 +142,15 @@ class Prober:
                 return answer.logprobs if same else None
 
         found = await asyncio.gather(*(ask(tokens) for tokens in probe.tokens), return_exceptions=True)
-        if refused := [one for one in found if isinstance(one, BaseException)]:
-            if not isinstance(refused[0], AsyncmoeError):
-                raise refused[0]
-            log.warning("probe of version %d: %s", probe.version, refused[0])
-            return None
-        scored = [(ours, one) for ours, one in zip(probe.logprobs, found, strict=True) if one is not None]
+        scored: list[tuple[Sequence[float], Sequence[float]]] = []
+        for ours, theirs in zip(probe.logprobs, found, strict=True):
+            if isinstance(theirs, AsyncmoeError):
+                log.warning("probe of version %d: %s", probe.version, theirs)
+                return None
+            if isinstance(theirs, BaseException):
+                raise theirs
+            if theirs is not None:
+                scored.append((ours, theirs))
         return compare(probe.version, member.engine.name, scored) if scored else None
 
     def _say(self, found: Compared) -> None:

@@ -24,6 +24,8 @@ from asyncmoe.telemetry.processes import Recorded
 
 _DUMP_S = 30.0
 _OWN_S, _LOOK_S = 3.0, 0.1
+_MOST_OWN = 1 << 20
+"""Bytes of stacks that a process of ours has written itself, from which on its file is emptied."""
 _MOST_COMMAND = 120
 _MOST_OUTPUT = 200_000
 """Characters of a process's stacks that are shown."""
@@ -139,7 +141,10 @@ def _own(run_dir: Path, one: Found, beats: Mapping[int, Beat]) -> str | None:
             time.sleep(_LOOK_S)  # it writes a line at a time
             with path.open("rb") as file:
                 file.seek(before)
-                return file.read(_MOST_OUTPUT).decode(errors="replace").strip()
+                text = file.read(_MOST_OUTPUT).decode(errors="replace").strip()
+            if before > _MOST_OWN:
+                os.truncate(path, 0)  # the process appends to it
+            return text
     return f"no stacks: it did not write its own within {_OWN_S:.0f} s, as when it is stopped"
 
 

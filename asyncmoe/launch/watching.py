@@ -20,6 +20,7 @@ from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.health import Health, health
 from asyncmoe.telemetry.heartbeats import BeatListener, Silence
 
+_KEPT = 20
 _DUMPING_S = 60.0
 """Seconds that the stacks of all processes may take; those that come later are left out."""
 
@@ -105,7 +106,8 @@ def _to_stderr(text: str) -> None:
 
 
 def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:
-    """Write the stacks of every process of a run on this host, and why, to a new file in run.dir/logs; return it.
+    """Write the stacks of every process of a run on this host, and why, to a new file in run.dir/logs; return it. Only the newest such
+    files are kept.
 
     Raises:
         StorageError: the file cannot be written.
@@ -114,6 +116,8 @@ def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:
     until = time.monotonic() + _DUMPING_S
     with writing("stacks of the run", path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for old in sorted(path.parent.glob("stacks-*.txt"))[: -(_KEPT - 1)]:
+            old.unlink(missing_ok=True)
         with path.open("a") as file:
             print(*silent, sep="\n", file=file, flush=True)
             try:

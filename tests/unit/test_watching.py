@@ -159,6 +159,16 @@ def test_a_silent_rank_is_named_with_the_stacks_of_every_process_before_the_run_
     assert "hangs_here" in path.read_text()
 
 
+def test_files_of_stacks_are_bounded_in_number(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for number in range(30):
+        (tmp_path / "logs" / f"stacks-20260101T0000{number:02d}.txt").write_text("old")
+    path = watching.write_stacks(tmp_path, [Silence("trainer.0", 9.0, "x")])
+    left = sorted((tmp_path / "logs").iterdir())
+    assert (len(left), left[-1]) == (20, path)
+    assert "asyncmoe stacks: got" in path.read_text()  # there is no process to show
+
+
 def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_code(tmp_path: Path) -> None:
     error = AsyncmoeError("rank 0: gloo timed out")
     error.exit_code = 2

@@ -120,7 +120,12 @@ class AnomalyWatch:
     def stop(
         self, step: int, items: Sequence[Item], mine: Mapping[int, Trajectory], findings: Sequence[Anomaly], values: Mapping[str, float]
     ) -> None:
-        """Write the evidence, on all ranks, and raise."""
+        """Write the evidence, on all ranks.
+
+        Raises:
+            AnomalyFound: always, when all ranks have written.
+            StorageError: this rank's part cannot be written.
+        """
         if self._mesh.rank == 0:
             evidence.write_facts(self._config, step, items, findings, values, self.history)
         if self._mesh.reports:  # of the ranks that hold a trajectory, one writes it

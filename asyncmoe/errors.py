@@ -152,6 +152,10 @@ class Disagreement(AsyncmoeError):
     """The log-probabilities of engine and trainer differ by more than `verify` allows; nothing was trained on these samples."""
 
 
+class AnomalyFound(AsyncmoeError):
+    """A rule of `verify.anomalies` stops the run; nothing was trained on the batch, and its evidence is kept."""
+
+
 class WaitTimeout(AsyncmoeError):
     """A timeout. Names the awaited party, the awaited event and the waiting time."""
 

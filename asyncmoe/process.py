@@ -17,6 +17,7 @@ from signal import Signals
 from typing import NoReturn
 
 from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.logs import BoundedLog, LogBounds
 from asyncmoe.storage import writing
 
 ERROR_PREFIX = "error: "
@@ -84,17 +85,25 @@ class Child:
         command: program and arguments.
         log: file to which its output is appended.
         environment: variables added to this process's environment.
+        bounds: of the log.
 
     Raises:
         StorageError: the log cannot be opened.
         AsyncmoeError: the system cannot start the process.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        bounds: LogBounds | None = None,
+    ) -> None:
         self.name, self.log = name, log
         with writing(f"log of {name}", log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            self._log_start = log.stat().st_size if log.exists() else 0
+            self._bounded = BoundedLog(log, bounds or LogBounds())
             opened = log.open("ab")
         with opened as output:
             try:
@@ -145,13 +154,14 @@ class Child:
             if not self._signal_session(number) or self._session_gone(seconds):
                 return
 
+    def output(self) -> str:
+        """Return what the process has written to its log; of a log that was moved, the newest part."""
+        return self._bounded.output()
+
     @property
     def reason(self) -> str | None:
         """Failure reason in the log: the line `error: ...` about a rank that a signal ended, or else the first; None: there is none."""
-        with self.log.open("rb") as log:
-            log.seek(self._log_start)
-            text = log.read().decode(errors="replace")
-        errors = [line.removeprefix(ERROR_PREFIX) for line in text.splitlines() if line.startswith(ERROR_PREFIX)]
+        errors = [line.removeprefix(ERROR_PREFIX) for line in self.output().splitlines() if line.startswith(ERROR_PREFIX)]
         return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
     def why(self) -> str:

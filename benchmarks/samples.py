@@ -201,7 +201,7 @@ class Rig:
         from asyncmoe.config import parse
 
         shutil.rmtree(self._folder / "run", ignore_errors=True)
-        values = {**self._values, "telemetry": {"samples": {"groups": groups}}}
+        values = {**self._values, "telemetry": {"samples": {"groups": groups}}, "verify": {"probe_every": 0}}
         return asyncio.run(self._run(parse(values), most, steps, calls or Accounts(), journaled))
 
     def _journal(self, config: Any) -> Any:

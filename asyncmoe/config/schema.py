@@ -32,6 +32,7 @@ from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.config.transports import choices, shareable, unshared
 from asyncmoe.config.verify import VerifySection
 from asyncmoe.config.warmup import WarmupSection
+from asyncmoe.config.watch import WatchSection
 
 MAX_SUPPORT = 4096
 """SGLang's --sampling-mask-max-tokens."""
@@ -57,6 +58,7 @@ class Config(Section):
     warmup: WarmupSection = WarmupSection()
     sync: SyncSection = SyncSection()
     verify: VerifySection = VerifySection()
+    watch: WatchSection = WatchSection()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()

@@ -38,4 +38,9 @@ class SyncSection(Section):
     verify_every: NonNegative = Field(
         0, description="Compare checksums of the engines' and the trainer's weights every n updates; 0: never. 1 to find a faulty sync."
     )
+    spot_check_every: NonNegative = Field(
+        50,
+        description="Compare checksums of a random engine when every n-th version has landed and before the next lands; 0: never. "
+        "An engine whose weights somebody else wrote meanwhile is fenced. It computes the checksums twice, between two forward passes.",
+    )
     timeout_s: PositiveFloat = Field(300.0, description="Seconds each part of an update may take before it fails.")

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import NUMBER, NonNegative, Positive, PositiveFloat, Section, Switch
+from asyncmoe.logs import LogBounds
 
 _MOST_STEPS = 100
 
@@ -118,6 +119,17 @@ class SamplesSection(Section):
     )
 
 
+class LogsSection(Section):
+    """Bounds of logs/*.log. A log that is too large is moved to FILE.1, and that to FILE.2, by the process that started its writer."""
+
+    max_bytes: Annotated[int, Field(ge=1 << 16), NUMBER] = Field(64 << 20, description="Size in bytes at which a log is moved.")
+    keep: NonNegative = Field(3, description="Moved parts that are kept of each log; 0: none.")
+
+    @property
+    def bounds(self) -> LogBounds:
+        return LogBounds(self.max_bytes, self.keep)
+
+
 class TelemetrySection(Section):
     """Live view, export of metrics, and profiles. Records, logs and the report are always written."""
 
@@ -126,8 +138,14 @@ class TelemetrySection(Section):
         "auto", description="Also write TensorBoard files, to run.dir/tensorboard; auto: if the package tensorboard is installed."
     )
     prometheus_port: Annotated[int, Field(gt=0, le=65535), NUMBER] | None = Field(
-        None, description="Loopback port that serves the run's gauges to Prometheus; null: no port is opened."
+        None, description="Port that serves the run's gauges to Prometheus as /metrics, and /health; null: no port is opened."
     )
+    prometheus_host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1",
+        description="Address that prometheus_port listens on. Requests to another than loopback need the key in run.dir/metrics.key, as "
+        "Prometheus sends it with authorization.credentials_file.",
+    )
+    logs: LogsSection = LogsSection()
     samples: SamplesSection = SamplesSection()
     wandb: WandbSection | None = None
     mlflow: MlflowSection | None = None

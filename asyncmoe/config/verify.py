@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section
+from asyncmoe.config.anomalies import AnomaliesSection
+from asyncmoe.config.fields import NUMBER, NonNegative, Positive, PositiveFloat, Section
 
 
 class VerifySection(Section):
@@ -22,6 +25,15 @@ class VerifySection(Section):
     max_kl: PositiveFloat | None = Field(
         None, description="Stop if the mean KL(engine || trainer) over those tokens is larger, in nats per token; null: no limit."
     )
+    probe_every: NonNegative = Field(
+        10,
+        description="Compare an engine with the trainer every n published versions on tokens that both score with the weights of that "
+        "version, whatever the age of the batch; 0: never. It costs the trainer a forward pass over probe_tokens, and the engine too.",
+    )
+    probe_tokens: Annotated[int, Field(gt=1, le=1 << 14), NUMBER] = Field(
+        256, description="Number of those tokens: the first, at most 128 each, of trajectories of the batch."
+    )
+    anomalies: AnomaliesSection = AnomaliesSection()
 
     @model_validator(mode="after")
     def _check(self) -> VerifySection:

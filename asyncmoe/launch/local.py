@@ -211,9 +211,11 @@ def claim(directory: Path) -> IO[str]:
 
 def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     logs = config.run.dir / "logs"
-    controller = Child("controller", [sys.executable, "-m", "asyncmoe", "rollout", str(file)], logs / "controller.log")
+    controller = Child(
+        "controller", [sys.executable, "-m", "asyncmoe", "rollout", str(file)], logs / "controller.log", bounds=config.telemetry.logs.bounds
+    )
     ending.callback(controller.end, STOP_GRACE_S)
-    trainer = Child("trainer", trainer_command(config, file), logs / "trainer.log", TRAINER_ENVIRONMENT)
+    trainer = Child("trainer", trainer_command(config, file), logs / "trainer.log", TRAINER_ENVIRONMENT, config.telemetry.logs.bounds)
     ending.callback(trainer.end, STOP_GRACE_S)
     return Processes(controller, (trainer,))
 

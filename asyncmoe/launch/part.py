@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncmoe import installed
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import say
-from asyncmoe.telemetry import processes
+from asyncmoe.telemetry import heartbeats, processes
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
 
@@ -30,7 +30,9 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     processes.record(loaded.run.dir, "controller")
+    heartbeats.start(loaded.run.dir, "controller", loaded.watch.beat_s)
     controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
+    heartbeats.beat(heartbeats.ENDED)
 
 
 def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None, index: int = 0) -> None:
@@ -56,7 +58,9 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here())
     name = name or engine_agent.default_name(index)
     processes.record(loaded.run.dir, name)
+    heartbeats.start(loaded.run.dir, name, loaded.watch.beat_s)
     engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
+    heartbeats.beat(heartbeats.ENDED)
 
 
 def main(run: Callable[[], object]) -> None:

@@ -1,25 +1,32 @@
 """`asyncmoe stacks RUN`: what every process of a run on this host does at the moment, e.g. where it hangs.
 
 The processes are those that the run recorded (`asyncmoe.telemetry.processes`) and their descendants; none is found by its name. py-spy
-reads the Python stacks from outside, without the help of the process, which it stops for some milliseconds.
+reads the Python stacks from outside, without the help of the process, which it stops for some milliseconds. Without py-spy, or without the
+permission to use it, the processes of ours write their own (`asyncmoe.telemetry.heartbeats`), but no engine, and no stopped process.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncmoe import installed
 from asyncmoe.errors import UserError
-from asyncmoe.telemetry import processes
+from asyncmoe.telemetry import heartbeats, processes
+from asyncmoe.telemetry.heartbeats import Beat
 from asyncmoe.telemetry.processes import Recorded
 
 _DUMP_S = 30.0
+_OWN_S, _LOOK_S = 3.0, 0.1
+_MOST_OWN = 1 << 20
+"""Bytes of stacks that a process of ours has written itself, from which on its file is emptied."""
 _MOST_COMMAND = 120
 _MOST_OUTPUT = 200_000
 """Characters of a process's stacks that are shown."""
@@ -53,9 +60,13 @@ def stacks(run_dir: Path) -> Iterator[str]:
         raise UserError("asyncmoe stacks", got=f"{run_dir}, which has no running process on this host", expected="a running run", hint=hint)
     py_spy = _py_spy()
     denied = 0
+    beats = {beat.pid: beat for beat in heartbeats.read(run_dir).values()}
     for one in found:
         text = "" if py_spy is None else _dump(py_spy, one.pid)
-        denied += "Permission Denied" in text or "Operation not permitted" in text
+        refused = "Permission Denied" in text or "Operation not permitted" in text
+        if (py_spy is None or refused) and (own := _own(run_dir, one, beats)) is not None:
+            text, refused = own, False
+        denied += refused
         yield "\n".join(filter(None, (_heading(one), text.strip())))
     if py_spy is None:
         yield f"no stacks: py-spy is not installed; run: {installed.fix('profile')}"
@@ -110,6 +121,32 @@ def _elsewhere(recorded: Sequence[Recorded]) -> str:
     hosts = dict.fromkeys(one.host for one in recorded if not processes.is_here(one))
     roles = {host: ", ".join(one.role for one in recorded if one.host == host and not processes.is_here(one)) for host in hosts}
     return "; ".join(f"{host} ({of})" for host, of in roles.items())
+
+
+def _own(run_dir: Path, one: Found, beats: Mapping[int, Beat]) -> str | None:
+    """Have a process write its own stacks, and return them; None if it is not one that does."""
+    beat = beats.get(one.pid)
+    # The signal ends a process that has no handler for it: the pid alone may be another's by now.
+    if beat is None or not beat.dumps or beat.role != one.role:
+        return None
+    path = heartbeats.stacks_file(run_dir, beat.role)
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        os.kill(one.pid, heartbeats.DUMP_SIGNAL)
+    except ProcessLookupError:
+        return None
+    until = time.monotonic() + _OWN_S
+    while time.monotonic() < until:
+        time.sleep(_LOOK_S)
+        if path.exists() and path.stat().st_size > before:
+            time.sleep(_LOOK_S)  # it writes a line at a time
+            with path.open("rb") as file:
+                file.seek(before)
+                text = file.read(_MOST_OUTPUT).decode(errors="replace").strip()
+            if before > _MOST_OWN:
+                os.truncate(path, 0)  # the process appends to it
+            return text
+    return f"no stacks: it did not write its own within {_OWN_S:.0f} s, as when it is stopped"
 
 
 def _py_spy() -> str | None:

@@ -22,6 +22,7 @@ from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
+from asyncmoe.launch.watching import Watcher
 from asyncmoe.process import KILLED
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
@@ -119,7 +120,14 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     stop = StopOnSignal()
     try:
         processes.record(config.run.dir, "supervisor")
-        with Copier(config, lambda: stop.count), LiveView(config) as view, ExitStack() as ending:
+        watcher = Watcher(config)
+        with (
+            Copier(config, lambda: stop.count),
+            watcher,
+            LiveView(config, sinks=(watcher,), health=watcher.health) as view,
+            ExitStack() as ending,
+        ):
+            watcher.say = view.say
             _watch(config, start(ending), view, stop)
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), stop.number) from None

@@ -38,9 +38,10 @@ class Accounts:
     dropped: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
     requeued: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for state in ("dropped", "rejected", "requeued"):
+        for state in ("dropped", "rejected", "requeued", "skipped"):
             reasons: Mapping[str, int] = getattr(self, state)
             if sum(reasons.values()) != getattr(self.ledger, state):
                 raise InvariantBroken(f"ledger: the reasons {reasons} do not add up to {state} of {self.ledger}")
@@ -68,9 +69,19 @@ class Accounts:
         """The consumption rule drops `count` queued episodes."""
         return replace(self, ledger=self.ledger.drop(count), dropped=_plus(self.dropped, reason, count))
 
+    def skip(self, count: int, reason: str) -> Accounts:
+        """The trainer leaves `count` leased episodes untrained."""
+        return replace(self, ledger=self.ledger.skip(count), skipped=_plus(self.skipped, reason, count))
+
     def requeue(self, count: int, reason: str) -> Accounts:
         """The consumption rule starts `count` queued episodes again."""
         return replace(self, ledger=self.ledger.requeue(count), requeued=_plus(self.requeued, reason, count))
+
+    @property
+    def all_dropped(self) -> dict[str, int]:
+        """Dropped episodes by reason, those of skipped batches included."""
+        reasons = dict.fromkeys((*self.dropped, *self.skipped))
+        return {reason: self.dropped.get(reason, 0) + self.skipped.get(reason, 0) for reason in reasons}
 
     def stats(self, version: int, demonstrations: int) -> QueueStats:
         """Return the counts, with the served version and the number of queued demonstrations."""
@@ -83,7 +94,7 @@ class Accounts:
             started=count.started,
             accepted=count.accepted,
             trained=count.trained,
-            dropped=dict(self.dropped),
+            dropped=self.all_dropped,
             rejected=dict(self.rejected),
             requeued=dict(self.requeued),
             demonstrations=demonstrations,

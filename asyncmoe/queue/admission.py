@@ -43,10 +43,11 @@ from asyncmoe.errors import ConfigError, InvariantBroken
 class Ledger:
     """Counts of all started trajectories by their current state, since `base_version`; of episodes if several agents speak.
 
-    Invariant, checked at every change: started == running + spare + queued + leased + trained + dropped + rejected + requeued, none
-    negative. The last four are final, so every trajectory ends in exactly one of them. Running trajectories hold a place under the
-    capacity law. Spare trajectories exceed the places of their group and will never be queued. Until a group is complete, only the number
-    of its spare responses is known, not which ones they are.
+    Invariant, checked at every change: started == running + spare + queued + leased + trained + dropped + rejected + requeued + skipped,
+    none negative. The last five are final, so every trajectory ends in exactly one of them. Running trajectories hold a place under the
+    capacity law, as do those whose step is over: trained ones, and skipped ones, which the trainer left untrained. Spare trajectories
+    exceed the places of their group and will never be queued. Until a group is complete, only the number of its spare responses is known,
+    not which ones they are.
 
     Each transition returns the new ledger. It raises InvariantBroken if fewer than `count` trajectories are in the source state.
     """
@@ -60,6 +61,7 @@ class Ledger:
     dropped: int = 0
     rejected: int = 0
     requeued: int = 0
+    skipped: int = 0
 
     def __post_init__(self) -> None:
         counts = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -116,6 +118,10 @@ class Ledger:
     def release(self, count: int) -> Ledger:
         """Returned untrained: leased -> queued."""
         return self._move("leased", "queued", count)
+
+    def skip(self, count: int) -> Ledger:
+        """Left untrained by the step that leased them: leased -> skipped."""
+        return self._move("leased", "skipped", count)
 
     def train(self, count: int) -> Ledger:
         """Trained on: leased -> trained."""
@@ -176,7 +182,7 @@ class Admission:
 
     def may_start(self, ledger: Ledger, count: int, version: int) -> bool:
         """Whether the capacity law admits `count` more trajectories, spare trajectories not counted."""
-        return ledger.accepted + ledger.running + count <= self.capacity(version)
+        return ledger.accepted + ledger.skipped + ledger.running + count <= self.capacity(version)
 
     def oldest_allowed(self, version: int) -> int:
         """Oldest version that a token may have in a step that begins at trainer version `version`."""

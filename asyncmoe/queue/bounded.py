@@ -34,6 +34,8 @@ from asyncmoe.rpc.messages import Item, Leased, Phase
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Buffer, Recording, Trajectory, part, validate
 
 MAX_LEASE_WAIT_S = 86_400.0
+MAX_REASON = 100
+"""Characters of the reason under which a trainer drops a batch."""
 
 
 class BoundedQueue:
@@ -238,19 +240,29 @@ class BoundedQueue:
             raise ProtocolError(f"fetch: {unknown[0]} is not leased to step {step}")
         return [frame for key in keys for frame in part(frames[key], layers, masks)]
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, dropped: str = "") -> None:
         """End the lease of a trained step and free its arrays. Idempotent; steps commit in order.
 
+        Args:
+            dropped: why the step left its batch untrained; the batch counts as dropped under this reason, and keeps its places under the
+                capacity law, because the step it would have been is over.
+
         Raises:
-            ProtocolError: `step` was never leased, or an earlier step is not committed yet.
+            ProtocolError: `step` was never leased, an earlier step is not committed yet, or the reason is too long.
         """
+        if len(dropped) > MAX_REASON:
+            raise ProtocolError(f"commit of step {step}: got a reason of {len(dropped)} characters, expected at most {MAX_REASON}")
         if step <= self._leases.last_commit:
             return
         phase = self._leases.phase(step)
         self._leases = self._leases.commit(step)
         groups = self._lanes[phase].commit(step)
         if phase == "rl":
-            self._count(self.ledger.train(sum(map(len, groups))))
+            count = sum(map(len, groups))
+            if dropped:
+                self._accounts = self._accounts.skip(count, dropped)
+            else:
+                self._count(self.ledger.train(count))
             self._journal.committed(step)
             if self._on_trained is not None:
                 self._on_trained(groups)
@@ -351,7 +363,7 @@ class BoundedQueue:
         self._accounts = replace(self._accounts, ledger=ledger)
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False) -> Leased:
-        return Leased(step, items, self._lanes[phase].depth, dict(self._accounts.dropped), stop, self._journal.lineage)
+        return Leased(step, items, self._lanes[phase].depth, self._accounts.all_dropped, stop, self._journal.lineage)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> Group:
         self._arrivals += 1

@@ -43,7 +43,7 @@ class QueueService:
             case Fetch():
                 return Fetched(request.keys), self._queue.fetch(request.step, request.keys, request.layers, request.masks)
             case Commit():
-                self._queue.commit(request.step)
+                self._queue.commit(request.step, request.dropped)
             case Saved():
                 self.saved_step = request.step
             case Goodbye():

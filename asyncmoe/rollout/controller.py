@@ -22,10 +22,13 @@ from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.liveness import PAUSE_SHARE, Liveness
-from asyncmoe.rollout.engines.membership import Membership, MembershipRequest
+from asyncmoe.rollout.engines.membership import LEFT, Membership, MembershipRequest
+from asyncmoe.rollout.engines.pool import Member
+from asyncmoe.rollout.engines.probes import Prober
 from asyncmoe.rollout.engines.restarts import Restarts
 from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Demonstrator
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -40,9 +43,10 @@ from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Reply, Request, Saved, Saving
+from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saved, Saving
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer, Trajectory
 
 log = logging.getLogger(__name__)
@@ -145,11 +149,14 @@ class Controller:
             config.rollout.interruption,
             self._unfinished,
             config.engines.hang_timeout_s * PAUSE_SHARE,
+            SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
         )
+        self._prober = Prober(self._pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._membership = Membership(config, self._pool, self._coordinator.updating)
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
         self._service: QueueService | None = None
+        self._lost: list[Member] = []
         self._met, self._meeting = asyncio.Event(), asyncio.Lock()
         self._over = asyncio.Event()
         self._failure: Exception | None = None
@@ -162,6 +169,9 @@ class Controller:
             return await self._coordinator.handle(request)
         if isinstance(request, MembershipRequest):
             return await self._membership.handle(request)
+        if isinstance(request, Probe):
+            self._prober.take(request)
+            return Done()
         if isinstance(request, Hello) and request.facts is not None:
             check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
         if self._service is None:
@@ -188,7 +198,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        engines = (self._start_engines(), self._watch_engines(), self._keep_engines(), self._evaluator.run())
+        engines = (self._start_engines(), self._watch_engines(), self._keep_engines(), self._evaluator.run(), self._prober.run())
         work = (*engines, self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
@@ -281,6 +291,7 @@ class Controller:
     async def _record(self) -> None:
         while True:
             await asyncio.sleep(_RECORD_S)
+            heartbeats.beat("serves requests")
             self._write_record()
 
     def _write_record(self) -> None:
@@ -289,7 +300,22 @@ class Controller:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
             scoring.write_log(self._scorer, self._config.run.dir)
-            self._recorder.write(self._queue.stats(), names, self._pool, scoring.stats(self._scorer), counts, self._curriculum)
+            self._recorder.write(
+                self._queue.stats(),
+                names,
+                self._pool,
+                scoring.stats(self._scorer),
+                counts,
+                self._curriculum,
+                self._prober.totals,
+                len(self._pool.serving),
+                self._engines_lost(),
+            )
+
+    def _engines_lost(self) -> int:
+        """Return the number of engines that died or were fenced so far; one that has left is not lost."""
+        self._lost += [member for member in self._pool.members if member.fenced not in (None, LEFT) and member not in self._lost]
+        return len(self._lost)
 
     def _trained(self, groups: Sequence[Group]) -> None:
         if self._curriculum is not None:

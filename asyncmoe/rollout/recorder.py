@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncmoe.queue.accounts import QueueStats
+from asyncmoe.rollout.engines.probes import ProbeTotals
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.scoring import Stats
 from asyncmoe.rollout.tasks import Curriculum
@@ -27,6 +28,7 @@ class Recorder:
         self._evaluations = JsonLines(run_dir / EVALUATION)
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._last, self._last_tokens = time.time(), 0
+        self._probed = 0
 
     def generated(self, engine: str, begin: float, end: float) -> None:
         """Record that `engine` was generating from `begin` to `end`, Unix seconds."""
@@ -49,8 +51,16 @@ class Recorder:
         scoring: Mapping[str, Stats] | None = None,
         tools: Mapping[str, Counts] | None = None,
         curriculum: Curriculum | None = None,
+        probes: ProbeTotals | None = None,
+        serving: int = 0,
+        lost: int = 0,
     ) -> None:
-        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by name."""
+        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
+        name. A comparison of `probes` is in one record, the first after it.
+        `serving`, `lost`: numbers of engines."""
+        probes = probes or ProbeTotals()
+        last = None if probes.last is None or probes.versions == self._probed else probes.last
+        self._probed = probes.versions
         measured = None if curriculum is None else curriculum.figures()
         now = time.time()
         seconds = max(now - self._last, 1e-6)
@@ -69,6 +79,15 @@ class Recorder:
                 prompts_by_passed={} if measured is None else measured.by_passed,
                 prompts_difficulty=None if measured is None else measured.difficulty,
                 prompts_passed_over=None if measured is None else measured.passed_over,
+                engines_serving=serving,
+                engines_lost=lost,
+                probed_tokens=probes.tokens,
+                probed_versions=probes.versions,
+                probes_missed=probes.missed,
+                probe_version=None if last is None else last.version,
+                probe_diff_max=None if last is None else last.largest,
+                probe_diff_mean=None if last is None else last.mean,
+                probe_divergence=None if last is None else last.divergence,
                 **copied,
             )
         )

@@ -25,6 +25,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A number in a request: not negative, and exact in every encoding."""
 MAX_WAIT_S = 1e9
+MAX_PROBED = 1 << 16
+"""Tokens of a probe, all texts together."""
+_PROBED = msgspec.Meta(max_length=MAX_PROBED)
 
 
 class _Waits(Message, frozen=True):
@@ -78,6 +81,17 @@ class Commit(Message, frozen=True):
     """The trainer has trained on the batch of step `step`; its lease ends."""
 
     step: Count
+    dropped: str = ""
+    """Why the trainer left the whole batch untrained; it counts as dropped under this reason."""
+
+
+class Probe(Message, frozen=True):
+    """The trainer's log-probabilities of some texts under the weights of `version`, which engines serve or soon will."""
+
+    version: Count
+    tokens: Annotated[tuple[Annotated[tuple[Count, ...], _PROBED], ...], _PROBED]
+    logprobs: Annotated[tuple[Annotated[tuple[float, ...], _PROBED], ...], _PROBED]
+    """Of each token given those before it, at temperature 1 over the whole vocabulary; of the first token 0."""
 
 
 class Saving(Message, frozen=True):
@@ -332,6 +346,7 @@ Request = (
     | Lease
     | Fetch
     | Commit
+    | Probe
     | Saving
     | Saved
     | Goodbye

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -16,9 +17,10 @@ from asyncmoe import installed
 from asyncmoe.config import Config
 from asyncmoe.errors import StorageError
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
+from asyncmoe.telemetry.health import Health
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.supervised import DOWN_S, LoggerProcess
-from asyncmoe.telemetry.prometheus import Prometheus
+from asyncmoe.telemetry.prometheus import Prometheus, key_for
 from asyncmoe.telemetry.records import sessions
 from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
@@ -32,10 +34,16 @@ class LiveView:
 
     On a terminal (or with `telemetry.live: on`) it redraws one panel; otherwise it prints one line per step. The panel includes the records
     of earlier starts of the run, but they are neither printed nor sent to TensorBoard again.
+
+    Args:
+        sinks: get new records too; they are not closed.
+        health: judges the run, for `/health`.
     """
 
-    def __init__(self, config: Config, console: Console | None = None) -> None:
-        self._config = config
+    def __init__(
+        self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = (), health: Callable[[], Health] | None = None
+    ) -> None:
+        self._config, self._given, self._health = config, sinks, health
         self._console = console or Console()
         wanted = config.telemetry.live
         self._live = (
@@ -52,7 +60,8 @@ class LiveView:
     def __enter__(self) -> LiveView:
         with ExitStack() as stack:
             self._take(self._follower.poll())
-            for sink in _sinks(self._config):
+            self._sinks += self._given
+            for sink in _sinks(self._config, self._health):
                 stack.callback(sink.close)
                 self._sinks.append(sink)
             if self._live:
@@ -137,10 +146,11 @@ class LiveView:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _sinks(config: Config) -> list[Sink]:
+def _sinks(config: Config, health: Callable[[], Health] | None) -> list[Sink]:
     sinks: list[Sink] = []
     if config.telemetry.prometheus_port is not None:
-        sinks.append(Prometheus(config.telemetry.prometheus_port))
+        host = config.telemetry.prometheus_host
+        sinks.append(Prometheus(config.telemetry.prometheus_port, host, key_for(host, config.run.dir), health))
     if config.telemetry.tensorboard == "on" or (config.telemetry.tensorboard == "auto" and installed.has("tensorboard")):
         sinks.append(TensorBoard(config.run.dir / "tensorboard"))
     return sinks

@@ -80,6 +80,36 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     engine_utilization: Annotated[
         Mapping[str, float], Metric("Share of the time since the last record in which the engine had work.", "share of time", key="engine")
     ] = {}
+    engines_serving: Annotated[int, Metric("Engines that get requests, at the moment.", "engines")] = 0
+    engines_lost: Annotated[int, Metric("Engines that died or were fenced since the controller started.", "engines")] = 0
+    # Engines and trainer at the same version (verify.probe_every)
+    probed_tokens: Annotated[int, Metric("Probe tokens that an engine and the trainer scored with the same version.", "tokens")] = 0
+    probed_versions: Annotated[int, Metric("Versions compared on probe tokens.", "versions")] = 0
+    probes_missed: Annotated[
+        int, Metric("Versions that were to be compared, but whose engine failed or served the next one first.", "versions")
+    ] = 0
+    probe_version: Annotated[int | None, Metric("Version compared since the last record; absent if none was, like the next three.")] = None
+    probe_diff_max: Annotated[
+        float | None,
+        Metric(
+            "Largest |trainer - engine| log-probability over the probe tokens of that version.",
+            "nats a token",
+            plot=Plot(
+                "Agreement of engines and trainer", "Probe tokens at the same version", curve="largest", colour="red", from_zero=True
+            ),
+        ),
+    ] = None
+    probe_diff_mean: Annotated[
+        float | None,
+        Metric(
+            "Mean |trainer - engine| log-probability over them.",
+            "nats a token",
+            plot=Plot("Agreement of engines and trainer", "Probe tokens at the same version", curve="mean", colour="green", from_zero=True),
+        ),
+    ] = None
+    probe_divergence: Annotated[
+        float | None, Metric("Mean of e^d - 1 - d with d = trainer - engine over them; 0 if both compute the same.", "nats a token")
+    ] = None
     # Curriculum
     prompts_measured: Annotated[int | None, Metric("Prompts that have had a group, with task.curriculum.", "prompts")] = None
     prompts_by_passed: Annotated[

@@ -91,6 +91,10 @@ class Step(Learning, frozen=True, kw_only=True):
             over_updates="first",
         ),
     ] = None
+    logprob_tokens_same_version: Annotated[
+        int | None,
+        Metric("Number of the same tokens. 0 in most steps of an asynchronous run; see `probed_tokens`.", "tokens", over_updates="first"),
+    ] = None
     train_infer_kl: Annotated[
         float | None,
         Metric(
@@ -194,6 +198,14 @@ class Step(Learning, frozen=True, kw_only=True):
             plot=Plot(AGREEMENT, "KL(engine ‖ teacher)", colour="orange"),
         ),
     ] = None
+
+    anomalies: Annotated[
+        Mapping[str, float | None] | None,
+        Metric("Values that broke a rule of `verify.anomalies`, by rule; absent if none did.", "the value's own unit", key="rule"),
+    ] = None
+    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify.anomalies` refused; absent if none was.", "updates")] = (
+        None
+    )
 
     # Idle time and queue
     queue_depth: Annotated[

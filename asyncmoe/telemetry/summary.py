@@ -12,7 +12,7 @@ import msgspec
 from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
 from asyncmoe.telemetry.loggers import state
 from asyncmoe.telemetry.overlap import intersection, length
-from asyncmoe.telemetry.rejected import rejected
+from asyncmoe.telemetry.rejected import ends, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load
 
@@ -54,6 +54,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Median of `pause_ms` over the updates."""
     max_abs_logprob_diff_same_version: float | None
     """Largest `logprob_diff_max_same_version` of an RL step, in nats; None if no step had a token to compare."""
+    same_version_tokens: int | None
+    """Number of the tokens compared for it; None like it."""
+    same_version_versions: int | None
+    """Number of versions that they are of; None like it."""
+    max_abs_probe_diff: float | None
+    """Largest `probe_diff_max` of a version, in nats: engine and trainer on probe tokens of versions chosen by `verify.probe_every`; None
+    if none was compared."""
+    probe_tokens: int | None
+    """Number of the probe tokens compared for it; None like it."""
+    probe_versions: int | None
+    """Number of versions that they are of; None like it."""
     train_infer_kl_mean: float | None
     """Mean of `train_infer_kl` over the RL steps, in nats per token."""
     routing_mismatch_mean: float | None
@@ -113,7 +124,7 @@ def summary_of(run: RunRecords) -> Summary:
     wall = length(run.rl_windows)
     rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
-    gone = rejected(run.rollout)
+    gone, starts = rejected(run.rollout), ends(run.rollout)
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
@@ -123,6 +134,11 @@ def summary_of(run: RunRecords) -> Summary:
         sync_seconds_median=median(step.sync_seconds for step in updates),
         pause_ms_median=median(step.pause_ms for step in updates),
         max_abs_logprob_diff_same_version=max(known(step.logprob_diff_max_same_version for step in rl), default=None),
+        same_version_tokens=sum(step.logprob_tokens_same_version or 0 for step in rl) or None,
+        same_version_versions=len({step.version for step in rl if step.logprob_tokens_same_version}) or None,
+        max_abs_probe_diff=max(known(record.probe_diff_max for record in run.rollout), default=None),
+        probe_tokens=sum(counts.probed_tokens for counts in starts) or None,
+        probe_versions=sum(counts.probed_versions for counts in starts) or None,
         train_infer_kl_mean=mean(step.train_infer_kl for step in rl),
         routing_mismatch_mean=mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
         trainer_idle_share=sum_over((step.wait_seconds for step in rl), wall),

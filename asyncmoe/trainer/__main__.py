@@ -12,7 +12,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.hub import with_local_model
 from asyncmoe.platform import megatron
 from asyncmoe.process import die_with_parent, leave, named, say
-from asyncmoe.telemetry import processes
+from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.trainer.model import connections
 
 
@@ -25,6 +25,7 @@ def main() -> None:
         with named(f"trainer.{rank}"):
             config = with_local_model(configuration.load(Path(sys.argv[1]), sys.argv[2:]), download=False)
             processes.record(config.run.dir, f"trainer.{rank}")
+            heartbeats.start(config.run.dir, f"trainer.{rank}", config.watch.beat_s)
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
             megatron.prepare()
             from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
@@ -38,6 +39,7 @@ def main() -> None:
                 with suppress(OSError):
                     traceback.print_exc()  # says in which part of the step
                 raise silent from error
+            heartbeats.beat(heartbeats.ENDED)
     except AsyncmoeError as error:
         say(error)
         leave(error.exit_code)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,11 +13,12 @@ from asyncmoe.config import Config
 from asyncmoe.errors import Disagreement
 from asyncmoe.platform import megatron
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Leased, Phase
-from asyncmoe.trainer import logprob_mismatch
+from asyncmoe.rpc.messages import Leased, Phase, Probe
+from asyncmoe.trainer import logprob_mismatch, probe
+from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
 from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.data.batch import MicroBatch
-from asyncmoe.trainer.data.batch_client import Update
+from asyncmoe.trainer.data.batch import MicroBatch, pack, schedule
+from asyncmoe.trainer.data.batch_client import ANSWER_S, Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import collectives, optimizer
@@ -39,6 +41,26 @@ LogProbs = dict[int, np.ndarray]
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a batch was to the trainer.
+
+    Attributes:
+        updates: metrics of each optimizer update, also of one that was refused.
+        anomalies: by broken rule of `verify.anomalies`, the value that broke it.
+        skipped: the rules that refused the batch, joined by commas; "" if none did.
+    """
+
+    updates: Sequence[StepMetrics]
+    anomalies: Mapping[str, float] = field(default_factory=dict)
+    skipped: str = ""
+
+    @property
+    def untrained(self) -> str:
+        """Why the whole batch is left untrained; "" if an update was made, or could have been."""
+        return self.skipped if all(update.refused for update in self.updates) else ""
+
+
 class Learner:
     """Trains on batches. Every rank makes the same calls.
 
@@ -47,6 +69,7 @@ class Learner:
         replay: replays recorded experts; None if routing is not kept.
         plugins: the user's own parts of the objective.
         samples: keeps what training makes of some trajectories.
+        watch: refuses anomalous batches; None: none.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
@@ -61,14 +84,15 @@ class Learner:
         replay: Replay | None,
         plugins: Plugins,
         samples: TrainerSamples,
+        watch: AnomalyWatch | None = None,
     ) -> None:
-        self._plugins, self._samples = plugins, samples
+        self._plugins, self._samples, self._watch = plugins, samples, watch
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh = model.mesh
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
-    def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> list[StepMetrics]:
-        """Train on a batch and return the metrics of each update.
+    def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:
+        """Train on a batch.
 
         Args:
             step: the trainer's step, which is also its weight version.
@@ -76,6 +100,7 @@ class Learner:
 
         Raises:
             Disagreement: engine and trainer differ by more than `verify` allows; nothing was trained.
+            AnomalyFound: a rule of `verify.anomalies` stops the run; no further update was made.
         """
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh)
         wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
@@ -83,9 +108,39 @@ class Learner:
         with mark("fetch"):
             trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
         if phase == "warmup":
-            return self._warm_up(updates, trajectories, leased, before_update)
+            return Learned(self._warm_up(updates, trajectories, leased, before_update))
         others = batch_client.fetch(self._client, leased, relatives(leased.items, wanted, self._config.objective), (), masks=False)
-        return self._reinforce(updates, trajectories, others, leased, step, before_update)
+        if probe.due(self._config, step):
+            self._probe(leased, step)
+        guard = None if self._watch is None else self._watch.batch(leased.items, trajectories, step)
+        metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard)
+        if guard is None:
+            return Learned(metrics)
+        guard.end()
+        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, guard.skipped)
+
+    def _probe(self, leased: Leased, step: int) -> None:
+        """Score probe tokens under the weights of version `step`, and send them to the controller."""
+        config, mesh = self._config, self._mesh
+        chosen = probe.choose(leased.items, config.verify.probe_tokens)
+        if not chosen:
+            return
+        begin = time.perf_counter()
+        whole = batch_client.fetch(self._client, leased, [one.position for one in chosen], (), masks=False)
+        texts = probe.shortened(whole, chosen)
+        lengths = [one.tokens for one in chosen]
+        trainer = config.trainer
+        planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid)
+        nothing = np.zeros(len(chosen))
+        made = [
+            pack(texts, indices, advantages=nothing, weights=nothing, grid=mesh.grid, packed=trainer.pack, rows=planned.rows)
+            for indices in planned.ranks[mesh.dp_rank]
+        ]
+        found = logprobs_only(self._model, made, lengths, 1.0, self._replay)
+        if mesh.rank == 0:
+            tokens = tuple(tuple(map(int, texts[place].tokens)) for place in range(len(chosen)))
+            log.info("version %d: %d probe tokens scored in %.3f s", step, sum(lengths), time.perf_counter() - begin)
+            self._client.ask(Probe(step, tokens, tuple(tuple(map(float, found[place])) for place in range(len(chosen)))), ANSWER_S)
 
     def _warm_up(
         self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
@@ -103,6 +158,7 @@ class Learner:
         leased: Leased,
         step: int,
         before_update: Callable[[], None],
+        guard: BatchGuard | None,
     ) -> list[StepMetrics]:
         config, mesh = self._config, self._mesh
         routing = None if self._replay is None else self._replay.routing
@@ -121,9 +177,9 @@ class Learner:
             differs: Differs = lambda batch: None  # noqa: E731
             if sampled is not None:
                 loss, differs = replace(loss, observe=sampled.observer(update.members)), sampled.counter(update.members)
-            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, differs)
+            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, differs, guard)
             metrics.append(replace(found, figures={**found.figures, "plugin_metrics": reported | found.figures["plugin_metrics"]}))
-            if not metrics[-1].updated:
+            if not metrics[-1].updated and not metrics[-1].refused:
                 log.warning("step %d: every token was rejected (%s); no update", step, metrics[-1].figures["rejected_by_rule"])
         if sampled is not None:
             self._samples.write(sampled, leased.items, trajectories, step)

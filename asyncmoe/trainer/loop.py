@@ -22,10 +22,13 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving
 from asyncmoe.rpc.peers import facts
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
 from asyncmoe.trainer import objective
-from asyncmoe.trainer.batch_trainer import Learner
+from asyncmoe.trainer.anomalies import SKIPPED
+from asyncmoe.trainer.batch_guard import AnomalyWatch
+from asyncmoe.trainer.batch_trainer import Learned, Learner
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch_client import ANSWER_S
 from asyncmoe.trainer.lora import canonical
@@ -36,7 +39,6 @@ from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.samples import TrainerSamples
-from asyncmoe.trainer.step import StepMetrics
 from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.gather import Gatherer
@@ -97,7 +99,7 @@ class Trainer:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
         routing = models.kept_routing(config, built.hf)
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
-        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
+        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples, AnomalyWatch(config, place, done))
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
@@ -159,11 +161,12 @@ class Trainer:
         phase, got = self._phase, time.time()
         self._span("wait", begin, got)
         self._waits.clear()
-        metrics = self._learner.learn(leased, phase, self._step, self._before_update)
+        learned = self._learner.learn(leased, phase, self._step, self._before_update)
         trained = time.time()
         for part in between(got, trained, self._waits):
             self._span("train", *part)
-        self._client.ask(Commit(leased.step), ANSWER_S)
+        dropped = f"{SKIPPED}{learned.untrained}" if learned.untrained else ""
+        self._client.ask(Commit(leased.step, dropped), ANSWER_S)
         self._step += 1
         rl_steps = self._step - self._config.warmup.steps
         warm = rl_steps == 0
@@ -172,7 +175,7 @@ class Trainer:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
-        self._record(leased, phase, metrics, published, (begin, got, trained))
+        self._record(leased, phase, learned, published, (begin, got, trained))
         every = self._config.trainer.checkpoint_every
         if warm or (every and self._step % every == 0):
             self._save()
@@ -199,6 +202,7 @@ class Trainer:
 
     def _save(self) -> None:
         begin = time.perf_counter()
+        heartbeats.beat(f"the checkpoint of step {self._step}")
         with mark("save checkpoint"):
             path = checkpoint.save(self._config, self._step, self._model, self._optimizer, self._controllers_part)
         self._saved = self._step
@@ -215,11 +219,13 @@ class Trainer:
             self._spans.add("trainer.0", what, begin, end)  # type: ignore[arg-type]  # one of the schema's names
 
     def _record(
-        self, leased: Leased, phase: Phase, updates: Sequence[StepMetrics], published: Published | None, times: tuple[float, float, float]
+        self, leased: Leased, phase: Phase, learned: Learned, published: Published | None, times: tuple[float, float, float]
     ) -> None:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)
-            self._metrics.write(step_record(self._step, leased, phase, updates, published, waited, times))
+            refused = sum(update.refused for update in learned.updates)
+            record = step_record(self._step, leased, phase, learned.updates, published, waited, times, learned.anomalies, refused)
+            self._metrics.write(record)
 
 
 def agree(plugins: Plugins) -> None:

@@ -33,6 +33,8 @@ def step_record(
     published: Published | None,
     waited: float,
     times: tuple[float, float, float],
+    anomalies: Mapping[str, float] | None = None,
+    refused: int = 0,
 ) -> Step:
     """Build the metrics.jsonl record of a step.
 
@@ -41,6 +43,8 @@ def step_record(
         updates: metrics of the step's optimizer updates; their figures go to the fields of the same names.
         published: the last version published by the end of the step; None if an earlier step reported it.
         waited: seconds the step waited for weight sync.
+        anomalies: by broken rule of `verify.anomalies`, the value that broke it.
+        refused: updates that the rules refused.
         times: Unix times at which the step began, received its batch and finished training.
 
     Raises:
@@ -72,12 +76,14 @@ def step_record(
         response_tokens_mean=tokens / len(set(tree)),
         queue_depth=leased.queue_depth,
         dropped=leased.dropped,
+        anomalies=dict(anomalies or {}) or None,
+        skipped_updates=refused or None,
         **combined([update.figures for update in updates]),
     )
     if phase == "warmup":
         return common
     ages = common.ages or {}
-    rewards = trees.totals([item.reward for item in items], tree) / np.bincount(tree)
+    rewards = trees.rewards(items)
     lengths = np.quantile(trees.totals([item.sampled for item in items], tree), _LENGTHS)
     return msgspec.structs.replace(
         common,

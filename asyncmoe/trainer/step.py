@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer import objective
+from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss, PolicyLoss
@@ -31,6 +33,7 @@ from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402
+from asyncmoe.trainer.model import optimizer as optimizers  # noqa: E402
 from asyncmoe.trainer.model.optimizer import set_lr  # noqa: E402
 from asyncmoe.trainer.model.replay import Replay  # noqa: E402
 
@@ -44,12 +47,13 @@ class StepMetrics:
 
     Attributes:
         loss: loss of the whole step.
-        grad_norm: gradient norm before clipping; 0 if nothing was updated.
+        grad_norm: gradient norm before clipping; 0 if every token was rejected, or the update was refused before it was known.
         lr: learning rate used.
         rows: tokens of the trajectories, prompts included.
         tokens: sampled tokens.
         entropy: entropy of the trainer's distribution over the whole vocabulary, in nats; mean over sampled tokens.
-        updated: False if every token was rejected and no parameter changed.
+        updated: False if no parameter changed: every token was rejected, or the update was refused.
+        refused: whether the guard refused the update.
         figures: further numbers by their field's name in `telemetry.schema.Step`: `PolicyLoss.figures`; {} for other losses.
         routing_mismatch: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
             {} if routing was not kept.
@@ -64,6 +68,7 @@ class StepMetrics:
     updated: bool
     figures: Mapping[str, Any]
     routing_mismatch: Mapping[int, float]
+    refused: bool = False
 
 
 def train_step(
@@ -75,6 +80,7 @@ def train_step(
     before_update: Callable[[], None] = lambda: None,
     replay: Replay | None = None,
     differs: Differs = lambda batch: None,
+    guard: UpdateGuard | None = None,
 ) -> StepMetrics:
     """Run the forward and backward passes, reduce and clip the gradients, update the parameters. Collective over all ranks.
 
@@ -84,11 +90,12 @@ def train_step(
         before_update: called when the gradients are complete, before any parameter changes.
         replay: routes micro-batches with recorded experts through these experts.
         differs: see `Differs`.
+        guard: may refuse the update; None: `FiniteOnly`.
 
     Raises:
         ConfigError: a plug-in fails on this rank.
-        InvariantBroken: the loss, a plug-in's value or the gradient norm is not finite, or a token was sampled by a version that does not
-            exist yet. Raised on every rank, before any parameter changes.
+        InvariantBroken: a plug-in's value is not finite, or a token was sampled by a version that does not exist yet. Raised on every
+            rank, before any parameter changes, like the errors of `guard`.
     """
     set_lr(optimizer, lr)
     for chunk in model.ddp:
@@ -104,38 +111,41 @@ def train_step(
     policy = loss if isinstance(loss, PolicyLoss) else None
     if policy is not None:
         policy.check(sums)
+    guard = FiniteOnly() if guard is None else guard
     value, tokens = float(sums["loss"]), int(sums["tokens"])
-    if not math.isfinite(value):
-        raise InvariantBroken(f"the loss is {value}; no parameter was changed")
+    figures = {} if policy is None else policy.figures(sums)
+    allowed = guard.loss(value, figures)
     if sums.get("future", 0):
         raise InvariantBroken(f"{int(sums['future'])} tokens come from a later version than the trainer's; no parameter was changed")
-    before_update()
-    scale = objective.scale(sums)
+    scale, norm, updated = objective.scale(sums), 0.0, False
+    if allowed:
+        before_update()
+        norm, updated = _update(model, optimizer, scale, guard) if scale else (0.0, False)
     return StepMetrics(
         loss=value * scale,
-        grad_norm=_update(model, optimizer, scale) if scale else 0.0,
+        grad_norm=norm,
         lr=lr,
         rows=int(sums["rows"]),
         tokens=tokens,
         entropy=float(sums["entropy"]) / max(tokens, 1),
-        updated=bool(scale),
-        figures={} if policy is None else policy.figures(sums),
+        updated=updated,
+        figures=figures,
         routing_mismatch=mismatch,
+        refused=not updated and bool(scale),
     )
 
 
-def _update(model: Model, optimizer: MegatronOptimizer, scale: float) -> float:
-    """Update the parameters with the gradients times `scale`; return the norm of the scaled gradients before clipping."""
+def _update(model: Model, optimizer: MegatronOptimizer, scale: float, guard: UpdateGuard) -> tuple[float, bool]:
+    """Update the parameters with the gradients times `scale`, unless the guard refuses; return the norm of the scaled gradients before
+    clipping, and whether parameters changed."""
     if scale != 1.0:
         for chunk in model.ddp:
             chunk.scale_gradients(scale)
     with mark("optimizer"):
-        done, norm, _ = optimizer.step()
-    if not done:
-        raise InvariantBroken("the optimizer skipped its step")
-    if model.balance is not None:
+        norm, updated = optimizers.step(optimizer, guard.gradients)
+    if updated and model.balance is not None:
         model.balance.update()
-    return float(norm)
+    return norm, updated
 
 
 def logprobs_only(
@@ -189,6 +199,7 @@ def _run(
     kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` converts slices to float32
 
     def forward(rows: Iterator[tuple[int, MicroBatch]], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        heartbeats.beat("a micro-batch")
         chunk, batch = next(rows)
         bounds = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
         batch = batch.to(model.mesh.device)

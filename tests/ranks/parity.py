@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,10 @@ def not_a_number(job: Job) -> dict[str, Any]:
             step.train_step(built, adam, job.microbatches("token_mean", proximal=True, advantages=given), attempt, lr=case.LR)
         except InvariantBroken as error:
             messages.append(str(error))
+    # A guard that refuses the gradients of a healthy batch; a batch that it allows afterwards is trained.
+    healthy = job.microbatches("token_mean", proximal=True)
+    refused = step.train_step(built, adam, healthy, loss, lr=case.LR, guard=Refusing())
+    messages.append([refused.refused, refused.updated, math.isfinite(refused.grad_norm) and refused.grad_norm > 0])
     return {"messages": messages, "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True))}
 
 
@@ -293,6 +298,16 @@ def rejected(job: Job) -> dict[str, Any]:
         "nothing": [nothing.updated, nothing.loss, nothing.grad_norm, nothing.figures["rejected_fraction"]],
         "unchanged": all(torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True)),
     }
+
+
+class Refusing:
+    """A guard that allows the loss and refuses every gradient."""
+
+    def loss(self, loss: float, figures: Mapping[str, Any]) -> bool:
+        return math.isfinite(loss)
+
+    def gradients(self, norm: float) -> bool:
+        return False
 
 
 class PoisonedGradient:

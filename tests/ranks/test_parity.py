@@ -173,7 +173,8 @@ def check_training(errors: dict[str, Any]) -> None:
 
 @layouts
 def test_what_must_not_be_trained_on_stops_every_rank(found: dict[str, dict[str, Any]]) -> None:
-    loss, gradient, future = found["guard"]["messages"]
+    loss, gradient, future, refused = found["guard"]["messages"]
+    assert refused == [True, False, True]
     assert "later version than the trainer's" in future
     assert loss.startswith("the loss is nan")
     assert gradient.startswith("the gradient norm is nan")

@@ -12,7 +12,7 @@ from typing import Any
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.receiver.command import Command, CommitCommand
 from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, PromptLogprobs, Sampling, VersionSpan
 
 
 class FakeEngine:
@@ -76,6 +76,10 @@ class FakeEngine:
         made = tuple(range(len(tokens), len(tokens) + len(versions)))
         finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
         return Generation(made, (-1.0,) * len(made), _spans(versions), finish, 0)
+
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
+        await self._called()
+        return PromptLogprobs((0.0, *(-float(token) for token in tokens[1:])), str(self.version))
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         await self._called()

@@ -375,6 +375,27 @@ async def test_commit_is_idempotent_and_ends_the_lease() -> None:
 
 
 @asynchronous
+async def test_a_batch_that_the_trainer_leaves_untrained_is_dropped_for_its_reason_and_keeps_its_places() -> None:
+    held = queue()
+    held.started(4)
+    for one in (group(0), group(1)):
+        await held.put_group(one)
+    await held.lease(0, "rl", 4, 0, 0)
+    held.commit(0, "anomaly_kl_engine")
+    held.commit(0)  # of another rank, whose message came later
+    stats = held.stats()
+    assert (stats.dropped, stats.trained, stats.accepted, held.trained_steps) == ({"anomaly_kl_engine": 4}, 0, 0, 1)
+    # The step is over: version 1 admits one batch more, as after a trained step, not two.
+    assert held.can_start(4)
+    assert not held.can_start(8)
+    held.set_version(1)
+    assert held.can_start(8)
+    assert not held.can_start(12)
+    with pytest.raises(ProtocolError, match="a reason of 101 characters"):
+        held.commit(1, "x" * 101)
+
+
+@asynchronous
 async def test_a_trained_trajectory_leaves_nothing_behind() -> None:
     held = await filled(group(0), group(1))
     await held.lease(0, "rl", 4, 9, 0)

@@ -17,7 +17,8 @@ from asyncmoe.telemetry.summary import summarise, write_summary
 
 
 def _rl(step: int, end: float, *, wait: float = 1.0, sync: float | None = 2.0, pause: float | None = 30.0, **more: float) -> Step:
-    fields = {"reward_mean": float(step), "tokens": 100, "staleness_max": 1, **more}
+    fields = {"version": step, "reward_mean": float(step), "tokens": 100, "staleness_max": 1, **more}
+    fields["logprob_tokens_same_version"] = fields.pop("same", 0)
     return Step(step=step, phase="rl", time=end, step_seconds=10.0, wait_seconds=wait, sync_seconds=sync, pause_ms=pause, **fields)  # type: ignore[arg-type]
 
 
@@ -28,27 +29,39 @@ def run_dir(tmp_path: Path) -> Path:
         warmup = Step(step=1, phase="warmup", time=10, step_seconds=10, wait_seconds=9, tokens=10**6, reward_mean=99, staleness_max=50)
         metrics.write(warmup)
         metrics.write(_rl(2, 20, wait=4, sync=1, pause=10))
-        metrics.write(_rl(3, 30, sync=None, pause=None, logprob_diff_max_same_version=2e-5, train_infer_kl=0.5))
+        metrics.write(_rl(3, 30, sync=None, pause=None, logprob_diff_max_same_version=2e-5, same=7, train_infer_kl=0.5))
         metrics.write(
-            _rl(4, 40, wait=9, sync=50, pause=5000, staleness_max=60, reward_mean=-7, logprob_diff_max_same_version=9, train_infer_kl=9)
+            _rl(
+                4,
+                40,
+                wait=9,
+                sync=50,
+                pause=5000,
+                staleness_max=60,
+                reward_mean=-7,
+                logprob_diff_max_same_version=9,
+                same=99,
+                train_infer_kl=9,
+            )
         )
         metrics.write(Resume(3, 90))
         metrics.write(_rl(4, 110, sync=3, pause=20, staleness_max=2))
         metrics.write(_rl(5, 120, sync=0, pause=None, train_infer_kl=0.25, routing_mismatch={1: 0.1, 2: 0.3}))
         for step in (6, 7, 8):
-            metrics.write(_rl(step, 70 + 10 * step, sync=4, pause=40, logprob_diff_max_same_version=1e-5, tokens=200))
+            metrics.write(_rl(step, 70 + 10 * step, sync=4, pause=40, logprob_diff_max_same_version=1e-5, same=20, tokens=200))
     with JsonLines(tmp_path / EVALUATION) as evaluations:
         for version, reward in ((1, 0.1), (3, 0.2), (5, 0.9), (3, 0.3), (4, 0.4)):  # the run was resumed from version 3
             evaluations.write(evaluation(version, reward))
     with JsonLines(tmp_path / ROLLOUT) as rollout:  # the controller was started three times
-        for started, gone in (
-            (50, {}),
-            (90, {"scorer_nan": 4}),
-            (40, {"scorer_nan": 1}),
-            (50, {"scorer_nan": 2, "scorer_error": 8}),
-            (10, {}),
+        for started, gone, probed, apart in (
+            (50, {}, (0, 0), None),
+            (90, {"scorer_nan": 4}, (256, 1), 3e-6),
+            (40, {"scorer_nan": 1}, (0, 0), None),
+            (50, {"scorer_nan": 2, "scorer_error": 8}, (512, 2), 2e-6),
+            (10, {}, (0, 0), None),
         ):
-            rollout.write(Rollout(time=10, started=started, rejected=gone))
+            counts = {"probed_tokens": probed[0], "probed_versions": probed[1], "probe_diff_max": apart}
+            rollout.write(Rollout(time=10, started=started, rejected=gone, **counts))  # type: ignore[arg-type]
     with Spans(tmp_path / TRAINER_SPANS) as spans:
         spans.add("trainer.0", "train", 1, 9)  # warm-up
         spans.add("trainer.0", "train", 12, 18)
@@ -77,6 +90,11 @@ def test_every_number(run_dir: Path) -> None:
         "sync_seconds_median": 4,  # of 1, 3, 4, 4, 4
         "pause_ms_median": 40,  # of 10, 20, 40, 40, 40
         "max_abs_logprob_diff_same_version": 2e-5,
+        "same_version_tokens": 7 + 3 * 20,
+        "same_version_versions": 4,
+        "max_abs_probe_diff": 3e-6,
+        "probe_tokens": 256 + 512,
+        "probe_versions": 3,
         "train_infer_kl_mean": 0.375,
         "routing_mismatch_mean": pytest.approx(0.2),
         "trainer_idle_share": pytest.approx((4 + 6 * 1) / wall),

@@ -73,7 +73,9 @@ class Node:
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _LET_THROUGH)
         try:
             for launch in launches:
-                self._children[launch.name] = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
+                self._children[launch.name] = Child(
+                    launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment, launch.bounds
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
+from asyncmoe.logs import LogBounds
 from asyncmoe.rpc import address
 
 CONTROLLER = "controller"
@@ -59,12 +60,14 @@ class Launch:
         arguments: arguments of the node's Python.
         log: file for the process's output.
         environment: variables added to the node's environment.
+        bounds: of the log.
     """
 
     name: str
     arguments: tuple[str, ...]
     log: Path
     environment: Mapping[str, str]
+    bounds: LogBounds = field(default_factory=LogBounds)
 
 
 def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
@@ -145,6 +148,11 @@ def launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int]
         master: rendezvous address and port of the trainer's ranks.
         variables: result of `environment`.
     """
+    planned = _launches(config, file, bundle, master, variables)
+    return tuple(replace(launch, bounds=config.telemetry.logs.bounds) for launch in planned)
+
+
+def _launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int], variables: Mapping[str, str]) -> tuple[Launch, ...]:
     logs = config.run.dir.absolute() / "logs"
     if bundle.part == "trainer":
         nodes = config.cluster.trainer_nodes

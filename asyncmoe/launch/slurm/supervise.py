@@ -18,6 +18,7 @@ from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
 from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.launch.watching import Watcher
 from asyncmoe.models.hub import with_local_model
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
@@ -79,7 +80,14 @@ def _supervise(where: Allocation, config: Config, planned: Sequence[steps.JobSte
     """Start and supervise all steps; return the root cause of a failure, or None if all ended well or on request."""
     started: list[Part] = []
     processes.record(config.run.dir, "supervisor")
-    with Copier(config, lambda: int(stop.now)), LiveView(config) as view:  # ends last: loggers are sent the last records
+    watcher = Watcher(config)
+    # The view ends after the parts: loggers are sent the last records.
+    with (
+        Copier(config, lambda: int(stop.now)),
+        watcher,
+        LiveView(config, sinks=(watcher,), health=watcher.health) as view,
+    ):
+        watcher.say = view.say
         try:
             parts.start(planned, started)
             return _watch(where, {part.step.name: part for part in started}, view, stop)

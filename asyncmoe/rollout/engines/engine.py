@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncmoe.receiver.command import Command
-from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling
 
 
 class AdapterHost(Protocol):
@@ -104,6 +104,15 @@ class Engine(AdapterHost, Protocol):
             EngineLost: the connection failed.
             EngineError: the engine refused or itself aborted the request, or its answer is malformed.
             WaitTimeout: no answer within `timeout_s`.
+        """
+        ...
+
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
+        """Return the log-probabilities of a text, computed without cached prefixes under one version.
+
+        Args:
+            tokens: at least two token ids.
+            adapter: name of a loaded adapter; None: the model without an adapter.
         """
         ...
 

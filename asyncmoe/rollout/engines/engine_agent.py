@@ -29,6 +29,7 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import facts
 from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -165,6 +166,7 @@ class _Stay:
 
     async def _watch(self) -> str:
         while (why := self._engine.died) is None:
+            heartbeats.beat("looks after its server")
             await asyncio.sleep(_POLL_S)
         return why
 

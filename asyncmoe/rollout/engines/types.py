@@ -76,6 +76,19 @@ class Generation:
     masks: Sequence[Sequence[int]] | None = None
 
 
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """An engine's log-probabilities of a given text.
+
+    Attributes:
+        logprobs: of each token given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first token.
+        version: the weights' version string.
+    """
+
+    logprobs: tuple[float, ...]
+    version: str
+
+
 class ParsedCall(msgspec.Struct, frozen=True):
     """A tool call in a response, as the engine's parser reads it.
 

@@ -50,7 +50,17 @@ def rows(run: RunRecords, summary: Summary) -> Sequence[Row]:
             number(summary.max_staleness_seen, "version" if summary.max_staleness_seen == 1 else "versions"),
             "largest age trained on",
         ),
-        ("Log-prob difference", number(diff, "nats", 2), "largest |trainer - engine| on tokens of the same version; – when there was none"),
+        (
+            "Log-prob difference",
+            number(diff, "nats", 2),
+            f"largest |trainer - engine| on {number(summary.same_version_tokens or 0)} trained tokens of the same version, of "
+            f"{summary.same_version_versions or 0} versions",
+        ),
+        (
+            "The same on probe tokens",
+            number(summary.max_abs_probe_diff, "nats", 2),
+            f"{number(summary.probe_tokens or 0)} tokens of {summary.probe_versions or 0} versions (verify.probe_every)",
+        ),
         ("KL engine to trainer", number(summary.train_infer_kl_mean, "nats", 2), "a token, mean over RL steps; staleness included"),
         (
             "Routed otherwise",

@@ -15,6 +15,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch, Schedule
 from asyncmoe.trainer.model.mesh import Mesh
@@ -109,6 +110,7 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
     until = time.monotonic() + config.queue.lease_timeout_s
     while True:
         check()
+        heartbeats.beat(f"waiting for the batch of step {step + 1}")
         wait_s = min(_PATIENCE_S, max(0.0, until - time.monotonic()))
         reply = client.ask(Lease(step, phase, count, version=step, wait_s=wait_s), wait_s + ANSWER_S)[0]
         assert isinstance(reply, Leased)

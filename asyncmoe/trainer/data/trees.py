@@ -35,6 +35,12 @@ def totals(values: Sequence[float], tree: Sequence[int]) -> np.ndarray:
     return np.bincount(np.asarray(tree, np.int64), np.asarray(values, np.float64))
 
 
+def rewards(items: Sequence[Item]) -> np.ndarray:
+    """Return the rewards of a batch, one of each tree: the mean of its paths; float64[trees]."""
+    tree = numbers(items)
+    return np.asarray(totals([item.reward for item in items], tree) / np.bincount(tree))
+
+
 def token_weights(items: Sequence[Item], aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:
     """Return the loss weight of a sampled token of each trajectory: float64[n]. All paths of a tree are one sequence, because each of its
     tokens is trained once (`objective.token_weights`)."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import adam
+from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.lr import lr_at as lr_at
 
@@ -25,7 +26,7 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
 
     Build it after the weights are loaded: with bfloat16 it copies them into float32 masters.
 
-    A step whose gradient norm is not finite raises `InvariantBroken` on every rank before any parameter changes.
+    Take its steps with `step`, which asks before any parameter changes.
     """
     section = config.trainer.optimizer
     optimizer = get_megatron_optimizer(
@@ -44,8 +45,6 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
         ),
         list(model.ddp),
     )
-    # `ChainedOptimizer.step` calls this for the norm, reduced over all ranks, before it clips and steps; it would continue with NaN.
-    optimizer.get_grad_norm = _finite(optimizer.get_grad_norm)
     fuse(optimizer, model)
     return optimizer
 
@@ -62,11 +61,49 @@ def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _finite(norm_of: Callable[[], Any]) -> Callable[[], float]:
-    def get_grad_norm() -> float:
-        norm = float(norm_of())
-        if not math.isfinite(norm):
-            raise InvariantBroken(f"the gradient norm is {norm}; no parameter was changed")
+def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple[float, bool]:
+    """Take a step unless it is refused. Collective over all ranks.
+
+    Args:
+        allows: called with the gradient norm before clipping, the same on every rank, NaN if it is not finite on one; returns whether to
+            change parameters, and may raise.
+
+    Returns:
+        The norm, and whether parameters changed.
+    """
+    norm_of = optimizer.get_grad_norm
+
+    def asking() -> float:
+        norm = _agreed(float(norm_of()))
+        if not allows(norm):
+            raise _Refused(norm)
         return norm
 
-    return get_grad_norm
+    # `ChainedOptimizer.step` calls this for the norm before it clips and steps; it would continue with NaN.
+    optimizer.get_grad_norm = asking
+    try:
+        done, norm, _ = optimizer.step()
+    except _Refused as refused:
+        return refused.norm, False
+    finally:
+        optimizer.get_grad_norm = norm_of
+    if not done:
+        raise InvariantBroken("the optimizer skipped its step")
+    return float(norm), True
+
+
+class _Refused(Exception):
+    """Leaves Megatron's step before it changes a parameter."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__()
+        self.norm = norm
+
+
+def _agreed(norm: float) -> float:
+    """Return the largest norm of all ranks, NaN if one is not finite. Megatron reduces it over the ranks of one replica; sums of another
+    replica may differ in their last bit, and all ranks must decide alike."""
+    finite = math.isfinite(norm)
+    mine = torch.tensor([0.0 if finite else 1.0, norm if finite else 0.0], dtype=torch.float64)
+    unfinite, largest = collectives.total(mine, dist.ReduceOp.MAX).tolist()
+    return math.nan if unfinite else float(largest)

@@ -122,6 +122,7 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
         train_infer_kl: KL(engine || trainer), the k3 estimate, never negative; train_infer_kl_direct: mean of log pi_engine - log pi,
             unbiased but noisy.
         kl_reference: KL(trainer || reference), k3 estimate, valid only for tokens sampled by the trainer's policy; None without reference.
+        logprob_tokens_same_version: number of tokens whose prefix was computed under the trainer's version.
         logprob_diff_mean: mean |trainer - engine|; logprob_diff_mean_same_version, logprob_diff_max_same_version: mean and maximum over
             tokens of trajectories sampled entirely by the weights being trained; None without such tokens.
         ages: sampled tokens by age, i.e. the trainer's version minus the token's; ages above 63 count as 64.
@@ -147,5 +148,6 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
         "logprob_diff_mean": one["logprob_diff"] / tokens,
         "logprob_diff_mean_same_version": one["logprob_diff_same_version"] / same if same else None,
         "logprob_diff_max_same_version": one["max_logprob_diff_same_version"] if same else None,
+        "logprob_tokens_same_version": int(same),
         "ages": {int(age): int(ages[age]) for age in np.flatnonzero(ages)},
     }

@@ -39,6 +39,7 @@ from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.channel_end import opener
 from asyncmoe.reshard import device_threads
 from asyncmoe.rpc.client import Client
+from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
@@ -140,6 +141,7 @@ class ReshardPublisher:
         return 4 * (self._sync.timeout_s + GRACE_S)
 
     def _bounded(self, what: str) -> None:
+        heartbeats.beat(f"waiting for {what}")
         limit = self._config.engines.start_timeout_s + 2 * self._limit
         if time.monotonic() - self._tried > limit:
             raise WaitTimeout("this rank's sender of weights", what, limit)

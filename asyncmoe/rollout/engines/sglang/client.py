@@ -13,10 +13,10 @@ import msgspec
 
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
-from asyncmoe.rollout.engines.sglang.generation import Generated, request_body, response
+from asyncmoe.rollout.engines.sglang.generation import Generated, Scored, request_body, response, scored, scoring_body
 from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
-from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling
 
 
 class _ServerInfo(msgspec.Struct):
@@ -108,6 +108,10 @@ class SGLangClient(WeightEndpoints):
                         ended = True
                         await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
         return parts.whole()
+
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
+        body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}", adapter)
+        return scored(self.name, tokens, await self._post("/generate", body, Scored, timeout_s))
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         body = {"text": text, "tool_call_parser": parser, "tools": [dict(tool) for tool in tools]}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import ABORTED, Generation, PromptLogprobs, Sampling, VersionSpan
 from asyncmoe.trajectory import Recording
 
 
@@ -37,6 +38,48 @@ class Generated(msgspec.Struct, frozen=True):
 
     output_ids: list[int]
     meta_info: Meta
+
+
+class ScoredMeta(msgspec.Struct, frozen=True):
+    """The part of `Meta` that a scored prompt has."""
+
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+    weight_versions: list[VersionSpan]
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """The answer of `/generate` to `scoring_body`."""
+
+    meta_info: ScoredMeta
+
+
+def scoring_body(tokens: Sequence[int], salt: str, adapter: str | None) -> dict[str, Any]:
+    """Return the request for the log-probabilities of a prompt. One token is sampled: its version is that of the forward pass."""
+    return {
+        "input_ids": list(tokens),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "cache_salt": salt,
+        "lora_path": adapter,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "ignore_eos": True},
+    }
+
+
+def scored(name: str, tokens: Sequence[int], reply: Scored) -> PromptLogprobs:
+    """Return the log-probabilities in an answer.
+
+    Raises:
+        EngineError: the answer does not fit the prompt, or a value is not finite.
+    """
+    meta = reply.meta_info
+    # SGLang reports the last id of its vocabulary as 0 (`_process_input_token_logprobs`, logprob_result_processor.py).
+    shown = [token or sent for (_, token, _), sent in zip(meta.input_token_logprobs, tokens, strict=False)]
+    if len(meta.input_token_logprobs) != len(tokens) or shown != list(tokens) or len(meta.weight_versions) != 1:
+        raise EngineError(f"{name}: log-probabilities do not match the {len(tokens)} tokens of the prompt")
+    values = [value for value, _, _ in meta.input_token_logprobs[1:]]
+    if not all(value is not None and math.isfinite(value) for value in values):
+        raise EngineError(f"{name}: a log-probability of the prompt is not finite")
+    return PromptLogprobs((0.0, *(value for value in values if value is not None)), meta.weight_versions[0].version)
 
 
 def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, routed: int, adapter: str | None) -> dict[str, Any]:

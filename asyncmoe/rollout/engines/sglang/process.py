@@ -66,7 +66,6 @@ class SGLangProcess:
         self._reserved = _reserve(host, section.port + index if section.port else 0)
         port = int(self._reserved.getsockname()[1])
         log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
-        self._log_start = log.stat().st_size if log.exists() else 0
         hf = models.hf_config_of(config)
         self._adapter = None
         kind = models.adapter_of(config, hf)
@@ -76,9 +75,10 @@ class SGLangProcess:
         arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
+        given = environment(config, index)
         self._scratch = Scratch()
         try:
-            self._child = Child(name, arguments, log, environment(config, index) | self._scratch.environment() | {API_KEY: key})
+            self._child = Child(name, arguments, log, given | self._scratch.environment() | {API_KEY: key}, config.telemetry.logs.bounds)
         except AsyncmoeError:
             self._reserved.close()
             self._scratch.remove()
@@ -91,9 +91,7 @@ class SGLangProcess:
         """The reason the process ended, or None while it runs."""
         if self._child.returncode is None:
             return None
-        with self._child.log.open("rb") as log:
-            log.seek(self._log_start)
-            reason = reason_in(log.read().decode(errors="replace"))
+        reason = reason_in(self._child.output())
         return f"{reason or f'ended with status {self._child.returncode}'} (log: {self._child.log})"
 
     async def wait_ready(self) -> None:

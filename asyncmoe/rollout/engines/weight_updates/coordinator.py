@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard
+from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard, spot_check
 from asyncmoe.rollout.engines.weight_updates.driver import Failures, UpdateDriver, raise_first
+from asyncmoe.rollout.engines.weight_updates.spot_check import Checksums, SpotCheck
 from asyncmoe.rpc.messages import (
     Committed,
     Done,
@@ -28,8 +29,6 @@ from asyncmoe.rpc.messages import (
 )
 
 WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsAbort | EnginesAsk
-_NAMED = 8
-"""Maximum number of differing parameters that an error names; the rest are counted."""
 
 
 class WeightUpdateCoordinator:
@@ -41,6 +40,7 @@ class WeightUpdateCoordinator:
         published: awaited with a version once every engine serves it.
         record: called with (engine, begin, end), Unix seconds, for every pause.
         interruption, unfinished, pause_s: as for `UpdateDriver`.
+        spot: checks a random engine of some versions; None: none.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class WeightUpdateCoordinator:
         interruption: Interruption = "in_place",
         unfinished: Callable[[], int] = lambda: 0,
         pause_s: float | None = None,
+        spot: SpotCheck | None = None,
     ) -> None:
+        self._spot = SpotCheck(pool, 0, 0, timeout_s) if spot is None else spot
         self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, timeout_s if pause_s is None else pause_s)
         self._pool, self._timeout_s, self._published = pool, timeout_s, published
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,14 +112,20 @@ class WeightUpdateCoordinator:
             case WeightsJoin():
                 await (broadcast.join if request.method == "broadcast" else reshard.start_receivers)(self.driver, request)
             case WeightsStage():
+                if request.in_place:
+                    await self._spot.end()
+                else:
+                    self._spot.begin()
                 update = reshard.stage(self.driver, request)
                 if request.in_place:
                     await self._expecting_next(reshard.stage_in_place(self.driver, update))
             case WeightsBegin():
+                await self._spot.end()
                 await self._expecting_next(broadcast.begin(self.driver, request.version))
             case WeightsBucket():
                 await self._expecting_next(broadcast.load(self.driver, request))
             case WeightsAdapter():
+                await self._spot.end()
                 serving, failed = await adapter_files.publish(self.driver, request)
                 return await self._publish(request.version, (0.0,) * serving, failed)
             case WeightsCommit():
@@ -147,12 +155,13 @@ class WeightUpdateCoordinator:
 
     async def _commit(self, request: WeightsCommit) -> Committed:
         update = self.driver.expect(request.version)
+        await self._spot.end()
         failed = await reshard.swap(self.driver, update, request.update) if update.state.staged else []
 
         async def finish(member: Member) -> None:
             await member.engine.client.end_update()
             if request.checksums:
-                _compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
+                spot_check.compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
 
         failed += await self.driver.fencing(update, finish)
         pauses: list[float] = []
@@ -166,13 +175,14 @@ class WeightUpdateCoordinator:
 
         failed += await self.driver.fencing(update, resume)
         self.driver.close(update)
-        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed)
+        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed, request.checksums)
 
-    async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures) -> Committed:
+    async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures, checksums: Checksums = ()) -> Committed:
         """Publish a version that some engines serve now, and report engines that refused it.
 
         Args:
             pause_ms: pauses of the engines that serve it.
+            checksums: the trainer's; empty if the version was not verified.
 
         Raises:
             WeightSyncError: an engine refused it, or none is left.
@@ -180,6 +190,8 @@ class WeightUpdateCoordinator:
         # First, because the engines that resumed sample the version, whatever is wrong with the others.
         if pause_ms:
             await self._published(version)
+            served = [member for member in self._pool.serving if member.version == version]
+            self._spot.landed(version, served, checksums)
         # An engine whose process has ended is fenced and serves nothing; the others have the version.
         raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {version}")
         if not pause_ms:
@@ -208,18 +220,3 @@ class WeightUpdateCoordinator:
     def _fell_silent(self) -> None:
         if (update := self.driver.current) is not None:
             self._ending = asyncio.ensure_future(self.driver.end(update, f"the sender was silent for {self._timeout_s:g} s"))
-
-
-def _compare(expected: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> None:
-    """Raise if an engine's ranks do not hold the expected values; names without an expected checksum (buffers) are not compared."""
-    if len(expected) != len(found):
-        raise WeightSyncError(f"checksums: got {len(found)} ranks, expected {len(expected)}")
-    wrong = [
-        f"{name} of rank {rank}"
-        for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True))
-        for name, checksum in ours.items()
-        if theirs.get(name) != checksum
-    ]
-    if wrong:
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise WeightSyncError(f"checksums differ: {', '.join(wrong[:_NAMED])}{more}")

@@ -1,0 +1,131 @@
+"""Watches a run from its supervisor: heartbeats, stacks of what hangs, health and alerts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.launch import stacks
+from asyncmoe.storage import writing
+from asyncmoe.telemetry import heartbeats
+from asyncmoe.telemetry.alarm import Alarm
+from asyncmoe.telemetry.alerts import Alert, Told, tell
+from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.health import Health, health
+from asyncmoe.telemetry.heartbeats import BeatListener, Silence
+
+_KEPT = 20
+_DUMPING_S = 60.0
+"""Seconds that the stacks of all processes may take; those that come later are left out."""
+
+
+class Watcher:
+    """A `Sink` of the live view, which feeds it several times a second. Use it as a context manager around the run.
+
+    Attributes:
+        say: shows a message to the user; may be called from another thread.
+
+    Raises:
+        ConfigError: see `Alarm`.
+    """
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._watch, self._clock = config, config.watch, clock
+        self.say: Callable[[str], None] = _to_stderr
+        self._alarm = Alarm(config.watch.alerts, config.run.dir.name, lambda text: self.say(text))
+        self._told, self._listener, self._next = Told(), BeatListener(), 0.0
+        self._silences: list[Silence] = []
+        self._dumped: dict[str, Path] = {}
+
+    def __enter__(self) -> Watcher:
+        heartbeats.forget(self._config.run.dir)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        named = self._with_the_silent(error) if isinstance(error, AsyncmoeError) and not isinstance(error, Interrupted) else error
+        if isinstance(named, Exception) and not isinstance(named, Interrupted):
+            self._alarm.send(Alert("failed", f"the run has failed: {named}", self._told.step))
+        self._alarm.close()
+        if named is not error and named is not None:
+            raise named from error
+
+    def health(self) -> Health:
+        """Judge the run; may be called from any thread."""
+        return health(self._told, self._silences, self._watch.stacks_after_s, self._clock())
+
+    def feed(self, records: list[Followed]) -> None:
+        """Consume new records, and look after every process.
+
+        Raises:
+            AsyncmoeError: the controller or a trainer rank has been silent for watch.end_after_s; names it.
+        """
+        now = self._clock()
+        limit = self._config.verify.anomalies.kl_engine.above
+        self._told, alerts = tell(self._watch.alerts, self._told, records, now, limit)
+        for alert in alerts:
+            self._alarm.send(alert)
+        if now >= self._next:
+            self._next = now + self._watch.beat_s
+            self._listen(now)
+
+    def close(self) -> None:
+        """Nothing: the context manager ends it."""
+
+    def _listen(self, now: float) -> None:
+        self._silences = self._listener.hear(heartbeats.read(self._config.run.dir), now)
+        silent = [one for one in self._silences if one.seconds > self._watch.stacks_after_s]
+        self._dumped = {role: path for role, path in self._dumped.items() if any(one.role == role for one in silent)}
+        if new := [one for one in silent if one.role not in self._dumped]:
+            path = write_stacks(self._config.run.dir, new)
+            self._dumped |= {one.role: path for one in new}
+            text = f"{new[0]}{f', and {len(new) - 1} more' if new[1:] else ''}; stacks of every process: {path}"
+            self.say(text)
+            self._alarm.send(Alert("silent", text, self._told.step))
+        for one in silent:
+            if self._watch.end_after_s is not None and one.seconds > self._watch.end_after_s and heartbeats.ends_the_run(one.role):
+                raise AsyncmoeError(f"waited {self._watch.end_after_s:g} s (watch.end_after_s) for a heartbeat")
+
+    def _with_the_silent(self, error: AsyncmoeError) -> AsyncmoeError:
+        """Return an error that names the process that was silent longest, if one was: other processes fail for lack of it."""
+        first = next((one for one in self._silences if one.role in self._dumped), None)
+        if first is None:
+            return error
+        named = AsyncmoeError(f"{first}; stacks of every process are in {self._dumped[first.role]}; then: {error}")
+        named.exit_code = error.exit_code
+        return named
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:
+    """Write the stacks of every process of a run on this host, and why, to a new file in run.dir/logs; return it. Only the newest such
+    files are kept.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    path = run_dir / "logs" / f"stacks-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt"
+    until = time.monotonic() + _DUMPING_S
+    with writing("stacks of the run", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in sorted(path.parent.glob("stacks-*.txt"))[: -(_KEPT - 1)]:
+            old.unlink(missing_ok=True)
+        with path.open("a") as file:
+            print(*silent, sep="\n", file=file, flush=True)
+            try:
+                for paragraph in stacks.stacks(run_dir):
+                    print(paragraph, file=file, flush=True)
+                    if time.monotonic() > until:
+                        print(f"[the rest is left out after {_DUMPING_S:.0f} s]", file=file)
+                        break
+            except AsyncmoeError as error:  # e.g. no permission: it says so at the end
+                print(error, file=file)
+    return path

@@ -1,0 +1,73 @@
+"""Which events of a run are told to somebody (`watch.alerts`). Decisions only; `asyncmoe.telemetry.alarm` sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from asyncmoe.config.watch import AlertsSection, Event
+from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.schema import Step
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An event in words, and the steps taken until then."""
+
+    event: Event
+    text: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is known of the run, so that nothing is told twice.
+
+    Attributes:
+        step: steps taken.
+        stepped: seconds, on the clock of `now`, of the latest step or of the start; None before the first call.
+        lost: engines lost since the controller started.
+        late: whether `no_step` is told.
+        anomalies: rules of `verify.anomalies` that the previous step broke.
+    """
+
+    step: int = 0
+    stepped: float | None = None
+    lost: int = 0
+    late: bool = False
+    anomalies: frozenset[str] = frozenset()
+
+
+def tell(
+    section: AlertsSection, told: Told, records: Sequence[Followed], now: float, probe_limit: float | None
+) -> tuple[Told, list[Alert]]:
+    """Return what is known after new records, and the alerts that they raise.
+
+    Args:
+        now: seconds on any steady clock.
+        probe_limit: `verify.anomalies.kl_engine.above`, for comparisons on probe tokens.
+    """
+    alerts: list[Alert] = []
+    told = replace(told, stepped=now) if told.stepped is None else told
+    for record in records:
+        if isinstance(record, Step):
+            broken = frozenset(record.anomalies or ())
+            if new := sorted(broken - told.anomalies):
+                values = ", ".join(f"{rule} {(record.anomalies or {})[rule] or float('nan'):.4g}" for rule in new)
+                skipped = "; the batch was left untrained" if record.skipped_updates else ""
+                alerts.append(Alert("anomaly", f"step {record.step} broke verify.anomalies: {values}{skipped}", record.step))
+            told = replace(told, step=record.step, stepped=now, late=False, anomalies=broken)
+        elif isinstance(record, Rollout):
+            if record.engines_lost > told.lost:
+                text = f"{record.engines_lost - told.lost} engine(s) lost, {record.engines_serving} serve; the controller's log says why"
+                alerts.append(Alert("engine_lost", text, told.step))
+            told = replace(told, lost=record.engines_lost)
+            if probe_limit is not None and (record.probe_divergence or 0.0) > probe_limit:
+                text = f"an engine computes other log-probabilities than the trainer at version {record.probe_version}"
+                alerts.append(Alert("anomaly", f"{text}: divergence {record.probe_divergence:.3g} nats a token", told.step))
+    since = 0.0 if told.stepped is None else now - told.stepped
+    if section.no_step_s is not None and not told.late and since > section.no_step_s:
+        told = replace(told, late=True)
+        alerts.append(Alert("no_step", f"no step for {since:.0f} s, after {told.step}", told.step))
+    return told, alerts

@@ -1,0 +1,146 @@
+"""Heartbeats: each process of a run says in run.dir/heartbeats/ROLE.json that it gets on, and what it does.
+
+A heartbeat comes from the code that does the work, not from a thread of its own: a process whose work hangs is silent. The reader measures
+silence with its own clock, from the last change of a file, so clocks of several hosts do not matter.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+FOLDER = "heartbeats"
+DUMP_SIGNAL = signal.SIGUSR2
+"""A process that says `Beat.dumps` writes its stacks to `stacks_file` when it gets this signal."""
+ENDED = "ended"
+"""`Beat.does` of a process that has ended well, and is expected to be silent."""
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """A heartbeat. `number` counts those of the process; `does` says what it begins, in words."""
+
+    role: str
+    pid: int
+    number: int
+    does: str
+    dumps: bool = False
+
+
+class Heart:
+    """Writes this process's heartbeats.
+
+    Args:
+        every_s: least seconds between two, except for the first and the last.
+    """
+
+    def __init__(self, run_dir: Path, role: str, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path_of(run_dir, role)
+        self._role, self._every_s, self._clock = role, every_s, clock
+        self._next, self._number, self._dumps = float("-inf"), 0, False
+
+    def hears_signals(self, file: Path) -> None:
+        """Write this process's stacks to `file` at each `DUMP_SIGNAL`, even while it hangs in native code."""
+        with suppress(OSError):  # then it has no stacks without py-spy, which `asyncmoe stacks` says
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = file.open("a")
+            faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True, chain=False)
+            self._dumps = True
+
+    def beat(self, does: str) -> None:
+        """Say that work goes on, and what begins."""
+        now = self._clock()
+        if now >= self._next or does == ENDED:
+            self._next = now + self._every_s
+            self._number += 1
+            self._write(Beat(self._role, os.getpid(), self._number, does, self._dumps))
+
+    def _write(self, beat: Beat) -> None:
+        part = self._path.with_suffix(f".{beat.pid}.part")
+        # A disk that fails is named by the records on it; heartbeats must not end a run that goes on.
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(beat))
+            part.replace(self._path)
+
+
+_HEARTS: list[Heart] = []
+
+
+def start(run_dir: Path, role: str, every_s: float) -> None:
+    """Make this process `role` of a run. It is watched from its first `beat` on, because starting may take long."""
+    heart = Heart(run_dir, role, every_s)
+    heart.hears_signals(stacks_file(run_dir, role))
+    _HEARTS[:] = [heart]
+
+
+def beat(does: str) -> None:
+    """Write a heartbeat of this process, unless the last one is recent; nothing in a process without `start`."""
+    for heart in _HEARTS:
+        heart.beat(does)
+
+
+def path_of(run_dir: Path, role: str) -> Path:
+    """Return the file of a role's heartbeats."""
+    return run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
+
+
+def stacks_file(run_dir: Path, role: str) -> Path:
+    """Return the file to which a process writes its own stacks."""
+    return run_dir / "logs" / "stacks" / f"{path_of(run_dir, role).stem}.txt"
+
+
+def read(run_dir: Path) -> dict[str, Beat]:
+    """Return the newest heartbeat of each role; unreadable files are left out, as if they had not been written yet."""
+    found = {}
+    for path in (run_dir / FOLDER).glob("*.json"):
+        with suppress(OSError, msgspec.DecodeError):
+            one = msgspec.json.decode(path.read_bytes(), type=Beat)
+            found[one.role] = one
+    return found
+
+
+def forget(run_dir: Path) -> None:
+    """Delete the heartbeats of an earlier start."""
+    for path in (run_dir / FOLDER).glob("*"):
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A process that is expected to get on: how long it has been silent, and what it began last."""
+
+    role: str
+    seconds: float
+    does: str
+
+    def __str__(self) -> str:
+        return f"{self.role} has been silent for {self.seconds:.0f} s, since it began: {self.does}"
+
+
+class BeatListener:
+    """Measures the silence of each role from its latest heartbeat."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[Beat, float]] = {}
+
+    def hear(self, beats: Mapping[str, Beat], now: float) -> list[Silence]:
+        """Take the newest heartbeats and return the silence of each role, longest first. `now`: seconds on any steady clock."""
+        for role, one in beats.items():
+            if role not in self._heard or self._heard[role][0] != one:
+                self._heard[role] = (one, now)
+        found = [Silence(role, now - since, one.does) for role, (one, since) in self._heard.items() if one.does != ENDED]
+        return sorted(found, key=lambda one: -one.seconds)
+
+
+def ends_the_run(role: str) -> bool:
+    """Whether a run cannot go on without this role; an engine is fenced by the controller instead."""
+    return role == "controller" or role.startswith("trainer.")

@@ -23,8 +23,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from asyncmoe.platform.megatron.patch import gone, module
@@ -83,8 +84,8 @@ def install() -> None:
     """
     common = module("dist_checkpointing.strategies.common").TorchCommonLoadStrategy
     for owner, name, value in (
-        (dcp.FileSystemReader, "read_metadata", _read_metadata),
-        (dcp.DefaultLoadPlanner, "load_bytes", _load_bytes),
+        (FileSystemReader, "read_metadata", _read_metadata),
+        (DefaultLoadPlanner, "load_bytes", _load_bytes),
         (common, "load_common", _load_common),
     ):
         if name not in vars(owner):

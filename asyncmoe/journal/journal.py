@@ -62,8 +62,8 @@ class Unjournaled:
     async def granted(self, step: int) -> None:
         """Return once the lease of a step is on disk. Raises as `finished`."""
 
-    def committed(self, step: int) -> None:
-        """The trainer has trained on a lease."""
+    def committed(self, step: int, skipped: str = "") -> None:
+        """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason."""
 
     def released(self, step: int) -> None:
         """A lease ends untrained. Raises InvariantBroken if a later one does not."""
@@ -125,7 +125,8 @@ class Journal(Unjournaled):
         found = recover(self.recorded, step, base, batch, f"journal {self.folder}")
         self.lineage, self._next, self._replays = found.lineage, found.next, dict(found.replays)
         facts = {"lineage": found.lineage, "first": self.recorded.first, "next": found.next}
-        self._states.write([rows.fact(name, value) for name, value in facts.items()], found.accounts)
+        # Together, or the next restart would take what the replays skipped out of the ledger a second time.
+        self._states.write([rows.reopened(max(step, base)), *(rows.fact(name, value) for name, value in facts.items())], found.accounts)
         return found
 
     def follow(self, accounts: Callable[[], Accounts]) -> None:
@@ -167,9 +168,9 @@ class Journal(Unjournaled):
         if (ticket := self._leases.get(step)) is not None:
             await self._states.durable(ticket)
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int, skipped: str = "") -> None:
         self._leases.pop(step, None)
-        self._write([rows.committed(step)])
+        self._write([rows.committed(step, skipped)])
 
     def released(self, step: int) -> None:
         if any(later > step for later in (*self._leases, *self._replays)):

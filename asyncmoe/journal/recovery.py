@@ -1,7 +1,8 @@
 """From the recorded rows and the step of the loaded checkpoint to the state in which the queue begins. Pure.
 
-Let k be the step of the checkpoint, at least the step at which reinforcement learning began. Leases of steps before k are trained: the
-checkpoint's weights know them. Leases of steps from k on are replayed: the same groups, weights and order. Groups that are queued stay
+Let k be the step of the checkpoint, at least the step at which reinforcement learning began. Leases of steps before k are over: the
+checkpoint's weights know those that were trained, and those that the trainer skipped stay skipped. Leases of steps from k on are replayed:
+the same groups, weights and order; those that were skipped no longer are, because the trainer decides anew. Groups that are queued stay
 queued, in their order of arrival. Groups that were begun, and those that were to start again, start before any new group. What was dropped
 or rejected stays so, whatever the checkpoint: a group ends once.
 
@@ -10,7 +11,8 @@ The ledger goes on. Episodes that were started and are in none of these states w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +23,7 @@ from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.start_order import Start
 
 State = Literal["begun", "waiting", "queued", "leased", "dropped", "rejected"]
-"""Of a group. waiting: it is to start again. A leased group is trained once its lease is committed."""
+"""Of a group. waiting: it is to start again. A leased group is trained or skipped once its lease is committed."""
 RESTART = "restart"
 """Reason of episodes that were running when the run stopped."""
 
@@ -65,8 +67,9 @@ class RecordedLease:
         count: episodes.
         version: the trainer's.
         lineage: in which it was leased first.
-        committed: the trainer has trained on it.
+        committed: the step is over.
         groups: in order.
+        skipped: why the trainer left it untrained; "" if it did not, or is not over.
     """
 
     step: int
@@ -75,6 +78,7 @@ class RecordedLease:
     lineage: int
     committed: bool
     groups: tuple[LeasedGroup, ...]
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,8 @@ def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) 
     queued = tuple(group for group in groups if group.state == "queued")
     _check(recorded, replays.values(), queued, name)
     pending = [group for group in groups if group.state in ("begun", "waiting")]
-    leased = sum(lease.count for lease in replays.values())
     return Recovered(
-        _accounts(recorded.accounts, (reached - base) * batch, leased, sum(group.episodes for group in queued), name),
+        _accounts(recorded.accounts, (reached - base) * batch, replays.values(), sum(group.episodes for group in queued), name),
         replays,
         queued,
         tuple(Start(group.number, group.attempt, group.failures) for group in pending),
@@ -175,15 +178,30 @@ def _check(recorded: JournalRows, replays: Iterable[RecordedLease], queued: Sequ
         raise InvariantBroken(f"{name}: groups {bare[:5]} are queued without a payload")
 
 
-def _accounts(before: Accounts | None, trained: int, leased: int, queued: int, name: str) -> Accounts:
+def _accounts(before: Accounts | None, over: int, replays: Collection[RecordedLease], queued: int, name: str) -> Accounts:
+    """Return the ledger with which a queue begins; `over`: episodes of steps before the checkpoint, trained or skipped."""
+    leased = sum(lease.count for lease in replays)
     if before is None:
         if leased or queued:
             raise InvariantBroken(f"{name}: {queued} queued and {leased} leased episodes, but no ledger")
-        return Accounts(Ledger(started=trained, trained=trained))
-    old = before.ledger
-    lost = old.started - old.dropped - old.rejected - old.requeued - queued - leased - trained
-    if lost < 0:
-        raise InvariantBroken(f"{name}: {trained} trained, {leased} leased and {queued} queued episodes are more than started: {old}")
-    ledger = replace(old, running=0, spare=0, queued=queued, leased=leased, trained=trained, requeued=old.requeued + lost)
+        return Accounts(Ledger(started=over, trained=over))
+    old, skipped = before.ledger, _still_skipped(before.skipped, replays)
+    skips = sum(skipped.values())
+    lost = old.started - old.dropped - old.rejected - old.requeued - queued - leased - over
+    if lost < 0 or skips > over or min(skipped.values(), default=0) < 0:
+        kept = f"{over} trained or skipped, {leased} leased and {queued} queued episodes, skipped {skipped}"
+        raise InvariantBroken(f"{name}: {kept}: not what the ledger says: {old}")
+    ledger = replace(
+        old, running=0, spare=0, queued=queued, leased=leased, trained=over - skips, skipped=skips, requeued=old.requeued + lost
+    )
     requeued = {**before.requeued, RESTART: before.requeued.get(RESTART, 0) + lost} if lost else before.requeued
-    return replace(before, ledger=ledger, requeued=requeued)
+    return replace(before, ledger=ledger, requeued=requeued, skipped={reason: count for reason, count in skipped.items() if count})
+
+
+def _still_skipped(before: Mapping[str, int], replays: Iterable[RecordedLease]) -> dict[str, int]:
+    """Return skipped episodes by reason without those that are replayed."""
+    left = Counter(before)
+    for lease in replays:
+        if lease.skipped:
+            left[lease.skipped] -= lease.count
+    return dict(left)

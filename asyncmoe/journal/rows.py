@@ -26,7 +26,7 @@ CREATE TABLE groups (
 );
 CREATE TABLE leases (
     step INTEGER PRIMARY KEY, count INTEGER NOT NULL, version INTEGER NOT NULL, lineage INTEGER NOT NULL,
-    committed INTEGER NOT NULL DEFAULT 0, groups TEXT NOT NULL
+    committed INTEGER NOT NULL DEFAULT 0, skipped TEXT NOT NULL DEFAULT '', groups TEXT NOT NULL
 );
 CREATE TABLE draws (
     number INTEGER PRIMARY KEY, what TEXT NOT NULL CHECK (what IN ('drawn', 'measured', 'closed')), "group" INTEGER NOT NULL,
@@ -132,9 +132,14 @@ def leased(lease: RecordedLease) -> list[Change]:
     return [Change("INSERT INTO leases (step, count, version, lineage, groups) VALUES (?, ?, ?, ?, ?)", row, 1), *each]
 
 
-def committed(step: int) -> Change:
-    """The trainer has trained on a lease."""
-    return Change("UPDATE leases SET committed = 1 WHERE step = ?", (step,), 1)
+def committed(step: int, skipped: str) -> Change:
+    """The step of a lease is over: the trainer has trained on it, or has skipped it for a reason."""
+    return Change("UPDATE leases SET committed = 1, skipped = ? WHERE step = ?", (skipped, step), 1)
+
+
+def reopened(step: int) -> Change:
+    """The leases of steps from `step` on are granted again."""
+    return Change("UPDATE leases SET committed = 0, skipped = '' WHERE step >= ?", (step,))
 
 
 def released(step: int) -> list[Change]:
@@ -198,8 +203,11 @@ def _groups(connection: sqlite3.Connection) -> list[RecordedGroup]:
 
 
 def _leases(connection: sqlite3.Connection) -> list[RecordedLease]:
-    every = connection.execute("SELECT step, count, version, lineage, committed, groups FROM leases")
-    return [RecordedLease(step, count, version, lineage, bool(done), _held(held)) for step, count, version, lineage, done, held in every]
+    every = connection.execute("SELECT step, count, version, lineage, committed, groups, skipped FROM leases")
+    return [
+        RecordedLease(step, count, version, lineage, bool(done), _held(held), skipped)
+        for step, count, version, lineage, done, held, skipped in every
+    ]
 
 
 _Held = tuple[int, float, tuple[str, ...]]

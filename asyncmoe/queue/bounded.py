@@ -263,7 +263,7 @@ class BoundedQueue:
                 self._accounts = self._accounts.skip(count, dropped)
             else:
                 self._count(self.ledger.train(count))
-            self._journal.committed(step)
+            self._journal.committed(step, dropped)
             if self._on_trained is not None:
                 self._on_trained(groups)
         self._changes.wake()

@@ -150,6 +150,38 @@ def test_no_decision_depends_on_a_clock_that_jumps(tmp_path: Path, monkeypatch: 
     in_loop(body())
 
 
+def test_a_skipped_batch_stays_so_before_the_checkpoint_and_is_decided_anew_after_it(tmp_path: Path) -> None:
+    """Killed before and after the replay: the ledger adds up each time, and no skip leaves it twice."""
+
+    async def body() -> None:
+        life = await live(tmp_path / "0")
+        for step in range(3):
+            for number in (2 * step, 2 * step + 1):
+                await life.group(number, (step, step))
+            await life.lease(step)
+            life.queue.commit(step, ("anomaly_loss", "anomaly_age", "anomaly_loss")[step])
+            life.queue.set_version(step + 1)
+        for number in range(2):
+            kill(life, tmp_path / str(number), tmp_path / str(number + 1))
+            life.journal.close()
+            life = await live(tmp_path / str(number + 1), 1)
+            assert life.queue.stats().dropped == {"anomaly_loss": BATCH}
+            ledger = life.queue.ledger
+            assert (ledger.started, ledger.trained, ledger.skipped, ledger.leased) == (3 * BATCH, 0, BATCH, 2 * BATCH)
+        for step, why in ((1, ""), (2, "anomaly_loss")):
+            await life.lease(step)
+            life.queue.commit(step, why)
+        assert life.queue.stats().dropped == {"anomaly_loss": 2 * BATCH}
+        kill(life, tmp_path / "2", tmp_path / "3")
+        life.journal.close()
+        last = await live(tmp_path / "3", 3)
+        ledger = last.queue.ledger
+        assert (ledger.started, ledger.trained, ledger.skipped, ledger.leased) == (3 * BATCH, BATCH, 2 * BATCH, 0)
+        last.journal.close()
+
+    in_loop(body())
+
+
 def test_a_lease_is_answered_only_once_it_is_on_disk(tmp_path: Path) -> None:
     """The files at the moment of the answer hold the lease and the payloads."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ class Model:
     Attributes:
         order: groups that were begun or wait to start again, in order; running and waiting: those of them that run, and that wait.
         ended: episodes that were dropped or rejected.
-        leases: what each step was answered; trained: steps in the lineage behind the newest weights.
+        leases: what each step was answered.
+        skips: why steps were skipped, in the lineage behind the newest weights.
     """
 
     next: int = 0
@@ -45,6 +47,7 @@ class Model:
     ended: set[int] = field(default_factory=set)
     leases: dict[int, Trained] = field(default_factory=dict)
     frames: dict[int, bytes] = field(default_factory=dict)
+    skips: dict[int, str] = field(default_factory=dict)
     step: int = 0
     saved: list[int] = field(default_factory=lambda: [0])
 
@@ -131,9 +134,13 @@ class Program:
             del self.model.leases[step], self.model.frames[step]
             self.model.queued |= {item.group for item in leased.items}
             return
-        self.life.queue.commit(step)
+        why = self.draw.choice(("", "", "anomaly_loss", "anomaly_grad_norm"))
+        self.life.queue.commit(step, why)
+        if why:
+            self.model.skips[step] = why
         self.model.step += 1
         self.life.queue.set_version(self.model.step)
+        self.check_skips()
 
     async def save(self) -> None:
         if self.model.step > self.model.saved[-1]:
@@ -147,6 +154,7 @@ class Program:
         old.journal.close()
         model.step = self.draw.choice(model.saved)
         model.saved = [step for step in model.saved if step <= model.step]
+        model.skips = {step: why for step, why in model.skips.items() if step < model.step}
         self.life = await live(self.path, model.step, rule="requeue")
         assert list(self.life.starts) == model.order
         assert self.life.next == model.next
@@ -154,10 +162,16 @@ class Program:
         ahead = [step for step in model.leases if step >= model.step]
         assert stats.depth == SIZE * len(model.queued)
         assert stats.leased == BATCH * len(ahead)
-        assert stats.trained == BATCH * model.step
         assert stats.running == 0
+        self.check_skips()
         model.waiting, model.running = list(model.order), []
         self.check_once()
+
+    def check_skips(self) -> None:
+        """Every step that is over was trained or skipped, under the reason of the newest lineage."""
+        stats, skipped = self.life.queue.stats(), Counter(self.model.skips.values())
+        assert stats.trained == BATCH * (self.model.step - len(self.model.skips))
+        assert stats.dropped == {why: BATCH * steps for why, steps in skipped.items()}
 
     def check_once(self) -> None:
         keys = [key for step in sorted(self.model.leases) for key, _ in self.model.leases[step]]
@@ -288,6 +302,13 @@ def group(number: int, state: recovery.State, step: int | None = None, place: Pl
         JournalRows({0: group(0, "queued", place=None)}, first=0, accounts=ACCOUNTS),
         JournalRows({0: group(0, "queued")}, first=0, accounts=Accounts(Ledger())),
         JournalRows({0: group(0, "queued")}, first=0),
+        JournalRows({}, first=0, accounts=Accounts(Ledger(started=4, skipped=4), skipped={"anomaly_loss": 4})),
+        JournalRows(
+            {n: group(n, "leased", 0) for n in (0, 1)},
+            {0: replace(lease(0, 0, 1), committed=True, skipped="anomaly_loss")},
+            first=0,
+            accounts=Accounts(Ledger(started=4, skipped=4), skipped={"anomaly_age": 4}),
+        ),
     ],
 )
 def test_rows_that_contradict_each_other_stop_the_run(recorded: JournalRows) -> None:

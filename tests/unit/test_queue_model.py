@@ -56,6 +56,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.asked: list[asyncio.Task[Leased]] = []
         self.arrival: dict[int, int] = {}
         self.trained: set[int] = set()
+        self.skipped: set[int] = set()
         self.dropped: set[int] = set()
         self.rejected: set[int] = set()
         self.step = self.version = 0
@@ -64,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        alive = len(self.running) + len(self.putting) + len(self.queued) + len(self.leased or ()) + len(self.trained)
+        alive = len(self.running) + len(self.putting) + len(self.queued) + len(self.leased or ()) + len(self.trained | self.skipped)
         may = alive + 1 <= (self.max_staleness + self.version + 1) * self.groups
         assert self.queue.can_start(self.size) == may
         if may:
@@ -114,14 +115,17 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(t.tokens[-1] == t.group % 1000 for t in got)
 
     @precondition(lambda self: self.leased is not None)
-    @rule(times=st.integers(1, 3))
-    def commit(self, times: int) -> None:
+    @rule(times=st.integers(1, 3), why=st.sampled_from(("", "", "anomaly_loss")))
+    def commit(self, times: int, why: str = "") -> None:
         assert self.leased is not None
         for _ in range(times):
-            self.queue.commit(self.step)
+            self.queue.commit(self.step, why)
         numbers = {number for _, number in self.leased}
-        assert not numbers & self.trained
-        self.trained |= numbers
+        assert not numbers & (self.trained | self.skipped)
+        if why:
+            self.skipped |= numbers
+        else:
+            self.trained |= numbers
         self.leased, self.asked = None, []
         self.step += 1
         self._settle()
@@ -177,6 +181,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert stats.depth == len(self.queued) * self.size
         assert stats.leased == len(self.leased or ()) * self.size
         assert stats.trained == len(self.trained) * self.size
+        assert stats.dropped.get("anomaly_loss", 0) == ledger.skipped == len(self.skipped) * self.size
         assert stats.dropped.get("stale", 0) == ledger.dropped == len(self.dropped) * self.size
         assert stats.rejected.get("score", 0) == ledger.rejected == len(self.rejected) * self.size
         assert self.queue.trained_steps == self.step

@@ -166,6 +166,8 @@ class Program:
         self.check_skips()
         model.waiting, model.running = list(model.order), []
         self.check_once()
+        if self.draw.random() < 0.4:
+            await self.killed()  # before anything is leased again
 
     def check_skips(self) -> None:
         """Every step that is over was trained or skipped, under the reason of the newest lineage."""

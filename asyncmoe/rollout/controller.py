@@ -21,11 +21,9 @@ from asyncmoe.queue.service import QueueService, check_digest
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.liveness import PAUSE_SHARE, Liveness
-from asyncmoe.rollout.engines.membership import LEFT, Membership, MembershipRequest
-from asyncmoe.rollout.engines.pool import Member
-from asyncmoe.rollout.engines.probes import Prober
-from asyncmoe.rollout.engines.restarts import Restarts
+from asyncmoe.rollout.engines.keeping import EngineKeeper
+from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
+from asyncmoe.rollout.engines.membership import MembershipRequest
 from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
@@ -129,8 +127,7 @@ class Controller:
         loaded: RolloutParts,
         journaling: Journaling,
     ) -> None:
-        self._config, self._engines, self._start, self._recorder = config, engines, start, recorder
-        self._journaling = journaling
+        self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
         self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
         tokenizer, environment = loaded.tokenizer, loaded.environment
         self._curriculum = parts.curriculum_of(loaded)
@@ -151,12 +148,10 @@ class Controller:
             config.engines.hang_timeout_s * PAUSE_SHARE,
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
         )
-        self._prober = Prober(self._pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
-        self._membership = Membership(config, self._pool, self._coordinator.updating)
+        self._keeper = EngineKeeper(config, self._pool, engines, start, self._coordinator)
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
         self._service: QueueService | None = None
-        self._lost: list[Member] = []
         self._met, self._meeting = asyncio.Event(), asyncio.Lock()
         self._over = asyncio.Event()
         self._failure: Exception | None = None
@@ -168,9 +163,9 @@ class Controller:
             turns.check(request, self._pool.version, None if self._queue is None else self._queue.trained_steps)
             return await self._coordinator.handle(request)
         if isinstance(request, MembershipRequest):
-            return await self._membership.handle(request)
+            return await self._keeper.membership.handle(request)
         if isinstance(request, Probe):
-            self._prober.take(request)
+            self._keeper.prober.take(request)
             return Done()
         if isinstance(request, Hello) and request.facts is not None:
             check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
@@ -198,8 +193,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        engines = (self._start_engines(), self._watch_engines(), self._keep_engines(), self._evaluator.run(), self._prober.run())
-        work = (*engines, self._demonstrate(), self._produce(), self._record())
+        work = (*self._keeper.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
@@ -208,7 +202,7 @@ class Controller:
             self._samples.close()
         why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
         stopping = () if why else (engine.stop() for engine in self._engines)
-        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._membership.end(EngineOrder(finished=not why, why=why)), *stopping)
+        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._keeper.membership.end(EngineOrder(finished=not why, why=why)), *stopping)
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -227,25 +221,6 @@ class Controller:
                 self._queue.fail(told)
             self._over.set()
             raise
-
-    async def _start_engines(self) -> None:
-        if self._config.engines.join:
-            await self._membership.wait_joined(self._config.engines.start_timeout_s)
-        else:
-            await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
-        self._coordinator.engines_started()
-        log.info("%d engine(s) ready", len(self._pool.present))
-
-    async def _watch_engines(self) -> None:
-        # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
-        await self._coordinator.wait_started()
-        await self._pool.watch()
-
-    async def _keep_engines(self) -> None:
-        await self._coordinator.wait_started()
-        alive = Liveness(self._pool, self._config.engines.hang_timeout_s, self._coordinator.paused)
-        again = Restarts(self._pool, self._engines, self._config.engines.restarts, self._start)
-        await asyncio.gather(alive.run(), again.run())
 
     async def _demonstrate(self) -> None:
         await self._met.wait()
@@ -307,15 +282,11 @@ class Controller:
                 scoring.stats(self._scorer),
                 counts,
                 self._curriculum,
-                self._prober.totals,
+                self._keeper.prober.totals,
                 len(self._pool.serving),
-                self._engines_lost(),
+                self._keeper.lost(),
+                self._keeper.missing(),
             )
-
-    def _engines_lost(self) -> int:
-        """Return the number of engines that died or were fenced so far; one that has left is not lost."""
-        self._lost += [member for member in self._pool.members if member.fenced not in (None, LEFT) and member not in self._lost]
-        return len(self._lost)
 
     def _trained(self, groups: Sequence[Group]) -> None:
         if self._curriculum is not None:

@@ -54,10 +54,10 @@ class Recorder:
         probes: ProbeTotals | None = None,
         serving: int = 0,
         lost: int = 0,
+        missing: int = 0,
     ) -> None:
         """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
-        name. A comparison of `probes` is in one record, the first after it.
-        `serving`, `lost`: numbers of engines."""
+        name; `serving`, `lost` and `missing` are numbers of engines. A comparison of `probes` is in one record, the first after it."""
         probes = probes or ProbeTotals()
         last = None if probes.last is None or probes.versions == self._probed else probes.last
         self._probed = probes.versions
@@ -81,6 +81,7 @@ class Recorder:
                 prompts_passed_over=None if measured is None else measured.passed_over,
                 engines_serving=serving,
                 engines_lost=lost,
+                engines_missing=missing,
                 probed_tokens=probes.tokens,
                 probed_versions=probes.versions,
                 probes_missed=probes.missed,

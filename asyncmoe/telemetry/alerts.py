@@ -28,6 +28,7 @@ class Told:
         step: steps taken.
         stepped: seconds, on the clock of `now`, of the latest step or of the start; None before the first call.
         lost: engines lost since the controller started.
+        missing: those of them that have not started again.
         late: whether `no_step` is told.
         anomalies: rules of `verify.anomalies` that the previous step broke.
     """
@@ -35,6 +36,7 @@ class Told:
     step: int = 0
     stepped: float | None = None
     lost: int = 0
+    missing: int = 0
     late: bool = False
     anomalies: frozenset[str] = frozenset()
 
@@ -62,7 +64,7 @@ def tell(
             if record.engines_lost > told.lost:
                 text = f"{record.engines_lost - told.lost} engine(s) lost, {record.engines_serving} serve; the controller's log says why"
                 alerts.append(Alert("engine_lost", text, told.step))
-            told = replace(told, lost=record.engines_lost)
+            told = replace(told, lost=record.engines_lost, missing=record.engines_missing)
             if probe_limit is not None and (record.probe_divergence or 0.0) > probe_limit:
                 text = f"an engine computes other log-probabilities than the trainer at version {record.probe_version}"
                 alerts.append(Alert("anomaly", f"{text}: divergence {record.probe_divergence:.3g} nats a token", told.step))

@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from asyncmoe.config import parse
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.keeping import EngineKeeper
+from asyncmoe.rollout.engines.membership import LEFT
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.restarts import Restarts
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
@@ -81,6 +84,23 @@ def test_the_limit_counts_every_death() -> None:
     pool, _, made = restarted(2, lambda attempt: True, deaths=3)
     assert made == [(0, 1), (0, 2)]
     assert [member.engine.name for member in pool.present] == ["engine.1"]
+
+
+def test_a_lost_engine_is_missing_until_it_has_started_again() -> None:
+    async def run() -> list[tuple[int, int]]:
+        engines: list[EngineProcess] = [Process("engine.0"), Process("engine.1")]
+        pool = Pool(engines, 8, 5.0, lambda *_: None)
+        config = parse({"run": {"dir": "unused", "steps": 1}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}})
+        coordinator = WeightUpdateCoordinator(pool, 5.0, nothing, lambda *_: None)
+        keeper = EngineKeeper(config, pool, engines, lambda index, attempt: Process("engine.0"), coordinator)
+        old = pool.members[0]
+        counts = [(keeper.lost(), keeper.missing())]
+        for change in (lambda: pool.fence(old, "hung"), lambda: pool.remove(old), lambda: pool.fence(pool.members[0], LEFT)):
+            change()
+            counts.append((keeper.lost(), keeper.missing()))
+        return counts
+
+    assert asyncio.run(run()) == [(0, 0), (1, 1), (1, 0), (1, 0)]
 
 
 def test_the_trainer_hears_that_a_restarted_engine_waits_for_a_version() -> None:

@@ -15,6 +15,7 @@ import pytest
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.rollout import controller, scoring
+from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring import trial
 from asyncmoe.rollout.scoring.tracebacks import LOG
@@ -72,7 +73,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
         scorer = scoring.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
         loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
-        await controller._serve(made, run_dir, None, loaded, ())
+        await controller._serve(made, run_dir, None, loaded, Journaling(made, None, None), ())
 
     monkeypatch.setattr(controller.backend, "start", start)
     run_dir.mkdir(exist_ok=True)

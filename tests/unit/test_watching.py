@@ -309,8 +309,9 @@ def test_an_address_that_is_not_set_is_refused_before_anything_starts(tmp_path: 
 def test_health_says_what_is_wrong() -> None:
     well = health(Told(step=5, stepped=10.0), [Silence("trainer.0", 3.0, "x")], 60.0, 12.0)
     assert well == Health("ok", 5, 2.0, (), {"trainer.0": 3.0})
-    lost = health(Told(lost=1, stepped=0.0, anomalies=frozenset({"reward"})), [], 60.0, 0.0)
+    lost = health(Told(lost=2, missing=1, stepped=0.0, anomalies=frozenset({"reward"})), [], 60.0, 0.0)
     assert (lost.status, len(lost.why)) == ("degraded", 2)
+    assert health(Told(lost=2, stepped=0.0), [], 60.0, 0.0).status == "ok", "an engine that started again is not missing"
     assert health(Told(late=True, stepped=0.0), [], 60.0, 99.0).status == "failing"
 
 

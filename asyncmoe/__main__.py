@@ -20,6 +20,7 @@ COMMANDS = {
     "report": "summary and report of a run",
     "log": "what W&B, MLflow or Trackio miss of a run",
     "checkpoints": "the checkpoints of a run: listed, verified, brought back",
+    "journal": "the journal of a run: listed, verified",
     "stacks": "the Python stacks of a run's processes",
     "show": "trajectories of a run",
     "bench": "the benchmarks of a checkout",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kept_trajectory
+import msgspec
 import pytest
 from fake_engine import FakeHandle
 
@@ -18,7 +19,7 @@ from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.probes import Prober, check, compare
 from asyncmoe.rollout.engines.sglang.generation import Scored, ScoredMeta, scored
 from asyncmoe.rollout.engines.types import VersionSpan
-from asyncmoe.rpc.messages import Probe
+from asyncmoe.rpc.messages import MAX_PROBED, Probe
 from asyncmoe.trainer import probe
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,20 @@ def test_an_engine_that_refuses_costs_its_probe_only() -> None:
 def test_a_malformed_probe_is_refused(bad: Probe) -> None:
     with pytest.raises(ProtocolError):
         check(bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Probe(-1, ((1, 2),), ((0.0, -1.0),)),
+        Probe(0, ((1, -2),), ((0.0, -1.0),)),
+        Probe(0, ((1, 2),) * (MAX_PROBED + 1), ()),
+        Probe(0, (), ((0.0,) * (MAX_PROBED + 1),)),
+    ],
+)
+def test_numbers_out_of_bounds_are_no_message(bad: Probe) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(bad), type=Probe)
 
 
 def test_impossible_tokens_have_a_finite_divergence() -> None:

@@ -23,6 +23,7 @@ class Loop:
 with (
     mock.patch.object(command.sys, "argv", ["trainer", "run.yaml"]),
     mock.patch.object(command.configuration, "load"),
+    mock.patch.object(command.heartbeats, "start"),
     mock.patch.object(command.connections, "in_order"),
     mock.patch.object(command.megatron, "prepare"),
     mock.patch.dict(command.sys.modules, {{"asyncmoe.trainer.loop": Loop}}),

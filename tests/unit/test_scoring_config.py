@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from asyncmoe import config
-from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout import scoring
 
@@ -55,9 +54,9 @@ def test_a_run_scores_as_its_task_does_by_default() -> None:
 
 
 def test_the_key_of_a_teacher_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    section = parsed(scorer="none", teacher={**TEACHER, "key_variable": "KEY_OF_THE_TEACHER"})
+    made = parsed(scorer="none", teacher={**TEACHER, "key_variable": "KEY_OF_THE_TEACHER"})
     with pytest.raises(ConfigError, match=r"scoring\.teacher\.key_variable: got KEY_OF_THE_TEACHER, which is not set, expected"):
-        scoring.load(section, TaskSection(kind="arithmetic"), str)
+        scoring.load(made.scoring, made.task, str)
     monkeypatch.setenv("KEY_OF_THE_TEACHER", " ")
     with pytest.raises(ConfigError, match="which is empty"):
-        scoring.load(section, TaskSection(kind="arithmetic"), str)
+        scoring.load(made.scoring, made.task, str)

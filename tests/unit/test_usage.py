@@ -33,7 +33,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         ),
         (["run", "a.yaml", "--größe"], "asyncmoe run: got an unknown option --größe, expected KEY=VALUE or --help"),
         (["rollout", "--top-k", "3"], "did you mean rollout.top_k=VALUE or evaluation.top_k=VALUE?"),
-        (["export", "a", "b", "--adaptor"], "expected one of --adapter, --float8, --help; did you mean --adapter?"),
+        (["export", "a", "b", "--adaptor"], "expected one of --adapter, --float8, --step, --help; did you mean --adapter?"),
         (
             ["plan", "examples/demo.yaml", "run.steps=1"],
             "asyncmoe plan: got examples/demo.yaml run.steps=1, expected options only; the YAML file of a run is given as asyncmoe plan "

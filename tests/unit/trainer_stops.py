@@ -15,6 +15,7 @@ from asyncmoe.config import load
 from asyncmoe.errors import RunStopping, WeightSyncError
 from asyncmoe.rpc.messages import Lease, Leased
 from asyncmoe.trainer import loop
+from asyncmoe.trainer.batch_trainer import Learned
 
 CONFIG = load(Path(__file__).parents[2] / "examples" / "demo.yaml", ["warmup.steps=2", "run.steps=3"])
 
@@ -71,7 +72,7 @@ def run(kind: type[Publisher], stops: bool, done: int = 0) -> list[str]:
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
     trainer._config, trainer._client, trainer._sync = CONFIG, Client(did, stops), kind(did)
     trainer._mesh = SimpleNamespace(rank=0, world=1)
-    trainer._learner = SimpleNamespace(learn=lambda *_: [])
+    trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]))
     trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
     trainer._record = lambda *_: did.append("record")
     trainer._step = trainer._saved = done

@@ -6,6 +6,7 @@ Needs nothing but the standard library: it speaks where everything else is absen
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
+_OF_SETUP = ("cli", "train", "report", "tensorboard", "ray", "engine")
+"""The extras that `make setup` of a checkout installs."""
 _LIGHT = ("plan", "simulate", "doctor", "config")
 _ABOVE = Path(__file__).parents[1]
 
@@ -52,9 +55,17 @@ def fix(extra: str = "train", *, gpu: bool = False, python: Path | str | None = 
         gpu: builds for GPUs are missing.
         python: the interpreter that lacks it; None: this one.
     """
-    if from_checkout():
+    if from_checkout() and extra in _OF_SETUP:
         return "make setup GPU=1" if gpu else "make setup"
-    return f'{python or sys.executable} -m pip install "asyncmoe[{extra}]"'
+    wanted = _declared(extra) if from_checkout() else [f"asyncmoe[{extra}]"]
+    return " ".join([f"{python or sys.executable} -m pip install", *(f'"{one}"' for one in wanted)])
+
+
+def _declared(extra: str) -> list[str]:
+    """Return the requirements of an extra, as the checkout declares them; `asyncmoe[extra]` would be the asyncmoe of a registry."""
+    project = tomllib.loads((_ABOVE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found: list[str] = project["optional-dependencies"][extra]
+    return found
 
 
 def rebuild(*, gpu: bool = False, archs: str = "") -> str:

@@ -31,6 +31,7 @@ def report(
     from asyncmoe.telemetry.report import command
     from asyncmoe.telemetry.run import broken_configuration
 
+    command.check(run_dirs)
     for run_dir in run_dirs:
         if (broken := broken_configuration(run_dir)) is not None:
             typer.echo(f"note: {broken}", err=True)

@@ -16,7 +16,7 @@ _OWN_STYLES = ("hermes", "brackets")
 
 
 class ToolsSection(Section):
-    """Tools the policy may call; for environment.kind tools."""
+    """Tools the policy may call; for environment.kind tools, and style for openai too."""
 
     names: tuple[str, ...] = Field(
         (), description="Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."
@@ -25,7 +25,7 @@ class ToolsSection(Section):
         "hermes",
         description="Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: "
         "[name: argument], for models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder "
-        "or deepseekv3.",
+        "or deepseekv3. Kind openai returns such calls as its API's tool calls, and needs names: brackets is refused.",
     )
     schemas: bool | None = Field(
         None,
@@ -108,10 +108,10 @@ class EnvironmentSection(Section):
                 f"environment.sandbox: got the backend {self.sandbox.backend}, expected no keys because environment.kind tools with "
                 "python in environment.tools.names alone uses them; your own class passes the keys to WithTools(sandbox=...)"
             )
-        if self.kind == "openai" and self.tools.style != "hermes":
+        if self.kind == "openai" and self.tools.style == "brackets":
             raise ValueError(
-                f"environment.tools.style: got {self.tools.style!r}, expected hermes because environment.kind is openai, whose endpoint "
-                "reads no other calls; leave it out"
+                "environment.tools.style: got 'brackets', expected hermes or a parser of SGLang because environment.kind is openai, whose "
+                "clients need calls with a name; leave it out"
             )
         if self.kind == "openai" and self.agent is None:
             raise ValueError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncmoe import installed
 from asyncmoe.errors import UserError
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.processes import Recorded
@@ -57,7 +58,7 @@ def stacks(run_dir: Path) -> Iterator[str]:
         denied += "Permission Denied" in text or "Operation not permitted" in text
         yield "\n".join(filter(None, (_heading(one), text.strip())))
     if py_spy is None:
-        yield "no stacks: py-spy is not installed; pip install 'asyncmoe[profile]' shows where each process is"
+        yield f"no stacks: py-spy is not installed; run: {installed.fix('profile')}"
     if elsewhere:
         yield f"not covered: {elsewhere}; run the command there too"
     if denied:

@@ -50,7 +50,8 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
         found = "no config.json" if path.is_dir() else "no such directory"
-        hint = "asyncmoe run downloads a model of this id from the hub" if is_id(path) else None
+        fetch = f"put one there: hf download ORG/NAME --local-dir {path}; or give ORG/NAME as model.path"
+        hint = "asyncmoe run downloads a model of this id from the hub" if is_id(path) else fetch
         raise DataError(str(path), got=found, expected="a Hugging Face model directory", hint=hint)
     try:
         values = json.loads(file.read_text())

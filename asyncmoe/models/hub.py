@@ -11,6 +11,8 @@ from typing import Any, Literal
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError
 
+_NO_NAMES = ("models", "datasets", "spaces")
+"""First parts of the hub's own addresses, so that no organisation has one as its name; folders often have."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TIMEOUT_S = 5.0
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -23,7 +25,7 @@ _DESCRIPTION_BYTES = 256 << 20
 
 def is_id(path: Path) -> bool:
     """Return whether a path that does not exist may be an id on the hub: org/name."""
-    return _ID.fullmatch(str(path)) is not None and not path.parent.exists()
+    return _ID.fullmatch(str(path)) is not None and path.parts[0] not in _NO_NAMES and not path.parent.exists()
 
 
 def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> None:

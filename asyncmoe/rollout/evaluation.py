@@ -135,8 +135,8 @@ def sampling(section: EvaluationSet, training: Sampling) -> Sampling:
     )
 
 
-def pass_at(rewards: Sequence[Sequence[float]], samples: int, threshold: float) -> Mapping[str, float]:
-    """Return pass@k for k = 1, 2, 4 ... and `samples`: the chance that one of k episodes passes, mean over questions.
+def pass_chances(rewards: Sequence[Sequence[float]], samples: int, threshold: float) -> Mapping[str, list[float]]:
+    """Return, for k = 1, 2, 4 ... and `samples`, each question's chance that one of k episodes passes; their mean is pass@k.
 
     For a question with n episodes, of which c pass, the unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating
     Large Language Models Trained on Code", equation 1). Questions with fewer than k rewards are left out; a k without questions is too.
@@ -147,12 +147,20 @@ def pass_at(rewards: Sequence[Sequence[float]], samples: int, threshold: float) 
         threshold: reward from which an episode passes.
     """
     counts = [(len(of_question), sum(reward >= threshold for reward in of_question)) for of_question in rewards]
-    found = {}
-    for k in sorted({*(1 << bit for bit in range(samples.bit_length())), samples}):
-        chances = [1 - comb(n - c, k) / comb(n, k) for n, c in counts if n >= k]
-        if chances:
-            found[str(k)] = fmean(chances)
-    return found
+    ks = sorted({*(1 << bit for bit in range(samples.bit_length())), samples})
+    found = {str(k): [1 - comb(n - c, k) / comb(n, k) for n, c in counts if n >= k] for k in ks}
+    return {k: chances for k, chances in found.items() if chances}
+
+
+def standard_error(of_questions: Sequence[float]) -> float | None:
+    """Return the standard error of a mean over questions, s / sqrt(n) with the sample standard deviation s of the n questions' values; None
+    for fewer than two.
+
+    By the central limit theorem, for questions drawn independently from all there could be (Miller 2024, "Adding Error Bars to Evals",
+    arXiv:2411.00640). A question's value is the mean over its episodes, so the draws of its episodes are contained in s; episodes of one
+    question are not independent, and counting each as one would understate the error.
+    """
+    return stdev(of_questions) / sqrt(len(of_questions)) if len(of_questions) > 1 else None
 
 
 def _reward(outcome: Sequence[Trajectory]) -> float:
@@ -180,7 +188,7 @@ def measure(
     Args:
         outcomes: (question number, outcome) of every episode.
         name: of the set.
-        samples, pass_reward: see `pass_at`.
+        samples, pass_reward: see `pass_chances`.
     """
     rewards: dict[int, list[float]] = {}
     lengths: list[int] = []
@@ -193,18 +201,20 @@ def measure(
         rewards.setdefault(question, []).append(_reward(outcome))
         lengths.append(sum(int(trajectory.loss_mask.sum()) for trajectory in outcome))
         versions.update(int(v) for trajectory in outcome for v in trajectory.versions[trajectory.loss_mask])
-    # Episodes of one question are not independent; questions are.
+    chances = pass_chances(list(rewards.values()), samples, pass_reward)
+    errors = {k: error for k, of_k in chances.items() if (error := standard_error(of_k)) is not None}
     means = [fmean(of_question) for of_question in rewards.values()]
     return Evaluation(
         time=time.time(),
         version=version,
         name=name,
         samples=samples,
-        pass_at=pass_at(list(rewards.values()), samples, pass_reward),
+        pass_at={k: fmean(of_k) for k, of_k in chances.items()},
+        pass_at_stderr=errors,
         questions=len({question for question, _ in outcomes}),
         episodes=len(outcomes),
         reward_mean=fmean(means) if means else None,
-        reward_stderr=stdev(means) / sqrt(len(means)) if len(means) > 1 else None,
+        reward_stderr=standard_error(means),
         failed=dict(sorted(failed.items())),
         failed_share=failed.total() / len(outcomes),
         response_tokens_mean=fmean(lengths) if lengths else None,

@@ -31,6 +31,16 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
             plot=Plot("Learning", "Reward spread", colour="orange", from_zero=True),
         ),
     ] = None
+    rewards: Annotated[
+        Mapping[float, int] | None,
+        Metric(
+            "Number of the batch's responses by reward, rounded to at most 20 steps of 1, 2 or 5 times a power of ten from the least to "
+            "the greatest.",
+            "responses",
+            key="reward",
+            plot=Plot("Learning", "Distribution of rewards", colour="green", bars="share", keys="reward"),
+        ),
+    ] = None
     step_reward_mean: Annotated[
         float | None,
         Metric("Mean reward of the rewarded steps of the batch's responses.", "reward", plot=Plot("Learning", "Mean reward of steps")),

@@ -28,10 +28,11 @@ class Plot:
         curve: the curve's name in the legend of a figure with several metrics; a mapping's key follows it.
         colour: the colour; several keys take it and its successors.
         from_zero: the axis begins at 0.
-        bars: draw a mapping from whole numbers as a heat map over the steps, and with a bar for each number: its mean over the steps, or
-            its share of the total of all steps.
+        bars: draw a mapping from numbers as a heat map over the steps, and with a bar for each number: its mean over the steps, or its
+            share of the total of all steps. Numbers that are not whole are counted (`distribution`), so they can only be shares.
         keys: label of the axis of the bars.
         apart: draw every key of a mapping, whose units may differ, in a figure of its own, with the key in its title.
+        error: field of the same record with the standard error of each value, drawn as error bars.
     """
 
     section: Section
@@ -42,6 +43,7 @@ class Plot:
     bars: Literal["mean", "share"] | None = None
     keys: str = ""
     apart: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of one set: the same questions to one version.
 
-    None: every episode failed; for `reward_stderr`, also if fewer than two questions have answers.
+    None: every episode failed; for `reward_stderr`, also if fewer than two questions have answers. `pass_at` and `pass_at_stderr` lack
+    such a k.
     """
 
     time: Annotated[float, "Unix seconds at the end of the evaluation."]
@@ -125,14 +126,29 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Mean over questions of the mean reward of their episodes, without failed episodes.",
             "reward",
-            plot=Plot("Learning", "Evaluation", colour="green"),
+            plot=Plot("Learning", "Evaluation", colour="green", error="reward_stderr"),
         ),
     ] = None
-    reward_stderr: Annotated[float | None, Metric("Standard error of `reward_mean`, over questions.", "reward")] = None
+    reward_stderr: Annotated[
+        float | None,
+        Metric(
+            "Standard error of `reward_mean`: the sample standard deviation of the questions' means / sqrt(questions with a reward).",
+            "reward",
+        ),
+    ] = None
     pass_at: Annotated[
         Mapping[str, float],
         Metric(
             "pass@k: chance that one of k episodes passes (evaluation.pass_reward), unbiased, mean over questions with k rewards.",
+            "share of questions",
+            key="k",
+            plot=Plot("Learning", "Evaluation, pass@k by k", error="pass_at_stderr"),
+        ),
+    ] = {}
+    pass_at_stderr: Annotated[
+        Mapping[str, float],
+        Metric(
+            "Standard error of `pass_at`: the sample standard deviation of the questions' chances / sqrt(questions with k rewards).",
             "share of questions",
             key="k",
         ),

@@ -11,6 +11,7 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Leased, Phase
+from asyncmoe.telemetry import distribution
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer.data import trees
@@ -81,6 +82,7 @@ def step_record(
         common,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
+        rewards=distribution.counts(rewards),
         response_tokens_quantiles={str(share): float(length) for share, length in zip(_LENGTHS, lengths, strict=True)},
         truncated_fraction=sum(item.truncated for item in items) / len(items),
         routing_mismatch=_mean_by_key([u.routing_mismatch for u in updates]) or None,

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from report_pages import NASTY, write_samples
 from telemetry_runs import write_run
 
-from asyncmoe.telemetry.records import JsonLines, read_rollout
+from asyncmoe.telemetry.records import JsonLines, read_rollout, read_steps
 from asyncmoe.telemetry.report import command
-from asyncmoe.telemetry.schema import ROLLOUT
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT
 from asyncmoe.telemetry.versions import VERSIONS
 
 FLAGS = (
@@ -63,12 +63,32 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     made.quit()
 
 
+def _uneven(run: Path) -> None:
+    """A run whose rewards are few and at uneven distances, as those of a scorer with partial credit."""
+    write_run(run, warmup=1, rl=2)
+    steps = read_steps(run / METRICS)
+    (run / METRICS).unlink()
+    with JsonLines(run / METRICS) as metrics:
+        for step in steps:
+            metrics.write(msgspec.structs.replace(step, rewards={0.0: 5, 0.05: 3, 1.0: 2}))
+
+
+def test_rows_of_rewards_at_uneven_distances_are_of_one_height(browser: Chrome, tmp_path: Path) -> None:
+    _uneven(tmp_path / "run")
+    _open(browser, command.report(tmp_path / "run").as_uri())
+    card = _card(browser, "Distribution of rewards, over the steps")
+    ticks = [(one.text, one.location["y"]) for one in card.find_elements(By.CSS_SELECTOR, ".ytick text")]
+    assert [text for text, _ in ticks] == ["0", "0.05", "1"]
+    assert ticks[0][1] - ticks[1][1] == pytest.approx(ticks[1][1] - ticks[2][1], abs=2)
+    assert "reward 0.05: 30 %" in _hover(browser, card)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The page of a run, and of two runs."""
     folder = tmp_path_factory.mktemp("runs")
     for number, name in enumerate(("first", "second")):
-        write_run(folder / name, warmup=20, rl=60 - 20 * number, wait=0.4 + number)
+        write_run(folder / name, warmup=20, rl=60 - 20 * number, wait=0.4 + number, curriculum=number == 0)
         write_samples(folder / name, 6)
         with JsonLines(folder / name / ROLLOUT) as rollout:
             rollout.write(msgspec.structs.replace(read_rollout(rollout.path)[-1], rejected={"scorer_<b>": 1, "a&amp;b": 2}))
@@ -129,9 +149,9 @@ def _card(browser: Chrome, title: str) -> Any:
     return found
 
 
-def _hover(browser: Chrome, card: Any) -> str:
-    """Point into the middle of a plot and return what it says there."""
-    ActionChains(browser).move_to_element(card.find_element(By.CSS_SELECTOR, ".nsewdrag")).perform()
+def _hover(browser: Chrome, card: Any, at: str = ".nsewdrag") -> str:
+    """Point into the middle of a plot, or at the last element of a selector, and return what the plot says there."""
+    ActionChains(browser).move_to_element(card.find_elements(By.CSS_SELECTOR, at)[-1]).perform()
     _until(browser, lambda _: card.find_element(By.CSS_SELECTOR, ".hoverlayer").text)
     return str(card.find_element(By.CSS_SELECTOR, ".hoverlayer").text)
 
@@ -146,6 +166,12 @@ def test_the_report_shows_every_figure_and_says_what_is_under_the_pointer(browse
     assert browser.execute_script(OVERLAPS, cards) == []
     assert "running mean" in _card(browser, "Mean reward").text
     assert "oldest token" in _hover(browser, _card(browser, "Age in each batch"))
+    assert re.search(r"0\.\d+ ± 0\.05", _hover(browser, _card(browser, "Evaluation"), ".points path"))
+    assert re.search(r"\d ± 6", _hover(browser, _card(browser, "Evaluation, pass@k by k"), ".points path"))
+    rewards = _card(browser, "Distribution of rewards, over the steps")
+    assert {"0", "0.5", "1"} <= {one.text for one in rewards.find_elements(By.CSS_SELECTOR, ".ytick")}
+    assert re.search(r"RL step \d+\s*reward 0\.5: [\d.]+ %", _hover(browser, rewards))
+    assert {"none", "some", "all"} <= set(_card(browser, "Measured prompts, by what passed").text.splitlines())
     assert re.search(r"age in versions [01]: [\d.]+ %", _hover(browser, _card(browser, "Age of the trained tokens, over the steps")))
     timeline = browser.find_elements(By.CSS_SELECTOR, ".card.wide")[0]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)

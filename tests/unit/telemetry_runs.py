@@ -14,7 +14,15 @@ START = 1_790_000_000.0
 
 
 def write_run(
-    run_dir: Path, *, warmup: int = 20, rl: int = 60, engines: int = 2, first: int = 1, start: float = START, wait: float = 0.4
+    run_dir: Path,
+    *,
+    warmup: int = 20,
+    rl: int = 60,
+    engines: int = 2,
+    first: int = 1,
+    start: float = START,
+    wait: float = 0.4,
+    curriculum: bool = False,
 ) -> float:
     """A run that learns: steps `first` to `warmup + rl`, about two seconds each. Returns when it ended; appends if there is a run."""
     draw = random.Random(first)
@@ -38,7 +46,7 @@ def write_run(
             now = edges[-1]
             metrics.write(_rl_step(draw, step, warmup, rl, edges, pause))
         _generate(rollout, draw, engines, rl_begins, now)
-    _rollout(run_dir, draw, engines, rl_begins, now, warmup)
+    _rollout(run_dir, draw, engines, rl_begins, now, warmup, curriculum)
     with JsonLines(run_dir / EVALUATION) as evaluations:
         for version in range(max(first - 1, warmup), warmup + rl, 10):
             evaluations.write(evaluation(version, 0.2 + 0.01 * (version - warmup)))
@@ -47,7 +55,16 @@ def write_run(
 
 def evaluation(version: int, reward: float | None, **more: object) -> Evaluation:
     """An evaluation of 64 questions, a quarter of which failed."""
-    values = {"reward_stderr": 0.05, "failed": {"scorer_timeout": 16}, "failed_share": 0.25, "seconds": 2.0, **more}
+    passed = {"1": reward, "4": min(1.0, 1.5 * reward)} if reward is not None else {}
+    values = {
+        "pass_at": passed,
+        "pass_at_stderr": dict.fromkeys(passed, 0.06),
+        "reward_stderr": 0.05,
+        "failed": {"scorer_timeout": 16},
+        "failed_share": 0.25,
+        "seconds": 2.0,
+        **more,
+    }
     return Evaluation(time=START + version, version=version, questions=64, episodes=64, reward_mean=reward, **values)  # type: ignore[arg-type]
 
 
@@ -68,6 +85,7 @@ def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequen
         loss=draw.gauss(0.01, 0.02),
         reward_mean=min(1.0, 0.15 + 0.8 * progress + draw.gauss(0, 0.04)),
         reward_std=0.4,
+        rewards={0.0: round(64 * (1 - progress)), 0.5: 5, 1.0: round(64 * progress)},
         grad_norm=draw.uniform(0.5, 1.2) * (1.3 - progress),
         lr=1e-4,
         tokens=tokens,
@@ -104,7 +122,14 @@ def _generate(spans: Spans, draw: random.Random, engines: int, begin: float, end
             now += busy + draw.choice((0.0, 0.05, 0.3))
 
 
-def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end: float, version: int) -> None:
+def _drawn_again(share: float) -> dict[str, object]:
+    """What a curriculum has measured after a share of a run."""
+    shares = {"none": 0.6 * (1 - share), "some": 0.4 - 0.2 * share, "all": 0.8 * share}
+    measured = {"prompts_measured": round(500 * share), "prompts_passed_over": round(900 * share**2)}
+    return {**measured, "prompts_by_passed": shares, "prompts_difficulty": 0.7 - 0.4 * share}
+
+
+def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end: float, version: int, curriculum: bool) -> None:
     with JsonLines(run_dir / ROLLOUT) as lines:
         started = 0
         for second in range(1, int(end - begin)):
@@ -121,5 +146,6 @@ def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end
                     dropped={"stale": 2},
                     tokens_per_s=draw.uniform(700, 1100),
                     engine_utilization={f"engine.{engine}": draw.uniform(0.85, 1.0) for engine in range(engines)},
+                    **(_drawn_again(second / (end - begin)) if curriculum else {}),  # type: ignore[arg-type]
                 )
             )

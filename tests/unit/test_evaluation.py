@@ -226,6 +226,20 @@ def test_the_numbers_by_hand() -> None:
     assert (found.version, found.seconds, found.skipped) == (5, 1.5, 3)
 
 
+def test_standard_errors_are_those_of_means_over_questions() -> None:
+    """The oracle is NumPy's sample deviation. Episodes of a question that agree do not make the mean more certain."""
+    rewards = [[1.0, 1.0, 0.0, 1.0], [0.0] * 4, [1.0] * 4, [0.0, 0.0, 1.0, 0.0]]
+    outcomes = [(number, (trajectory(reward, [5]),)) for number, each in enumerate(rewards) for reward in each]
+    found = measure(5, outcomes, 1.0, 0, samples=4)
+    assert found.reward_stderr == pytest.approx(np.std(np.mean(rewards, axis=1), ddof=1) / 2)
+    passing = [[0.75, 0, 1, 0.25], [1, 0, 1, 0.5], [1, 0, 1, 1]]
+    assert found.pass_at == pytest.approx({k: np.mean(of_k) for k, of_k in zip("124", passing, strict=True)})
+    assert found.pass_at_stderr == pytest.approx({k: np.std(of_k, ddof=1) / 2 for k, of_k in zip("124", passing, strict=True)})
+    same = measure(5, [(number, (trajectory(reward, [5]),)) for number, reward in [(0, 0.0), (1, 1.0)] * 50], 1.0, 0, samples=50)
+    assert same.reward_stderr == 0.5
+    assert measure(5, outcomes[:4], 1.0, 0, samples=4).pass_at_stderr == {}
+
+
 def test_an_evaluation_that_failed_altogether_has_no_reward() -> None:
     found = measure(5, [(0, TrajectoryRejected("engine_died", "gone"))], 1.0, 0)
     assert (found.reward_mean, found.reward_stderr, found.failed_share, found.response_tokens_mean) == (None, None, 1.0, None)

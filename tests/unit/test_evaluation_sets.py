@@ -17,7 +17,7 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
-from asyncmoe.rollout.evaluation import Evaluator, pass_at
+from asyncmoe.rollout.evaluation import Evaluator, pass_chances
 from asyncmoe.rollout.tasks.encode import identity
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ def test_pass_at_k_is_the_share_of_passing_subsets() -> None:
     """The definition of Chen et al. 2021 by enumeration: of all subsets of k episodes, those with one that passes."""
     random = Random(0)
     rewards = [[random.choice([0.0, 0.5, 1.0, 2.0]) for _ in range(n)] for n in (8, 8, 5, 1, 7)]
-    found = pass_at(rewards, 8, 1.0)
+    found = pass_chances(rewards, 8, 1.0)
     assert list(found) == ["1", "2", "4", "8"]
     for k in (1, 2, 4, 8):
         shares = []
@@ -175,10 +175,10 @@ def test_pass_at_k_is_the_share_of_passing_subsets() -> None:
             subsets = list(combinations([reward >= 1.0 for reward in of_question], k))
             if subsets:
                 shares.append(sum(map(any, subsets)) / len(subsets))
-        assert found[str(k)] == pytest.approx(sum(shares) / len(shares))
-    assert list(pass_at([[1.0]] * 2, 6, 1.0)) == ["1"], "a k that no question has episodes for is not estimated"
-    assert list(pass_at([[0.0] * 6], 6, 1.0)) == ["1", "2", "4", "6"]
-    assert pass_at([], 4, 1.0) == {}
+        assert found[str(k)] == pytest.approx(shares)
+    assert list(pass_chances([[1.0]] * 2, 6, 1.0)) == ["1"], "a k that no question has episodes for is not estimated"
+    assert list(pass_chances([[0.0] * 6], 6, 1.0)) == ["1", "2", "4", "6"]
+    assert pass_chances([], 4, 1.0) == {}
 
 
 def test_each_set_has_a_record_with_its_samples(tokenizer: Tokenizer) -> None:

@@ -44,7 +44,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("path", "expected"),
     [
         ("Qwen/Qwen3-0.6B", True),
-        ("models/tiny", False),  # the directory models exists
+        ("mine/tiny", False),  # the directory mine exists
+        ("models/Qwen3-30B-A3B", False),  # of the examples
+        ("datasets/x", False),
         ("/data/model", False),
         ("./a/b", True),  # pathlib drops the leading dot
         ("../a/b", False),
@@ -55,8 +57,20 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_an_id_is_an_organisation_and_a_name_that_are_no_path_here(empty: Path, path: str, expected: bool) -> None:
-    (empty / "models").mkdir()
+    (empty / "mine").mkdir()
     assert hub.is_id(Path(path)) is expected
+
+
+def test_a_folder_of_models_that_is_not_there_is_not_asked_of_the_hub(empty: Path) -> None:
+    at_models = config("models/Qwen3-30B-A3B")
+    assert hub.with_local_model(at_models) == at_models
+    for refuse in (lambda: models.hf_config_of(at_models), lambda: validate(at_models)):
+        with pytest.raises(DataError) as caught:
+            refuse()
+        assert str(caught.value) == (
+            "models/Qwen3-30B-A3B: got no such directory, expected a Hugging Face model directory; put one there: "
+            "hf download ORG/NAME --local-dir models/Qwen3-30B-A3B; or give ORG/NAME as model.path"
+        )
 
 
 def test_without_a_network_a_model_is_refused_at_once(empty: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -93,6 +94,24 @@ def test_pip_users_are_not_sent_to_make() -> None:
 
 def test_a_checkout_sends_to_make() -> None:
     assert (installed.fix(), installed.fix(gpu=True)) == ("make setup", "make setup GPU=1")
+    assert installed.fix("engine", gpu=True, python="/e/bin/python") == "make setup GPU=1"
+
+
+@pytest.mark.parametrize("extra", ["wandb", "mlflow", "trackio", "datasets", "verifiers", "mcp"])
+def test_a_checkout_names_the_packages_that_make_setup_does_not_bring(extra: str) -> None:
+    program, *requirements = shlex.split(installed.fix(extra))
+    assert (program, requirements[:3]) == (sys.executable, ["-m", "pip", "install"])
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert requirements[3:] == declared
+
+
+def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:
+    """The oracle are the lists that `make setup` installs from."""
+    listed = "".join((ROOT / "requirements" / f"{name}.txt").read_text() for name in ("train", "dev", "cpu", "engine-cpu-nodeps"))
+    pinned = {line.split("==")[0].strip().lower().replace("_", "-") for line in listed.splitlines() if "==" in line}
+    for extra, names in extras().items():
+        if extra in installed.EXTRAS:
+            assert (names - {"asyncmoe"} <= pinned) == (extra in installed._OF_SETUP), extra
 
 
 def test_something_is_refused_that_needs_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

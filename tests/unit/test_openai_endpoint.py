@@ -3,68 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
-from openai.types.responses import ResponseFunctionToolCall
 
 from asyncmoe.config import parse
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
 from asyncmoe.launch import part
 from asyncmoe.rollout.episodes import environments
-from asyncmoe.rollout.episodes.environment import Bounds, Episode
+from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.openai_endpoint import threads
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
-from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
-from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
+from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_agents, openai_policy
 from tests.unit.openai_policy import IM_END, Policy
+from tests.unit.openai_served import MESSAGES, post, says, served
 
 AGENTS = "tests.unit.openai_agents"
-MESSAGES: list[Any] = [{"role": "user", "content": "a"}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def served(
-    policy: Policy,
-    known: Tokenizer,
-    client: Callable[[str, Session], Awaitable[None]],
-    limits: ClientLimits | None = None,
-    on_conflict: OnConflict = "run",
-) -> Episode:
-    """Let `client` speak to an episode by its URL."""
-    episode = policy.episode(known)
-
-    async def run() -> None:
-        endpoint = OpenAIEndpoint(limits, on_conflict)
-        try:
-            session, url = await endpoint.open(episode)
-            async with asyncio.timeout(60):
-                await client(url, session)
-            await endpoint.end(session)
-        finally:
-            await endpoint.close()
-
-    asyncio.run(run())
-    return episode
-
-
-def says(known: Tokenizer, words: str = "hello") -> Policy:
-    return Policy(openai_policy.text(known, words))
 
 
 def test_openais_client_streams_calls_tools_and_lists_models(known: Tokenizer) -> None:
@@ -123,11 +91,6 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
     episode = served(policy, known, client, on_conflict="refuse")
     with pytest.raises(TrajectoryRejected, match="engine_failed"):
         _ = episode.spoke
-
-
-def post(url: str, session: Session, body: Any, key: str | None = None, path: str = "chat/completions") -> Any:
-    headers = {"Authorization": f"Bearer {key or session.key}"}
-    return aiohttp.request("POST", f"{url}/{path}", data=body, headers=headers)
 
 
 def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer) -> None:
@@ -414,165 +377,3 @@ def test_a_stream_that_fails_says_so_in_the_stream(known: Tokenizer) -> None:
             assert (events[-1].type, events[-1].response.error.message) == ("response.failed", "engine_died: it died")  # type: ignore[union-attr]
 
     served(Dies(lambda seen: ()), known, client)
-
-
-FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
-
-
-def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
-    policy = says(known, 'so <tool_call>{"name": "f", "arguments": {"x": 1.0, "é": "ü"}}</tool_call>')
-
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            raw = await client.responses.with_raw_response.create(model="m", input="a", instructions="be", tools=[FUNCTION], temperature=0)
-            assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature"
-            told = raw.parse()
-            _, call = told.output
-            assert (told.output_text, told.temperature, told.status) == ("so", 0.7, "completed")
-            assert call.type == "function_call"
-            assert (call.name, call.arguments) == ("f", '{"x": 1.0, "é": "ü"}')
-            answer = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
-            history: Any = [{"role": "user", "content": "a"}, *told.output, answer]
-            second = await client.responses.create(model="m", input=history, instructions="be", tools=[FUNCTION])
-            third = await client.responses.create(
-                model="m", input=[{"role": "user", "content": "b"}], previous_response_id=second.id, instructions="be", tools=[FUNCTION]
-            )
-            assert third.usage is not None
-            assert third.usage.input_tokens > second.usage.total_tokens  # type: ignore[union-attr]
-            stream = await client.responses.create(
-                model="m", input="c", previous_response_id=third.id, instructions="be", tools=[FUNCTION], stream=True
-            )
-            kinds, numbers, text = [], [], ""
-            async for event in stream:
-                kinds.append(event.type)
-                numbers.append(event.sequence_number)
-                text += event.delta if event.type == "response.output_text.delta" else ""
-                last = event
-            assert numbers == list(range(len(kinds)))
-            assert text == "so"
-            assert kinds[:4] == [f"response.{k}" for k in ("created", "in_progress", "output_item.added", "content_part.added")]
-            assert kinds.count("response.output_item.done") == 2
-            assert last.type == "response.completed"
-            assert [item.type for item in last.response.output] == ["message", "function_call"]
-            cut = await client.responses.create(model="m", input="z", max_output_tokens=1)
-            assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-            with pytest.raises(openai.NotFoundError, match="no response"):
-                await client.responses.create(model="m", input="z", previous_response_id="resp_0")
-
-    served(policy, known, client)
-    assert [name for name, _, _ in policy.asked] == ["policy"] * 4 + ["policy/2"]
-    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
-    assert policy.asked[2][1] == known.encode("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer) -> None:
-    policy = says(known, '<tool_call>{"name": "maps__find", "arguments": {"x": 1}}</tool_call>')
-    inner: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": False}
-    tools: Any = [{"type": "namespace", "name": "maps", "description": "Maps", "tools": [inner]}, {**inner, "name": "maps__far"}]
-
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key="another", default_headers={"x-api-key": session.key}) as client:
-            first = await client.responses.create(model="m", input="a", tools=tools, extra_body={"client_metadata": {"a": "b"}})
-            (called,) = first.output
-            assert isinstance(called, ResponseFunctionToolCall)
-            assert (called.namespace, called.name) == ("maps", "find")
-            result: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "here"}
-            given: Any = [{"role": "user", "content": "a"}, called.to_dict(), result]
-            events = [event async for event in await client.responses.create(model="m", input=given, tools=tools, stream=True)]
-            (again,) = events[-1].response.output  # type: ignore[union-attr]
-            assert (again.namespace, again.name) == ("maps", "find")  # type: ignore[union-attr]
-
-    served(policy, known, client)
-    assert {name for name, _, _ in policy.asked} == {"policy"}
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "named"),
-    [
-        ("responses", {"input": []}, "input"),
-        ("responses", {"input": 3}, "input"),
-        ("responses", {"input": [3]}, "input[0]"),
-        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ("responses", {"input": [{"role": "user", "content": "a", "secret": 1}]}, "input[0].secret"),
-        ("responses", {"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
-        ("responses", {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ("responses", {"tools": [{"type": "function", "name": 3}]}, "tools[0]"),
-        ("responses", {"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0]"),
-        ("responses", {"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
-        ("responses", {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
-        ("responses", {"tools": [{**FUNCTION, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}]}, "tools"),
-        ("responses", {"background": True}, "background"),
-        ("responses", {"conversation": "c"}, "conversation"),
-        ("responses", {"text": {"format": {"type": "poem"}}}, "text.format"),
-        ("responses", {"text": {"surprise": 1}}, "text.surprise"),
-        ("responses", {"include": "x"}, "include"),
-        ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
-        ("responses", {"reasoning": 3}, "reasoning"),
-        ("messages", {"messages": []}, "messages"),
-        ("messages", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
-        ("messages", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ("messages", {"messages": [{"role": "user", "content": [3]}]}, "messages[0].content"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
-        ("messages", {"messages": [{"role": "assistant", "content": "I"}]}, "messages must end"),
-        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]}, "messages[0]"),
-        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages[0]"),
-        ("messages", {"system": 3}, "system"),
-        ("messages", {"stop_sequences": [""]}, "stop_sequences"),
-        ("messages", {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0]"),
-        ("messages", {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
-        ("messages", {"tool_choice": {"type": "all"}}, "tool_choice"),
-        ("messages", {"tool_choice": "any"}, "tool_choice"),
-        ("messages", {"mcp_servers": []}, "mcp_servers"),
-        ("messages", {"max_tokens": True}, "max_tokens"),
-    ],
-)
-def test_what_the_other_apis_refuse_is_named(known: Tokenizer, path: str, fields: dict[str, Any], named: str) -> None:
-    right = {"responses": {"input": "a"}, "messages": {"messages": MESSAGES}}[path]
-
-    async def client(url: str, session: Session) -> None:
-        async with post(url, session, json.dumps({**right, **fields}).encode(), path=path) as reply:
-            told = await reply.json()
-            assert (reply.status, told["error"]["message"].startswith(named)) == (400, True), told
-            assert told.get("type") == ("error" if path == "messages" else None)
-
-    served(says(known), known, client)
-
-
-def test_anthropics_api_calls_tools_streams_and_counts(known: Tokenizer) -> None:
-    """With its own client: tests/integrations/test_clients.py."""
-    policy = says(known, 'so <tool_call>{"name": "f", "arguments": {"x": 1.0}}</tool_call>')
-    tool = {"name": "f", "input_schema": {"type": "object"}}
-
-    async def client(url: str, session: Session) -> None:
-        async def send(path: str, **fields: Any) -> Any:
-            body = json.dumps({"model": "m", "max_tokens": 90, "tools": [tool], **fields})
-            async with aiohttp.request("POST", f"{url}/{path}", data=body, headers={"x-api-key": session.key}) as reply:
-                assert reply.status == 200, await reply.text()
-                return await reply.text()
-
-        told = json.loads(await send("messages", messages=MESSAGES, system="be"))
-        assert told["content"][0] == {"type": "text", "text": "so"}
-        assert (told["content"][1]["input"], told["stop_reason"]) == ({"x": 1.0}, "tool_use")
-        result = {"type": "tool_result", "tool_use_id": told["content"][1]["id"], "content": [{"type": "text", "text": "2"}]}
-        # JavaScript writes 1.0 as 1.
-        told["content"][1]["input"] = {"x": 1}
-        messages = [*MESSAGES, {"role": "assistant", "content": told["content"]}, {"role": "user", "content": [result]}]
-        lines = (await send("v1/messages", messages=messages, system="be", stream=True)).split("\n\n")[:-1]
-        events = [json.loads(line.split("\n")[1].removeprefix("data: ")) for line in lines]
-        assert [line.split("\n")[0].removeprefix("event: ") for line in lines] == [event["type"] for event in events]
-        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-        assert "".join(delta.get("text", "") for delta in deltas) == "so"
-        assert deltas[-1] == {"type": "input_json_delta", "partial_json": '{"x": 1.0}'}
-        assert [event["type"] for event in events][-2:] == ["message_delta", "message_stop"]
-        counted = json.loads(await send("messages/count_tokens", messages=MESSAGES, system="be"))
-        assert counted == {"input_tokens": len(policy.asked[0][1])}
-        asked: Any = {"messages": [{"role": "user", "content": "z"}], "stop_sequences": ["o"], "tools": []}
-        stopped = json.loads(await send("messages", **asked))
-        assert (stopped["content"], stopped["stop_reason"]) == ([{"type": "text", "text": "s"}], "stop_sequence")
-        assert stopped["stop_sequence"] == "o"
-
-    served(policy, known, client)
-    assert [name for name, _, _ in policy.asked] == ["policy", "policy", "policy/2"]
-    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")

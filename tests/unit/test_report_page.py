@@ -150,6 +150,15 @@ def test_a_run_may_have_any_name(tmp_path: Path) -> None:
     assert data_of(command.report(tmp_path / name))[0]["name"] == "⟨DCFF⟩␛[31m<b>"
 
 
+@pytest.mark.parametrize("more", [[], ["--serve"], ["--no-samples"]])
+def test_a_run_that_is_no_directory_is_refused_in_one_line(tmp_path: Path, more: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    for given in (tmp_path / "config.yaml", tmp_path / "nowhere"):
+        refused = CliRunner().invoke(cli.app, ["report", str(given), *more])
+        assert isinstance(refused.exception, UserError), refused.exception
+        assert str(refused.exception) == f"asyncmoe report RUN: got {given}, which is no directory, expected the run.dir of a run"
+
+
 def test_runs_that_one_page_cannot_show_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "run", warmup=1, rl=1)
     (tmp_path / "link").symlink_to("run")

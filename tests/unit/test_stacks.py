@@ -47,7 +47,7 @@ def test_every_process_of_a_run_is_shown(tmp_path: Path) -> None:
         assert paragraphs[0].startswith(f"== supervisor, pid {root.pid}: ")
         assert paragraphs[1].startswith("== child of supervisor, pid ")
         if stacks._py_spy() is None:
-            assert paragraphs[2].startswith("no stacks: py-spy is not installed; pip install")
+            assert paragraphs[2].startswith("no stacks: py-spy is not installed; run: ")
         else:
             assert "waits_here" in paragraphs[0]
             assert "hangs_here" in paragraphs[1]

@@ -312,7 +312,9 @@ def test_without_its_package_a_data_set_is_refused_and_a_jsonl_file_is_not(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "d.parquet").write_text("")
-    with pytest.raises(ConfigError, match=r"task\.kind: got dataset without its package .*pip install 'asyncmoe\[datasets\]'"):
+    with pytest.raises(DataError, match=r"task\.path .*none\.jsonl: got no such file or directory, expected a JSONL file in UTF-8$"):
+        tasks.load(config("jsonl", path=str(tmp_path / "none.jsonl")), tokenizer)
+    with pytest.raises(ConfigError, match=r"task\.kind: got dataset without its package .*run: \S+ -m pip install \"datasets>="):
         tasks.load(config("dataset", path=str(tmp_path / "d.parquet")), tokenizer)
     path = rows(tmp_path / "d.jsonl", *LEVELS)
     assert tasks.load(config("dataset", path=str(path), where={"level": "hard"}), tokenizer).training.prompt(0).columns["level"] == "hard"

@@ -81,7 +81,12 @@ def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
         if found.plot is not None:
             assert found.unit, f"{name}: the axis of a figure needs a unit"
             assert found.plot.section in run_page.SECTIONS
-            assert found.plot.bars is None or "Mapping[int" in str(hints[name]), f"{name}: bars are for mappings from whole numbers"
+            counted = found.plot.bars == "share" and "Mapping[float, int" in str(hints[name])
+            whole = "Mapping[int" in str(hints[name])
+            assert found.plot.bars is None or whole or counted, f"{name}: bars are for mappings from whole numbers, and counts by a number"
+            error = declared(kind).get(found.plot.error, found)
+            assert (error.unit, error.key) == (found.unit, found.key), f"{name}: its error has another unit or other keys"
+            assert found.plot.error in ("", *declared(kind)), f"{name}: no such field: {found.plot.error}"
 
 
 def test_metrics_that_share_a_figure_agree_on_it() -> None:
@@ -107,6 +112,7 @@ def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:
     update = SimpleNamespace(loss=0.5, grad_norm=1.0, lr=0.1, rows=23, tokens=15, entropy=0.1, routing_mismatch={}, figures={})
     leased = SimpleNamespace(items=items, queue_depth=1, dropped={})
     record = step_record(1, leased, "rl", [update], None, 0.0, (0.0, 1.0, 2.0))  # type: ignore[arg-type, list-item]
+    assert record.rewards == {one.reward: 4 for one in made[:1]}
     assert record.truncated_fraction == 0.25
     assert record.response_tokens_quantiles == pytest.approx({"0.1": 1.3, "0.5": 3.0, "0.9": 6.8, "1.0": 8.0})  # linear, by hand
 

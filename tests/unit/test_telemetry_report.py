@@ -43,8 +43,9 @@ def test_a_whole_run_has_every_figure(tmp_path: Path) -> None:
     assert page["what"].endswith("started 2 times")
     drawn = figures_of(page)
     assert list(drawn) == [*SECTIONS, figures.REST]
-    learning = ["Mean reward", "Evaluation", "Response length", "Policy loss", "Entropy", "Reward spread", "Gradient norm", "Learning rate"]
-    assert list(drawn["Learning"])[:8] == learning
+    learning = ["Mean reward", "Evaluation", "Evaluation, pass@k by k", "Response length", "Policy loss", "Entropy", "Reward spread"]
+    assert list(drawn["Learning"])[:7] == learning
+    assert {"Distribution of rewards, over the steps", "Gradient norm", "Learning rate"} <= set(drawn["Learning"])
     assert {"Clipped tokens", "Truncated responses", "Warm-up loss"} <= set(drawn["Learning"])
     assert {"Effective sample size", "Importance ratio, quantiles"} <= set(drawn["Agreement of engines and trainer"])
     assert list(drawn["Idle time and queue"])[:2] == ["Idle", "Queue"]
@@ -124,8 +125,45 @@ def test_evaluation_sets_are_curves_of_their_own(tmp_path: Path) -> None:
             evaluations.write(evaluation(3, reward, name=name, pass_at={"1": reward, "4": 1.0}))
     drawn = figures_of(_page(tmp_path))
     assert [(curve["name"], curve["y"][-1]) for curve in drawn["Learning"]["Evaluation"]["curves"]][-2:] == [("gsm", 0.5), ("math", 0.25)]
-    passes = {curve["name"]: curve["y"] for curve in drawn[figures.REST]["evaluation: pass at"]["curves"]}
-    assert passes == {"gsm 1": [50], "gsm 4": [100], "math 1": [25], "math 4": [100]}
+    passes = {curve["name"]: curve["y"] for curve in drawn["Learning"]["Evaluation, pass@k by k"]["curves"]}
+    assert {name: passes[name] for name in passes if " " in name} == {"gsm 1": [50], "gsm 4": [100], "math 1": [25], "math 4": [100]}
+
+
+def test_evaluations_have_error_bars(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=1, rl=2)
+    with JsonLines(tmp_path / EVALUATION) as evaluations:
+        for version, error in ((2, 0.25), (3, None)):
+            more = {"pass_at": {"1": 0.5, "8": 0.75}, "pass_at_stderr": {"1": error} if error else {}}
+            evaluations.write(evaluation(version, 0.5, name="gsm", reward_stderr=error, **more))
+        evaluations.write({"time": 1.0, "version": 3, "questions": 2, "episodes": 2, "seconds": 1.0, "name": "old", "pass_at": {"1": 0.5}})
+    learning = figures_of(_page(tmp_path))["Learning"]
+    curves = {curve["name"]: curve["errors"] for title in ("Evaluation", "Evaluation, pass@k by k") for curve in learning[title]["curves"]}
+    assert (curves["gsm"], curves["gsm 1"], curves["gsm 8"], curves["old 1"]) == ([0.25, None], [25, None], [None, None], [None])
+    assert "Standard error of `reward_mean`" in learning["Evaluation"]["about"]
+    assert learning["Mean reward"]["curves"][0]["errors"] == []
+
+
+def test_rewards_are_a_heat_map_of_those_there_are(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / METRICS) as metrics:
+        for step, rewards in enumerate([{0.0: 3, 1.0: 1}, {-0.08: 1, 1.0: 3}, {}, {1.0: 4}], 1):
+            metrics.write(Step(step=step, phase="rl", time=START + step, step_seconds=1.0, rewards=rewards))
+    learning = figures_of(_page(tmp_path))["Learning"]
+    heat = learning["Distribution of rewards, over the steps"]
+    assert (heat["columns"], heat["keys"]) == ([1, 2, 4], [-0.1, 0, 1])
+    assert heat["values"] == [[0, 25, 0], [75, 0, 0], [25, 75, 100]]
+    assert learning["Distribution of rewards, all steps"]["heights"] == pytest.approx([100 / 12, 25, 200 / 3], rel=1e-5)
+
+
+def test_a_curriculum_is_drawn(tmp_path: Path) -> None:
+    write_run(tmp_path / "with", warmup=1, rl=10, curriculum=True)
+    write_run(tmp_path / "without", warmup=1, rl=10)
+    drawn = figures_of(_page(tmp_path / "with"))
+    shares = {curve["name"]: curve["y"] for curve in drawn["Learning"]["Measured prompts, by what passed"]["curves"]}
+    assert set(shares) == {"none", "some", "all"}
+    assert all(sum(at) == pytest.approx(100, abs=1e-3) for at in zip(*shares.values(), strict=True))
+    assert "Difficulty of the measured prompts" in drawn["Learning"]
+    assert {"rollout: prompts measured", "rollout: prompts passed over"} <= set(drawn[figures.REST])
+    assert not [title for part in figures_of(_page(tmp_path / "without")).values() for title in part if "prompts" in title.lower()]
 
 
 def test_only_warmup(tmp_path: Path) -> None:

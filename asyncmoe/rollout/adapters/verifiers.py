@@ -89,7 +89,7 @@ def _source(columns: Mapping[str, Any]) -> _Source:
 def _made(environment: str, arguments: str, split: str, limit: int | None) -> _Source:
     if not installed.has("verifiers"):
         expected = f"it in the environment of {sys.executable}"
-        raise UserError("the package verifiers", got="none", expected=expected, hint="pip install 'asyncmoe[verifiers]'")
+        raise UserError("the package verifiers", got="none", expected=expected, hint=f"run: {installed.fix('verifiers')}")
     import verifiers
 
     if split not in ("train", "eval"):

@@ -77,10 +77,16 @@ class Generation:
 
 
 class ParsedCall(msgspec.Struct, frozen=True):
-    """A tool call in a response, as the engine's parser reads it; `parameters`: its arguments as JSON text."""
+    """A tool call in a response, as the engine's parser reads it.
+
+    Attributes:
+        parameters: its arguments as JSON text.
+        rest: the response's text without its calls, the same for all of them.
+    """
 
     name: str
     parameters: str
+    rest: str = ""
 
 
 class Listener(Protocol):

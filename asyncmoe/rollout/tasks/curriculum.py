@@ -6,9 +6,13 @@ The order stays that of the task (`asyncmoe.rollout.tasks.order`). When the turn
 
 and else the next one in the order has its turn. p (1 - p) is the variance of a response's success, the learnability by which Foster et al.
 2025 (Learning to Reason at the Frontier of Learnability, arXiv:2502.12272) choose questions; Bae et al. 2025 (Online Difficulty Filtering
-for Reasoning Oriented Reinforcement Learning, arXiv:2504.03380) bound what a step can learn by it. p is the mean of a beta distribution
-whose counts fade with each new group of the prompt, and which begins at one success and one failure: the estimate of MoPPS (Qu et al.
-2025, arXiv:2507.04632, with discount `memory`). A prompt that was never asked has p = 1/2, so the first epoch is that of the task.
+for Reasoning Oriented Reinforcement Learning, arXiv:2504.03380) bound what a step can learn by it. p is a pass rate's mean under
+Beta(1 + a, 1 + b): the posterior, from a uniform prior, of a prompt with a passed and b failed responses, where each new group first
+multiplies a and b by `memory`, because the policy that earned them has changed. With s of n responses passed,
+
+    a <- memory * a + s,    b <- memory * b + n - s,    p = (a + 1) / (a + b + 2)
+
+A prompt that was never asked has p = 1/2, so the first epoch is that of the task.
 
 Whether a turn is taken depends on the seed, the turn and the counts of the prompt only: the same seed and results give the same draws.
 Mixtures keep their weights, because turns are passed over within a source. Nine bytes are kept for each example.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncmoe import installed
 from asyncmoe.config.task import ColumnsSection, WeightedSource
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import hub
@@ -96,7 +97,7 @@ def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
     try:
         import datasets
     except ImportError as error:
-        hint = "pip install 'asyncmoe[datasets]'; JSONL files need nothing with kind=jsonl"
+        hint = f"run: {installed.fix('datasets')}; JSONL files need nothing with kind=jsonl"
         raise ConfigError(
             f"{key}.kind", got=f"dataset without its package ({error})", expected="`datasets` installed", hint=hint
         ) from error

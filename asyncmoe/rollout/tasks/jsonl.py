@@ -110,7 +110,7 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 if raw.strip():
                     yield f"{path} line {number}", _object(path, number, raw)
     except OSError as error:
-        raise DataError(f"{key} {path}", got=str(error), expected="a JSONL file in UTF-8") from error
+        raise DataError(f"{key} {path}", got=(error.strerror or str(error)).lower(), expected="a JSONL file in UTF-8") from error
 
 
 def _object(path: Path, number: int, raw: bytes) -> Mapping[str, Any]:

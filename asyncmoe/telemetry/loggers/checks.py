@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from asyncmoe import installed
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.loggers.backend import NAMES
@@ -24,7 +25,7 @@ def check(section: TelemetrySection) -> None:
     """
     for name in configured(section):
         if find_spec(name) is None:
-            hint = f"pip install 'asyncmoe[{name}]'"
+            hint = f"run: {installed.fix(name)}"
             raise ConfigError(f"telemetry.{name}", got=f"no package {name} in this environment", expected="it installed", hint=hint)
     if section.wandb is not None and (section.wandb.mode or os.environ.get("WANDB_MODE", "online")) == "online" and not _wandb_key():
         hint = "run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb.mode=offline"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_type_hints
 
 import msgspec
@@ -23,13 +23,15 @@ MOST_CURVES = 32
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: ascending `x`, `y` of the same length. jagged: the page adds its running mean."""
+    """A curve: ascending `x`, `y` of the same length. jagged: the page adds its running mean; errors: length of the error bar of each `y`
+    to either side, or nothing."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     colour: Colour
     jagged: bool
+    errors: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Bars:
     about: str
     x: str
     y: str
-    keys: Sequence[int]
+    keys: Sequence[float]
     heights: Sequence[float]
     colour: Colour
     kind: Literal["bars"] = "bars"
@@ -70,7 +72,7 @@ class Heat:
     y: str
     unit: str
     columns: Sequence[float]
-    keys: Sequence[int]
+    keys: Sequence[float]
     values: Sequence[Sequence[float | None]]
     kind: Literal["heat"] = "heat"
 
@@ -108,11 +110,11 @@ def declared_figures(run: RunRecords, title: str) -> Iterator[Figure]:
         yield from _bars(run, first)
         return
     floor = 0.0 if first.plot.from_zero else None
-    about = " ".join(member.metric.help for member in members)
+    about = " ".join(_about(member) for member in members)
     curves = [curve for member in members for curve in _curves(run, member)]
     if first.plot.apart:
         for curve in curves:
-            yield from _lines(f"{title} {curve.name}", about, _X[first.kind], _unit(first.metric), [_renamed(curve, "")], floor)
+            yield from _lines(f"{title} {curve.name}", about, _X[first.kind], _unit(first.metric), [replace(curve, name="")], floor)
     else:
         yield from _lines(title, about, _X[first.kind], _unit(first.metric), curves, floor)
 
@@ -186,11 +188,13 @@ def _lines(
 
 def _curve(name: str, points: Series, colour: Colour) -> Curve:
     x = [_short(value) or 0.0 for value in points.x]
-    return Curve(name, x, [_short(value) or 0.0 for value in points.y], colour, points.jagged)
+    y, errors = [_short(value) or 0.0 for value in points.y], [_short(value) for value in points.errors]
+    return Curve(name, x, y, colour, points.jagged, errors)
 
 
-def _renamed(curve: Curve, name: str) -> Curve:
-    return Curve(name, curve.x, curve.y, curve.colour, curve.jagged)
+def _about(member: _Member) -> str:
+    error = member.plot.error
+    return f"{member.metric.help} Bars: {declared(member.kind)[error].help}" if error else member.metric.help
 
 
 def _unit(metric: Metric) -> str:

@@ -34,7 +34,7 @@ SECTIONS: Mapping[str, str] = {
     "Throughput": "",
 }
 """Titles and notes of the sections with declared figures."""
-FIRST = {"Learning": ("Mean reward", "Evaluation", "Response length", "Policy loss", "Entropy")}
+FIRST = {"Learning": ("Mean reward", "Evaluation", "Evaluation, pass@k by k", "Response length", "Policy loss", "Entropy")}
 """Declared figures that come first in their sections."""
 MOST_GROUPS = 200
 MOST_GROUP_BYTES = 6 << 20

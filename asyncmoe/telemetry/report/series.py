@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
 from statistics import fmean
 from typing import Any
 
+from asyncmoe.telemetry import distribution
 from asyncmoe.telemetry.metric import Metric
 from asyncmoe.telemetry.overlap import Cover
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
@@ -20,6 +21,8 @@ MOST_POINTS = 500
 MOST_ROWS = 96
 """Rows of a heat map; neighbouring keys share a row if there are more keys."""
 Drawn = Step | Rollout | Evaluation
+Point = tuple[float, float, float | None]
+"""x, y and the standard error of y."""
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _JAGGED_FROM = 16
 _JAGGED_SHARE = 0.4
@@ -27,17 +30,20 @@ _JAGGED_SHARE = 0.4
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: ascending x, and y of the same length."""
+    """A curve: ascending x, and y of the same length; errors: the standard error of each y, or nothing."""
 
     x: Sequence[float]
     y: Sequence[float]
+    errors: Sequence[float | None] = ()
 
     @classmethod
-    def of(cls, points: Sequence[tuple[float, float | None]]) -> Series:
-        """Build a series. Omits points without a value; averages neighbours if there are more than `MOST_POINTS` points."""
-        known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    def of(cls, points: Sequence[tuple[float, float | None]], errors: Sequence[float | None] = ()) -> Series:
+        """Build a series. Omits points without a value; averages neighbours, and their errors, if there are more than `MOST_POINTS`."""
+        each = zip_longest(points, errors)
+        known = [(x, y, error) for (x, y), error in each if y is not None and math.isfinite(y)]
         chunks = _chunks(known, MOST_POINTS)
-        return cls([fmean(x for x, _ in chunk) for chunk in chunks], [fmean(y for _, y in chunk) for chunk in chunks])
+        found = cls([fmean(x for x, _, _ in chunk) for chunk in chunks], [fmean(y for _, y, _ in chunk) for chunk in chunks])
+        return replace(found, errors=[_mean([error for _, _, error in chunk]) for chunk in chunks]) if errors else found
 
     @property
     def jagged(self) -> bool:
@@ -52,11 +58,11 @@ class HeatMap:
     """A heat map: a value for each row (a key, or the first key of several) and each column (ascending x); None: not measured."""
 
     x: Sequence[float]
-    keys: Sequence[int]
+    keys: Sequence[float]
     values: Sequence[Sequence[float | None]]
 
 
-def _chunks(points: list[tuple[float, float]], most: int) -> list[list[tuple[float, float]]]:
+def _chunks(points: list[Point], most: int) -> list[list[Point]]:
     size = -(-len(points) // most) or 1
     return [points[i : i + size] for i in range(0, len(points), size)]
 
@@ -82,7 +88,8 @@ def placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
     return points
 
 
-Values = Sequence[tuple[float, float | Mapping[str | int, float | None] | None]]
+Value = float | Mapping[str | int, float | None] | None
+Values = Sequence[tuple[float, Value]]
 """Places on the x axis, and the values of a field there."""
 
 
@@ -98,20 +105,32 @@ def curves(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> lis
     found: list[tuple[str, Series]] = []
     for set_name in sorted(sets):
         values = [(x, getattr(record, name)) for x, record in sets[set_name]]
-        found += [(" ".join(part for part in (set_name, key) if part), points) for key, points in curves_of(values, metric)]
+        error = "" if metric.plot is None else metric.plot.error
+        errors = [getattr(record, error) for _, record in sets[set_name]] if error else []
+        found += [(" ".join(part for part in (set_name, key) if part), points) for key, points in curves_of(values, metric, errors)]
     return found
 
 
-def curves_of(values: Values, metric: Metric) -> list[tuple[str, Series]]:
-    """Return the curves of the values of a field, as `curves`. An old record has a number where a newer one has a mapping."""
+def curves_of(values: Values, metric: Metric, errors: Sequence[Value] = ()) -> list[tuple[str, Series]]:
+    """Return the curves of the values of a field and their standard errors, as `curves`. An old record has a number where a newer one has a
+    mapping."""
+    each = list(zip_longest(values, errors))
     if not metric.key:
-        return [("", Series.of([(x, _scaled(value, metric)) for x, value in values if not isinstance(value, Mapping)]))]
+        plain = [(x, value, error) for (x, value), error in each if not isinstance(value, Mapping)]
+        of_plain = [_scaled(error, metric) for _, _, error in plain if not isinstance(error, Mapping)] if errors else []
+        return [("", Series.of([(x, _scaled(value, metric)) for x, value, _ in plain], of_plain))]
     absent = 0.0 if metric.is_share else None
-    known: list[tuple[float, Mapping[Any, float | None]]] = [
-        (x, value if isinstance(value, Mapping) else {"": value}) for x, value in values if value is not None
-    ]
-    keys = sorted({key for _, value in known for key in value}, key=_order)
-    return [(str(key), Series.of([(x, _scaled(value.get(key, absent), metric)) for x, value in known])) for key in keys]
+    known = [(x, _mapping(value), _mapping(error)) for (x, value), error in each if value is not None]
+    keys = sorted({key for _, value, _ in known for key in value}, key=_order)
+    found = []
+    for key in keys:
+        of_key = [_scaled(error.get(key), metric) for _, _, error in known] if errors else []
+        found.append((str(key), Series.of([(x, _scaled(value.get(key, absent), metric)) for x, value, _ in known], of_key)))
+    return found
+
+
+def _mapping(value: Value) -> Mapping[Any, float | None]:
+    return value if isinstance(value, Mapping) else {"": value}
 
 
 def parts(run: RunRecords, name: str, part: str, metric: Metric) -> list[tuple[str, Series]]:
@@ -125,11 +144,11 @@ def parts(run: RunRecords, name: str, part: str, metric: Metric) -> list[tuple[s
     return [(key, Series.of(found[key])) for key in sorted(found, key=_order)]
 
 
-def bars(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> dict[int, float]:
-    """Return the height of each bar of a mapping from whole numbers, as `Plot.bars` says; shares are in per cent."""
-    found: dict[int, list[float]] = {}
-    for _, record in placed(run, kind):
-        for key, value in (getattr(record, name) or {}).items():
+def bars(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> dict[float, float]:
+    """Return the height of each bar of a mapping from numbers, as `Plot.bars` says; shares are in per cent."""
+    found: dict[float, list[float]] = {}
+    for _, values in _numbered(run, kind, name):
+        for key, value in values.items():
             found.setdefault(key, []).append(value)
     if metric.plot is not None and metric.plot.bars == "share":
         whole = sum(map(sum, found.values()))
@@ -138,36 +157,48 @@ def bars(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> dict[
 
 
 def grid(run: RunRecords, kind: type[Drawn], name: str, metric: Metric) -> HeatMap:
-    """Return the heat map of a mapping from whole numbers: its values over the steps, or their shares of a step's total, in per cent.
+    """Return the heat map of a mapping from numbers: its values over the steps, or their shares of a step's total, in per cent.
 
     Of more than `MOST_POINTS` steps, neighbours are averaged; of more than `MOST_ROWS` keys, neighbours are added (shares) or averaged.
     """
     share = metric.plot is not None and metric.plot.bars == "share"
-    known: list[tuple[float, Mapping[int, float]]] = [(x, value) for x, record in placed(run, kind) if (value := getattr(record, name))]
+    known = _numbered(run, kind, name)
     if share:
         known = [(x, _shares(value)) for x, value in known if sum(value.values()) > 0]
     if not known:
         return HeatMap([], [], [])
-    keys = _row_keys(min(min(value) for _, value in known), max(max(value) for _, value in known))
-    height = keys[1] - keys[0] if len(keys) > 1 else 1
-    columns = [(x, [_cell(value, range(key, key + height), share, metric) for key in keys]) for x, value in known]
+    rows = _rows({key for _, value in known for key in value})
+    columns = [(x, [_cell(value, row, share, metric) for row in rows]) for x, value in known]
     size = -(-len(columns) // MOST_POINTS)
     chunks = [columns[i : i + size] for i in range(0, len(columns), size)]
-    values = [[_mean([cells[row] for _, cells in chunk]) for chunk in chunks] for row in range(len(keys))]
-    return HeatMap([fmean(x for x, _ in chunk) for chunk in chunks], keys, values)
+    values = [[_mean([cells[row] for _, cells in chunk]) for chunk in chunks] for row in range(len(rows))]
+    return HeatMap([fmean(x for x, _ in chunk) for chunk in chunks], [row[0] for row in rows], values)
 
 
-def _shares(counts: Mapping[int, float]) -> dict[int, float]:
+def _numbered(run: RunRecords, kind: type[Drawn], name: str) -> list[tuple[float, Mapping[float, float]]]:
+    """Return the mappings from numbers that a field has, with their places on the x axis; numbers that are not whole on one grid."""
+    known = [(x, value) for x, record in placed(run, kind) if (value := getattr(record, name))]
+    if all(isinstance(key, int) for _, value in known for key in value):
+        return known
+    return list(zip([x for x, _ in known], distribution.aligned(value for _, value in known), strict=True))
+
+
+def _shares(counts: Mapping[float, float]) -> dict[float, float]:
     whole = sum(counts.values())
     return {key: 100 * count / whole for key, count in counts.items()}
 
 
-def _row_keys(first: int, last: int) -> list[int]:
+def _rows(keys: set[float]) -> list[Sequence[float]]:
+    """Return the keys of each row of a heat map: whole numbers without a gap, or those there are."""
+    whole = [key for key in keys if isinstance(key, int)]
+    if len(whole) < len(keys):
+        return [(key,) for key in sorted(keys)]
+    first, last = min(whole), max(whole)
     height = -(-(last - first + 1) // MOST_ROWS)
-    return list(range(first, last + 1, height))
+    return [range(key, key + height) for key in range(first, last + 1, height)]
 
 
-def _cell(value: Mapping[int, float], keys: range, share: bool, metric: Metric) -> float | None:
+def _cell(value: Mapping[float, float], keys: Sequence[float], share: bool, metric: Metric) -> float | None:
     if share:
         return sum(value.get(key, 0.0) for key in keys)
     return _scaled(_mean([value.get(key) for key in keys]), metric)

@@ -49,7 +49,8 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
         made: Environment = with_tools
     elif section.kind == "openai":
         assert section.agent is not None
-        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, on_conflict=section.on_conflict)
+        style = section.tools.style
+        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, on_conflict=section.on_conflict, style=style)
     else:
         made = _own(section.kind, section.options)
     if config.warmup.steps and not isinstance(made, Demonstrator):

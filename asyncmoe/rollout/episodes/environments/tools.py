@@ -21,9 +21,8 @@ from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes import tools
-from asyncmoe.rollout.episodes.environment import ERROR as CALLS_ERROR
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
-from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed
+from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed, read_by_engine
 from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
@@ -117,11 +116,7 @@ class WithTools:
     async def _calls(self, agent: Agent, response: Response, tokenizer: Tokenizer) -> Sequence[Call | Malformed]:
         if (own := STYLES.get(self._style)) is not None:
             return find(response.text, own)
-        if agent.parse is None:
-            raise TrajectoryRejected(CALLS_ERROR, f"environment.tools.style={self._style} needs an engine, and there is none")
-        ended = response.finish == "stop" and not tokenizer.decode(response.tokens[-1:])
-        text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)
-        return parsed(await agent.parse(text, self._style, tuple(map(schema, self.runners.values()))))
+        return parsed(await read_by_engine(agent, response, self._style, tuple(map(schema, self.runners.values())), tokenizer))
 
     @property
     def counts(self) -> dict[str, Counts]:

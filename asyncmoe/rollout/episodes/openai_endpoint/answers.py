@@ -3,20 +3,74 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from asyncmoe.rollout.engines.types import ParsedCall
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.request import AnswerCall
-from asyncmoe.rollout.episodes.tools.calls import OPEN, Call, find
+from asyncmoe.rollout.episodes.tools.calls import OPEN, Call, Style, find, parsed
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+HERMES: Style = "hermes"
+"""The style of calls that is read here, and found while a response is sampled; all others are read by an engine, once it has ended."""
+_MISTRAL_ID = 9
 
 
 def split(text: str, calls: bool) -> tuple[str, tuple[AnswerCall, ...]]:
     """Return a response's text and its "hermes" tool calls, which are taken out of the text if `calls` is true."""
-    found = [call for call in find(text, "hermes") if isinstance(call, Call) and call.name is not None] if calls else []
+    found = [call for call in find(text, HERMES) if isinstance(call, Call)] if calls else []
     if not found:
         return text, ()
     starts, ends = [call.start for call in found], [call.end for call in found]
     rest = "".join(text[a:b] for a, b in zip([0, *ends], [*starts, len(text)], strict=True)).rstrip()
-    return rest, tuple(AnswerCall(f"call_{secrets.token_hex(12)}", str(call.name), call.arguments) for call in found)
+    return rest, _named(found, HERMES, 0)
+
+
+def split_by_engine(
+    text: str, read: Sequence[ParsedCall], style: str, before: int, tokenizer: Tokenizer
+) -> tuple[str, tuple[AnswerCall, ...]]:
+    """Return a response's text without its tool calls, and the calls as an engine's parser read them. Without a valid call, all of the text
+    is the client's.
+
+    Args:
+        text: of the response, without special tokens.
+        before: number of calls in the conversation before it.
+    """
+    found = [call for call in parsed(read) if isinstance(call, Call)]
+    if not found:
+        return text, ()
+    rest = read[0].rest.rstrip()
+    if rest not in text:
+        # The parser read special tokens too, and may leave some.
+        rest = tokenizer.decode(tokenizer.encode(rest))
+    return rest, _named(found, style, before)
+
+
+def _named(found: Sequence[Call], style: str, before: int) -> tuple[AnswerCall, ...]:
+    """Give each call an id that the chat templates of its family accept.
+
+    Kimi's templates show the id to the policy, as it writes it: the function's name and the number of the call in the conversation
+    (sglang 0.5.23, srt/entrypoints/openai/serving_chat.py `_process_tool_call_id`). Mistral's take nine letters or digits only.
+    """
+    made = []
+    for number, call in enumerate(found, before):
+        name = str(call.name)
+        own = {
+            "kimi_k2": f"functions.{name}:{number}",
+            "kimi_k3": f"{name}:{number}",
+            "mistral": secrets.token_hex(_MISTRAL_ID)[:_MISTRAL_ID],
+        }
+        made.append(AnswerCall(own.get(style, f"call_{secrets.token_hex(12)}"), name, call.arguments))
+    return tuple(made)
+
+
+def schemas(tools: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
+    """Return the parts of a client's tools that an engine's parser takes, without those of a wrong type, which it would refuse."""
+    kinds: Mapping[str, type] = {"name": str, "description": str, "parameters": dict}
+    known = [{key: tool["function"].get(key) for key in kinds} for tool in tools]
+    kept = [{key: value for key, value in one.items() if isinstance(value, kinds[key])} for one in known]
+    return tuple({"type": "function", "function": one} for one in kept)
 
 
 def before(text: str, stop: str | None) -> str:

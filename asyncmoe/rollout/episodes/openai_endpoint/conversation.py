@@ -7,6 +7,9 @@ conversation if
 - the chat template renders its messages and tools to text that begins with the conversation's rendered text, including the last answer.
   With a template that rewrites history (strips white space, drops thoughts), this fails and the tokens of that answer cannot be reused;
   those of earlier answers may be.
+
+An answer is rendered as the text that it was, calls included. Templates that want its calls as such before results of tools (Mistral's)
+refuse this; then only what they write after such an answer is taken from them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from asyncmoe.errors import DataError
+
 Message = Mapping[str, Any]
 
 
 class Renderer(Protocol):
     """The part of a tokenizer used here."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
-        """Render the conversation with the chat template, up to the start of the assistant's next message."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asked: bool = True) -> str:
+        """Render the conversation with the chat template, if `asked` up to the start of the assistant's next message.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -31,6 +40,10 @@ class Renderer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
+        ...
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
         ...
 
 
@@ -92,13 +105,32 @@ def extend(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> New
     if len(asked.messages) <= size or asked.messages[:size] != known.asked.messages:
         return None
     rendered = (*known.asked.rendered, *asked.rendered[size:])
-    text = renderer.render(rendered, asked.tools)
+    try:
+        text = renderer.render(rendered, asked.tools)
+    except DataError:
+        return _results(known, asked, renderer)
     if not text.startswith(known.text):
         return None
     tokens = renderer.encode(text[len(known.text) :])
     if known.ended is not None and tokens[:1] == (known.ended,):
         tokens = tokens[1:]
     return NewContent(PolicyRequest(asked.messages, rendered, asked.tools), text, tokens)
+
+
+def _results(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> NewContent | None:
+    """Return the results of tools that `asked` adds to a conversation, as the template writes them after an answer that called the tools;
+    None if it adds anything else, or the template does not end that answer as the policy did."""
+    size = len(known.asked.messages)
+    more, (said,) = asked.rendered[size:], asked.rendered[size - 1 : size]
+    if known.ended is None or any(message["role"] != "tool" for message in more):
+        return None
+    called = ({"role": "user", "content": "?"}, said)
+    before, whole, end = renderer.render(called, asked=False), renderer.render((*called, *more)), renderer.decode_all((known.ended,))
+    if not whole.startswith(before) or end not in before:
+        return None
+    text = before.rpartition(end)[2] + whole[len(before) :]
+    rendered = PolicyRequest(asked.messages, (*known.asked.rendered, *more), asked.tools)
+    return NewContent(rendered, f"{known.text}{end}{text}", renderer.encode(text))
 
 
 def answered(given: NewContent, message: Message, tokens: Sequence[int], finish: str, renderer: Renderer) -> Conversation:

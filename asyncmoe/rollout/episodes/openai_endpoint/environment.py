@@ -9,6 +9,7 @@ from typing import cast
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Episode, Rewards
+from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
 from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.threads import Threads
@@ -27,19 +28,25 @@ class OpenAIEnvironment:
     Args:
         agent: `package.module:function`.
         timeout_s: maximum run time of the agent, in seconds.
-        on_conflict: as `environment.on_conflict`.
+        on_conflict, style: as `environment.on_conflict` and `environment.tools.style`.
 
     Raises:
         ConfigError: no such function.
     """
 
     def __init__(
-        self, agent: str, *, timeout_s: float = 600.0, limits: ClientLimits | None = None, on_conflict: OnConflict = "run"
+        self,
+        agent: str,
+        *,
+        timeout_s: float = 600.0,
+        limits: ClientLimits | None = None,
+        on_conflict: OnConflict = "run",
+        style: str = HERMES,
     ) -> None:
         self._function = plugins.load_function(agent, "environment.agent", forms="package.module:function")
         self._takes_columns = plugins.takes(self._function, "columns")
         self._timeout_s = timeout_s
-        self._endpoint, self._threads = OpenAIEndpoint(limits, on_conflict), Threads()
+        self._endpoint, self._threads = OpenAIEndpoint(limits, on_conflict, style), Threads()
 
     async def run(self, episode: Episode) -> Rewards:
         """See `Environment`.

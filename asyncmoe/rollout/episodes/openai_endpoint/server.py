@@ -15,6 +15,7 @@ from aiohttp import web
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
+from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.request import Api, Completion, CompletionRequest, OnConflict, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
@@ -45,10 +46,14 @@ class ClientLimits:
 
 
 class OpenAIEndpoint:
-    """One server for all episodes; each has a URL and an API key of its own. The server starts with the first episode."""
+    """One server for all episodes; each has a URL and an API key of its own. The server starts with the first episode.
 
-    def __init__(self, limits: ClientLimits | None = None, on_conflict: OnConflict = "run") -> None:
-        self._limits, self._on_conflict = limits or ClientLimits(), on_conflict
+    Args:
+        on_conflict, style: as `environment.on_conflict` and `environment.tools.style`.
+    """
+
+    def __init__(self, limits: ClientLimits | None = None, on_conflict: OnConflict = "run", style: str = HERMES) -> None:
+        self._limits, self._on_conflict, self._style = limits or ClientLimits(), on_conflict, style
         self._told: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
@@ -64,7 +69,7 @@ class OpenAIEndpoint:
         async with self._starting:
             if self._runner is None:
                 await self._start()
-        session = Session(episode, self._on_conflict)
+        session = Session(episode, self._on_conflict, self._style)
         self._sessions[session.name] = session
         return session, f"http://{_HOST}:{self._port}/{session.name}/v1"
 

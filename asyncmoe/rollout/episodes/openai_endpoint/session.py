@@ -14,9 +14,18 @@ from asyncmoe.rollout.episodes.openai_endpoint.answers import Speech
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, Message, NewContent
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
-from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Api, Completion, CompletionRequest, OnConflict, RequestRefused
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Conflicts
+from asyncmoe.rollout.episodes.openai_endpoint.request import (
+    MODEL,
+    Api,
+    Completion,
+    CompletionRequest,
+    OnConflict,
+    RequestRefused,
+    assistant,
+)
 from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
-from asyncmoe.rollout.episodes.tools.calls import CLOSE
+from asyncmoe.rollout.episodes.tools.calls import CLOSE, read_by_engine
 
 
 @dataclass(eq=False)
@@ -57,18 +66,23 @@ class Session:
         chat, responses, messages: the APIs it speaks.
     """
 
-    def __init__(self, episode: Episode, on_conflict: OnConflict = "run") -> None:
+    def __init__(self, episode: Episode, on_conflict: OnConflict = "run", style: str = answers.HERMES) -> None:
         self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self.requests = 0
         self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
-        self._episode, self._on_conflict = episode, on_conflict
+        self._episode, self._on_conflict, self._style = episode, on_conflict, style
         self._lines: list[_Line] = []
         self._answering: set[asyncio.Task[Completion]] = set()
         self._over = False
 
     def parse(self, api: Api, body: bytes) -> CompletionRequest:
-        """See `Api.parse`."""
-        return api.parse(body, self._episode.sampling, self._on_conflict)
+        """See `Api.parse`. A response cannot end with its first call where only an engine can read calls, once it has ended."""
+        asked = api.parse(body, self._episode.sampling, self._on_conflict)
+        if not asked.one_call or self._style == answers.HERMES:
+            return asked
+        conflicts = Conflicts(self._on_conflict, [*asked.overridden])
+        conflicts.note("parallel_tool_calls", f"cannot be false with calls in the style {self._style},")
+        return replace(asked, one_call=False, overridden=tuple(conflicts.names))
 
     def count(self, request: CompletionRequest) -> int:
         """Return the number of tokens of a request as the beginning of a conversation.
@@ -136,6 +150,8 @@ class Session:
 
     async def _answer(self, request: CompletionRequest, told: Callable[[str], None] | None) -> Completion:
         speech = None if told is None else Speech(told, request.calls, request.stops)
+        # Only an engine can tell the text from calls in its styles, when all is sampled.
+        hear = speech.hear if speech is not None and (self._style == answers.HERMES or not request.calls) else None
         stops = (*request.stops, CLOSE) if request.one_call else request.stops
         try:
             line, given = self._place(request)
@@ -145,9 +161,8 @@ class Session:
                     line.agent.see(given.tokens)
                     line.seen = given.tokens
                 seen = len(line.agent.tokens)
-                response = await line.agent.respond(
-                    max_new_tokens=request.most, stop=stops or None, told=None if speech is None else speech.hear
-                )
+                response = await line.agent.respond(max_new_tokens=request.most, stop=stops or None, told=hear)
+                answer = await self._settled(request, line, given, response, seen, speech)
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
@@ -155,22 +170,40 @@ class Session:
             raise RequestRefused(400 if rejected.reason == TOO_LONG else 503, str(rejected), code=rejected.reason) from rejected
         except DataError as error:
             raise _unrendered(error) from error
-        answer = self._completion(request, response, seen, speech)
-        line.seen = None
-        line.known.append(conversation.answered(given, answer.message, response.tokens, response.finish, self._episode.tokenizer))
         return replace(answer, path=line.agent.name)
 
-    def _completion(self, request: CompletionRequest, response: Response, seen: int, speech: Speech | None) -> Completion:
+    async def _settled(
+        self, request: CompletionRequest, line: _Line, given: NewContent, response: Response, seen: int, speech: Speech | None
+    ) -> Completion:
+        """Return the answer, and note it in its path. If its calls cannot be read, or nobody waits for it any more, it was sampled all the
+        same: whoever repeats the request forks."""
+        message = assistant(response.text, ())
+        try:
+            answer = await self._completion(request, line, response, seen, speech)
+            message = answer.message
+        finally:
+            line.seen = None
+            line.known.append(conversation.answered(given, message, response.tokens, response.finish, self._episode.tokenizer))
+        return answer
+
+    async def _completion(
+        self, request: CompletionRequest, line: _Line, response: Response, seen: int, speech: Speech | None
+    ) -> Completion:
         stopped_by = response.stopped_by if response.stopped_by in request.stops else None
-        text, calls = answers.split(answers.before(response.text, stopped_by), request.calls)
+        said, tokenizer = answers.before(response.text, stopped_by), self._episode.tokenizer
+        if request.calls and self._style != answers.HERMES:
+            read = await read_by_engine(line.agent, response, self._style, answers.schemas(request.asked.tools), tokenizer)
+            count = sum(len(message.get("tool_calls", ())) for message in request.asked.messages)
+            text, calls = answers.split_by_engine(said, read, self._style, count, tokenizer)
+        else:
+            text, calls = answers.split(said, request.calls)
         if speech is not None:
             # A tokenizer may decode a whole text otherwise than its pieces; the client has the pieces.
             text = text if text.startswith(speech.said) else speech.said
             speech.say(text[len(speech.said) :])
         logprobs: tuple[tuple[str, float], ...] = ()
         if request.logprobs:
-            decode = self._episode.tokenizer.decode
-            logprobs = tuple((decode([token]), value) for token, value in zip(response.tokens, response.logprobs, strict=True))
+            logprobs = tuple((tokenizer.decode([token]), value) for token, value in zip(response.tokens, response.logprobs, strict=True))
         finish = "tool_calls" if calls else response.finish
         return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, logprobs)
 

@@ -13,9 +13,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.types import ParsedCall
+from asyncmoe.rollout.episodes.environment import ERROR, Agent, Response
+from asyncmoe.rollout.tokenizer import Tokenizer
 
 Style = Literal["hermes", "brackets"]
 STYLES: Mapping[str, Style] = {"hermes": "hermes", "brackets": "brackets"}
@@ -73,6 +76,28 @@ def find(text: str, style: Style) -> tuple[Call | Malformed, ...]:
             found.append(_hermes(inner, start, after) if style == "hermes" else _brackets(inner, start, after))
         start = text.find(begin, after)
     return tuple(found)
+
+
+async def read_by_engine(
+    agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> Sequence[ParsedCall]:
+    """Return the calls in a response as an engine's parser reads them: from its text with special tokens, without the token that ended it,
+    and up to the stop text if one did.
+
+    Raises:
+        TrajectoryRejected: there is no engine, or it failed. The episode ends with this reason, even if the environment catches it.
+    """
+    ended = response.finish == "stop" and not tokenizer.decode(response.tokens[-1:])
+    text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)
+    if response.stopped_by is not None:
+        text = text.partition(response.stopped_by)[0]
+    try:
+        if agent.parse is None:
+            raise TrajectoryRejected(ERROR, f"environment.tools.style={style} needs an engine, and there is none")
+        return await agent.parse(text, style, schemas)
+    except TrajectoryRejected as rejected:
+        agent.failure = agent.failure or rejected
+        raise
 
 
 def parsed(calls: Sequence[ParsedCall]) -> tuple[Call | Malformed, ...]:

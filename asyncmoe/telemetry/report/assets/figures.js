@@ -39,7 +39,7 @@ function lines(parts, names, smooth) {
       const mean = smooth && jagged.has(curve.name) && curve.y.length >= LEAST_FOR_MEAN;
       const common = { x: curve.x, type: "scatter", hovertemplate: "%{y:.4~g}", legendgroup: `${run} ${number}` };
       traces.push({
-        ...common, y: curve.y, mode: few ? "lines+markers" : "lines", name: name || "each", opacity: mean ? 0.3 : 1,
+        ...common, ...errorBars(curve, colour), y: curve.y, mode: few ? "lines+markers" : "lines", name: name || "each", opacity: mean ? 0.3 : 1,
         line: { color: colour, width: mean ? 1 : 1.6, dash }, marker: { size: 4 }, showlegend: !mean && isNamed(parts, several),
       });
       if (mean) {
@@ -53,6 +53,13 @@ function lines(parts, names, smooth) {
   const yaxis = axis("", rangeOf(parts.map(([, figure]) => figure)));
   const legend = { orientation: "h", x: 0, y: -0.24, yanchor: "top", font: { size: 10.5 }, tracegroupgap: 0 };
   return [traces, layout(248 + 18 * Math.min(rows, 12), { hovermode: "x unified", showlegend: shown > 0, legend, xaxis: axis(first.x), yaxis })];
+}
+
+/* Bars of a standard error to either side, and its number in what hovering says. */
+function errorBars(curve, color) {
+  if (!curve.errors.length) return {};
+  const said = curve.errors.map((error) => (error === null ? "" : ` ± ${short(error)}`));
+  return { error_y: { type: "data", array: curve.errors, color, thickness: 1, width: 3 }, customdata: said, hovertemplate: "%{y:.4~g}%{customdata}" };
 }
 
 /* The y axis of figures: as they say; around a value that never changes; else as Plotly chooses. */
@@ -88,8 +95,13 @@ function heat([[, figure]]) {
     hovertemplate: `${figure.x} %{x}<br>${figure.y} %{y}: %{z:.3~g}${unit}<extra></extra>`,
   };
   const ticks = figure.keys.length <= 16 ? { tickvals: figure.keys } : {};
+  if (!isEven(figure.keys)) Object.assign(trace, { y: figure.keys.map(String) });
+  if (!isEven(figure.keys)) Object.assign(ticks, { type: "category", tickvals: undefined });
   return [[trace], layout(266, { hovermode: "closest", xaxis: axis(figure.x, { showgrid: false }), yaxis: axis(figure.y, { showgrid: false, ...ticks }) })];
 }
+
+/* Whether numbers have the same distance; rows of others are as high as each other only as texts. */
+const isEven = (keys) => keys.every((key, i) => i < 2 || Math.abs(key - 2 * keys[i - 1] + keys[i - 2]) < 1e-9 * Math.abs(key - keys[0]));
 
 const DRAW = { lines, bars, heat };
 

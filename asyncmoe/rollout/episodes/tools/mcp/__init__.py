@@ -61,8 +61,7 @@ class McpTools:
         checked = {name: one if isinstance(one, McpServer) else McpServer.model_validate(one) for name, one in servers.items()}
         reached = [resolve(name, section) for name, section in checked.items()]
         if not installed.has("mcp"):
-            hint = "run: pip install 'asyncmoe[mcp]', in a checkout pip install 'mcp>=2'"
-            raise ConfigError(KEY, got="no package mcp", expected="the extra mcp", hint=hint)
+            raise ConfigError(KEY, got="no package mcp", expected="the extra mcp", hint=f"run: {installed.fix('mcp')}")
         from asyncmoe.rollout.episodes.tools.mcp.listing import listed
 
         for name in _NOISY:

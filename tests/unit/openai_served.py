@@ -1,0 +1,53 @@
+"""A client of an episode's endpoint, for the tests of each API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from asyncmoe.rollout.episodes.environment import Episode
+from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
+from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
+from asyncmoe.rollout.episodes.openai_endpoint.session import Session
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import openai_policy
+from tests.unit.openai_policy import Policy
+
+MESSAGES: list[Any] = [{"role": "user", "content": "a"}]
+
+
+def served(
+    policy: Policy,
+    known: Tokenizer,
+    client: Callable[[str, Session], Awaitable[None]],
+    limits: ClientLimits | None = None,
+    on_conflict: OnConflict = "run",
+    style: str = "hermes",
+) -> Episode:
+    """Let `client` speak to an episode by its URL."""
+    episode = policy.episode(known)
+
+    async def run() -> None:
+        endpoint = OpenAIEndpoint(limits, on_conflict, style)
+        try:
+            session, url = await endpoint.open(episode)
+            async with asyncio.timeout(60):
+                await client(url, session)
+            await endpoint.end(session)
+        finally:
+            await endpoint.close()
+
+    asyncio.run(run())
+    return episode
+
+
+def says(known: Tokenizer, words: str = "hello") -> Policy:
+    return Policy(openai_policy.text(known, words))
+
+
+def post(url: str, session: Session, body: Any, key: str | None = None, path: str = "chat/completions") -> Any:
+    headers = {"Authorization": f"Bearer {key or session.key}"}
+    return aiohttp.request("POST", f"{url}/{path}", data=body, headers=headers)

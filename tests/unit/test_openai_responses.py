@@ -1,0 +1,126 @@
+"""The Responses API, spoken by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import ResponseFunctionToolCall
+
+from asyncmoe.rollout.episodes.openai_endpoint.session import Session
+from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import openai_policy
+from tests.unit.openai_served import post, says, served
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
+    policy = says(known, 'so <tool_call>{"name": "f", "arguments": {"x": 1.0, "é": "ü"}}</tool_call>')
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            raw = await client.responses.with_raw_response.create(model="m", input="a", instructions="be", tools=[FUNCTION], temperature=0)
+            assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature"
+            told = raw.parse()
+            _, call = told.output
+            assert (told.output_text, told.temperature, told.status) == ("so", 0.7, "completed")
+            assert call.type == "function_call"
+            assert (call.name, call.arguments) == ("f", '{"x": 1.0, "é": "ü"}')
+            answer = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+            history: Any = [{"role": "user", "content": "a"}, *told.output, answer]
+            second = await client.responses.create(model="m", input=history, instructions="be", tools=[FUNCTION])
+            third = await client.responses.create(
+                model="m", input=[{"role": "user", "content": "b"}], previous_response_id=second.id, instructions="be", tools=[FUNCTION]
+            )
+            assert third.usage is not None
+            assert third.usage.input_tokens > second.usage.total_tokens  # type: ignore[union-attr]
+            stream = await client.responses.create(
+                model="m", input="c", previous_response_id=third.id, instructions="be", tools=[FUNCTION], stream=True
+            )
+            kinds, numbers, text = [], [], ""
+            async for event in stream:
+                kinds.append(event.type)
+                numbers.append(event.sequence_number)
+                text += event.delta if event.type == "response.output_text.delta" else ""
+                last = event
+            assert numbers == list(range(len(kinds)))
+            assert text == "so"
+            assert kinds[:4] == [f"response.{k}" for k in ("created", "in_progress", "output_item.added", "content_part.added")]
+            assert kinds.count("response.output_item.done") == 2
+            assert last.type == "response.completed"
+            assert [item.type for item in last.response.output] == ["message", "function_call"]
+            cut = await client.responses.create(model="m", input="z", max_output_tokens=1)
+            assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                await client.responses.create(model="m", input="z", previous_response_id="resp_0")
+
+    served(policy, known, client)
+    assert [name for name, _, _ in policy.asked] == ["policy"] * 4 + ["policy/2"]
+    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
+    assert policy.asked[2][1] == known.encode("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer) -> None:
+    policy = says(known, '<tool_call>{"name": "maps__find", "arguments": {"x": 1}}</tool_call>')
+    inner: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": False}
+    tools: Any = [{"type": "namespace", "name": "maps", "description": "Maps", "tools": [inner]}, {**inner, "name": "maps__far"}]
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="another", default_headers={"x-api-key": session.key}) as client:
+            first = await client.responses.create(model="m", input="a", tools=tools, extra_body={"client_metadata": {"a": "b"}})
+            (called,) = first.output
+            assert isinstance(called, ResponseFunctionToolCall)
+            assert (called.namespace, called.name) == ("maps", "find")
+            result: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "here"}
+            given: Any = [{"role": "user", "content": "a"}, called.to_dict(), result]
+            events = [event async for event in await client.responses.create(model="m", input=given, tools=tools, stream=True)]
+            (again,) = events[-1].response.output  # type: ignore[union-attr]
+            assert (again.namespace, again.name) == ("maps", "find")  # type: ignore[union-attr]
+
+    served(policy, known, client)
+    assert {name for name, _, _ in policy.asked} == {"policy"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [3]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": "a", "secret": 1}]}, "input[0].secret"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "name": 3}]}, "tools[0]"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0]"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
+        ({"tools": [{**FUNCTION, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}]}, "tools"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"text": {"format": {"type": "poem"}}}, "text.format"),
+        ({"text": {"surprise": 1}}, "text.surprise"),
+        ({"include": "x"}, "include"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": 3}, "reasoning"),
+    ],
+)
+def test_what_it_refuses_is_named(known: Tokenizer, fields: dict[str, Any], named: str) -> None:
+    async def client(url: str, session: Session) -> None:
+        async with post(url, session, json.dumps({"input": "a", **fields}).encode(), path="responses") as reply:
+            told = await reply.json()
+            assert (reply.status, told["error"]["message"].startswith(named)) == (400, True), told
+            assert told.get("type") is None
+
+    served(says(known), known, client)

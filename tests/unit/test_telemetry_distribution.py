@@ -1,0 +1,47 @@
+"""Counts by value: a bounded number of keys, nothing lost, rounding by at most half a step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe.telemetry import distribution
+from asyncmoe.telemetry.distribution import STEPS
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=60))
+def test_any_numbers_have_few_keys_and_none_is_lost(values: list[float]) -> None:
+    found = distribution.counts(values)
+    assert sum(found.values()) == len(values)
+    assert len(found) <= STEPS + 2
+    assert list(found) == sorted(found)
+    assert all(map(math.isfinite, found))
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=60))
+def test_a_number_moves_by_half_a_step_at_most(values: list[float]) -> None:
+    step = distribution.grid_step(min(values), max(values))
+    for value in values:
+        assert abs(distribution.on_grid(value, step) - value) <= max(step / 2, 0.01 * abs(value)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([0, 1, 1.0, 0], {0.0: 2, 1.0: 2}),
+        ([0.0, 0.25, 0.5, 1.0], {0.0: 1, 0.25: 1, 0.5: 1, 1.0: 1}),
+        ([-1.0, 0.1, 1.0], {-1.0: 1, 0.1: 1, 1.0: 1}),
+        ([0.123456, 0.123456], {0.123: 2}),
+        ([0, 100, 49.4, 49.6], {0.0: 1, 50.0: 2, 100.0: 1}),
+        ([], {}),
+    ],
+)
+def test_rewards_by_hand(values: list[float], found: dict[float, int]) -> None:
+    assert distribution.counts(values) == found
+
+
+def test_counts_of_steps_with_other_ranges_come_to_one_grid() -> None:
+    assert distribution.aligned([{0.05: 2, 0.1: 1}, {}, {0.0: 1, 10.0: 3}]) == [{0.0: 3}, {}, {0.0: 1, 10.0: 3}]

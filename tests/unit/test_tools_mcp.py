@@ -89,7 +89,7 @@ def test_what_cannot_be_reached_is_refused(given: dict[str, Any], match: str) ->
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "has", lambda module: False)
-    with pytest.raises(ConfigError, match=r"environment\.tools\.mcp: got no package mcp, expected the extra mcp; .*asyncmoe\[mcp\]"):
+    with pytest.raises(ConfigError, match=r"environment\.tools\.mcp: got no package mcp, expected the extra mcp; run: .*\bmcp\b"):
         McpTools({"s": {"command": "sh"}})
 
 

@@ -62,9 +62,9 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
 def main(run: Callable[[], object]) -> None:
     """Run a command. An error that the user can fix becomes one line and the exit status; all other errors keep their traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    # An agent's client logs every request, and there are hundreds a step.
-    for client in ("httpx", "httpx2"):
-        logging.getLogger(client).setLevel(logging.WARNING)
+    # An agent's client logs every request, and there are hundreds a step; torch logs its caches at the end, after a command's last words.
+    for name in ("httpx", "httpx2", "torch._subclasses.fake_tensor"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
     try:
         try:

@@ -6,8 +6,9 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from asyncmoe import installed
+from asyncmoe import installed, interrupts
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import say
 from asyncmoe.telemetry import processes
@@ -77,11 +78,15 @@ def main(run: Callable[[], object]) -> None:
                 raise
             raise refused from None
     except AsyncmoeError as error:
-        say(error)
-        sys.exit(error.exit_code)
+        _end(error)
     except KeyboardInterrupt:
-        say(Interrupted("interrupted"))
-        sys.exit(Interrupted.exit_code)
+        _end(Interrupted("interrupted"))
+
+
+def _end(error: AsyncmoeError) -> NoReturn:
+    say(error)
+    interrupts.forget()
+    sys.exit(error.exit_code)
 
 
 def _no_extension(name: str) -> UserError:

@@ -47,10 +47,12 @@ def run(pairs: int = 30) -> dict[str, Any]:
     Returns:
         {"date", "machine", "load", "pairs", "cases", "demo"}. Of a case: "tokens" of a step; "cpu_us_per_token" without samples (median
         over the steps of a run, mean over runs); "share" (mean over pairs of with / without - 1), "low" and "high" (its 95 % interval);
+        "added_ms", "added_low_ms", "added_high_ms" (CPU time that they add to a step, mean over pairs and its 95 % interval);
         "accounted_ms" (CPU time of a step within the calls that keep samples) and "accounted" (that time over the whole of a step without
         them: on a busy machine the more exact of the two, but blind to what they cost other code); "bytes_per_token" of the files, over
         all tokens of a run. "demo": `demo`, with the accounted time of the short case as "share_of_both" (over the CPU time that controller
-        and trainer take for a step there) and "share_of_all" (with the engine).
+        and trainer take for a step there) and "share_of_all" (with the engine), and the short case's added time over the latter as
+        "measured", "measured_low" and "measured_high".
 
     Raises:
         UserError: too few pairs.
@@ -71,6 +73,9 @@ def run(pairs: int = 30) -> dict[str, Any]:
     whole |= {
         "share_of_both": round(cases[0]["accounted_ms"] / ours, 5),
         "share_of_all": round(cases[0]["accounted_ms"] / whole["all_ms"], 5),
+        "measured": round(cases[0]["added_ms"] / whole["all_ms"], 5),
+        "measured_low": round(cases[0]["added_low_ms"] / whole["all_ms"], 5),
+        "measured_high": round(cases[0]["added_high_ms"] / whole["all_ms"], 5),
     }
     return {**measured_at, "pairs": pairs, "groups_of_each_step": 2, **SIZES, "cases": cases, "demo": whole}
 
@@ -83,6 +88,8 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{case['name']:<8}{case['cpu_us_per_token']:12.1f}{case['share']:10.2%}{interval:>20}{case['accounted']:12.2%}")
     both, all_ = found["demo"]["share_of_both"], found["demo"]["share_of_all"]
     lines.append(f"accounted, in a run of the demo's sizes: {both:.2%} of controller and trainer, {all_:.2%} with the engine")
+    low, high = found["demo"]["measured_low"], found["demo"]["measured_high"]
+    lines.append(f"measured, in a run of the demo's sizes with its engine: {found['demo']['measured']:.2%} ({low:.2%} to {high:.2%})")
     return "\n".join(lines)
 
 
@@ -127,11 +134,13 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
             by_groups = {groups: rig.run(most, steps, groups) for groups in order}
             measured.append((by_groups[0], by_groups[2]))
         shares = [kept.per_token / plain.per_token - 1 for plain, kept in measured]
+        added = [(kept.per_token - plain.per_token) * plain.tokens / steps for plain, kept in measured]
         calls = Accounts()
         with calls.counting():
             own = fmean(rig.run(most, steps, 2, calls).accounted for _ in range(_LEAST_PAIRS))
         per_step = fmean(plain.per_token * plain.tokens / steps for plain, _ in measured)
-        share, half = fmean(shares), t95(len(shares) - 1) * stdev(shares) / len(shares) ** 0.5
+        share, half = interval(shares)
+        more, either_way = interval(added)
         found.append(
             {
                 "name": name,
@@ -141,6 +150,9 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
                 "share": round(share, 5),
                 "low": round(share - half, 5),
                 "high": round(share + half, 5),
+                "added_ms": round(1e3 * more, 3),
+                "added_low_ms": round(1e3 * (more - either_way), 3),
+                "added_high_ms": round(1e3 * (more + either_way), 3),
                 "accounted": round(own / per_step, 5),
                 "accounted_ms": round(1e3 * own, 3),
                 "bytes_per_token": round(fmean(kept.size / kept.tokens for _, kept in measured), 2),
@@ -148,6 +160,11 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval."""
+    return fmean(values), t95(len(values) - 1) * stdev(values) / len(values) ** 0.5
 
 
 def t95(freedom: int) -> float:

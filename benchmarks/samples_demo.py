@@ -32,7 +32,7 @@ def demo(folder: Path, steps: int = 40) -> dict[str, Any]:
         InvariantBroken: the run failed.
     """
     run_dir, log = folder / "demo", folder / "demo.log"
-    settings = [f"run.dir={run_dir}", f"model.path={folder / 'demo-model'}", f"run.steps={steps}", "warmup.steps=4", "warmup.batch=16"]
+    settings = [f"run.dir={run_dir}", f"model.path={run_dir / 'model'}", f"run.steps={steps}", "warmup.steps=4", "warmup.batch=16"]
     command = [
         sys.executable,
         "-m",

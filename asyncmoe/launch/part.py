@@ -6,8 +6,9 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from asyncmoe import installed
+from asyncmoe import installed, interrupts
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import say
 from asyncmoe.telemetry import heartbeats, processes
@@ -66,9 +67,9 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
 def main(run: Callable[[], object]) -> None:
     """Run a command. An error that the user can fix becomes one line and the exit status; all other errors keep their traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    # An agent's client logs every request, and there are hundreds a step.
-    for client in ("httpx", "httpx2"):
-        logging.getLogger(client).setLevel(logging.WARNING)
+    # An agent's client logs every request, and there are hundreds a step; torch logs its caches at the end, after a command's last words.
+    for name in ("httpx", "httpx2", "torch._subclasses.fake_tensor"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
     try:
         try:
@@ -81,11 +82,15 @@ def main(run: Callable[[], object]) -> None:
                 raise
             raise refused from None
     except AsyncmoeError as error:
-        say(error)
-        sys.exit(error.exit_code)
+        _end(error)
     except KeyboardInterrupt:
-        say(Interrupted("interrupted"))
-        sys.exit(Interrupted.exit_code)
+        _end(Interrupted("interrupted"))
+
+
+def _end(error: AsyncmoeError) -> NoReturn:
+    say(error)
+    interrupts.forget()
+    sys.exit(error.exit_code)
 
 
 def _no_extension(name: str) -> UserError:

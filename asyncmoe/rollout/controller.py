@@ -152,7 +152,9 @@ class Controller:
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
         self._service: QueueService | None = None
-        self._met, self._meeting = asyncio.Event(), asyncio.Lock()
+        self._met, self._served, self._meeting = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        if config.adapter is None or config.adapter.start is None:
+            self._served.set()  # engines start with the weights that the trainer starts with
         self._over = asyncio.Event()
         self._failure: Exception | None = None
         self._stopping = False
@@ -231,6 +233,7 @@ class Controller:
     async def _produce(self) -> None:
         await self._coordinator.wait_started()
         await self._met.wait()
+        await self._served.wait()
         assert self._queue is not None
         config = self._config
         rollout = config.rollout
@@ -302,6 +305,7 @@ class Controller:
     async def _published(self, version: int) -> None:
         assert self._queue is not None
         self._queue.set_version(version)
+        self._served.set()
         self._evaluator.published(version)
 
     def _unfinished(self) -> int:

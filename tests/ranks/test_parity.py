@@ -57,21 +57,27 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Worlds:
-    """Results by world size, filled as tests ask for them: one launch a size, all of its layouts in it."""
+    """Results by layout, filled as tests ask for them: one launch a world size, with all of its layouts.
+
+    A thorough test has so many variants that each layout gets a launch of its own: groups over which a model has trained keep their
+    threads, and at hundreds of groups the threads take all the time.
+    """
 
     def __init__(self, references: Path, thorough: bool) -> None:
         self._references, self._thorough = references, thorough
-        self._found: dict[int, Any] = {}
+        self._found: dict[str, Any] = {}
 
     def of(self, layout: str) -> Any:
         """What a layout made of the variants of the model."""
-        ranks, sizes = LAYOUTS[layout]
-        if ranks not in self._found:
-            names = [name for name, (count, _) in LAYOUTS.items() if count == ranks and (self._thorough or name not in COMBINED)]
+        if layout not in self._found:
+            ranks = LAYOUTS[layout][0]
+            together = [name for name, (count, _) in LAYOUTS.items() if count == ranks and name not in COMBINED]
+            names = [layout] if self._thorough else together
             wanted = [f"{LAYOUTS[name][1]}:{'+'.join(self._variants(name))}" for name in names]
-            limit_s = 1800.0 if self._thorough else 240.0
-            self._found[ranks] = launch.run("parity", ranks, self._references, str(self._references), *wanted, timeout_s=limit_s)
-        return self._found[ranks][sizes]
+            limit_s = 900.0 if self._thorough else 240.0
+            found = launch.run("parity", ranks, self._references, str(self._references), *wanted, timeout_s=limit_s)
+            self._found |= {name: found[LAYOUTS[name][1]] for name in names}
+        return self._found[layout]
 
     def _variants(self, layout: str) -> list[str]:
         return [name for name in variants(layout) if self._thorough or name == "plain" or (layout, name) in VARIED]

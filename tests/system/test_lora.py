@@ -69,6 +69,8 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
     # Another run starts where this one ended.
     again = learn(base, tmp_path / "again", "run.steps=1", f"lora.start={adapter}")
     assert again["reward_first"] > summary["reward_first"] + 0.1
+    (first,) = metrics(tmp_path / "again")
+    assert first["logprob_diff_max_same_version"] < 1e-3
     line = refused("run", "examples/lora.yaml", f"run.dir={tmp_path / 'x'}", f"model.path={base}", f"lora.start={adapter}", "lora.rank=4")
     assert "rank of the adapter in" in line
     assert "got 8, expected 4" in line

@@ -190,6 +190,7 @@ def test_a_killed_run_goes_on_exactly_where_its_newest_intact_checkpoint_is(tmp_
     assert {path.name: path.read_bytes() for path in (copies / "moved" / saved.name).iterdir()} == kept
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     """With a curriculum, whose state the checkpoint has."""
     directory = tmp_path / "run"
@@ -240,6 +241,7 @@ def stopped(command: Command) -> str:
     return error
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("wait_s", [0.0, pytest.param(5.0, marks=pytest.mark.thorough)])
 def test_ctrl_c_while_engines_start_keeps_the_warm_up(tmp_path: Path, wait_s: float) -> None:
     """The trainer publishes the warm-up's weights to engines that do not come, as long as engines.start_timeout_s."""
@@ -252,6 +254,7 @@ def test_ctrl_c_while_engines_start_keeps_the_warm_up(tmp_path: Path, wait_s: fl
     assert checkpoints.newest(directory) == saved
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["the controller starts", "the trainer has joined", "the first warm-up step", "the last step"])
 def test_ctrl_c_in_every_phase_says_what_is_saved(tmp_path: Path, when: str) -> None:
@@ -275,6 +278,7 @@ def test_ctrl_c_in_every_phase_says_what_is_saved(tmp_path: Path, when: str) -> 
         assert int(newest.name.removeprefix("step-")) == metrics(directory)[-1]["step"]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.thorough
 @pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0, 1.5, 2.5, 4.0, 6.0])
 def test_ctrl_c_soon_after_the_start_is_one_line(tmp_path: Path, seconds: float) -> None:

@@ -75,6 +75,31 @@ def test_a_block_cleans_up_before_the_line_is_said(capsys: pytest.CaptureFixture
     assert (caught.value.exit_code, cleaned, capsys.readouterr().err) == (130, [True], "stopped before it began\n")
 
 
+PRESSED_IN_AN_EXEC = """
+from asyncmoe import interrupts
+from asyncmoe.launch import part
+
+PRESSED = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+
+def caught():
+    with interrupts.stopping("stopped"):
+        exec(PRESSED)
+
+part.main({run})
+"""
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("run", ["caught", "lambda: exec(PRESSED)"])
+def test_the_status_is_130_where_ctrl_c_arrives_in_an_exec_of_text(tmp_path: Path, run: str) -> None:
+    """As `python -m`; after `python -c` Python does not look whether it arrived there."""
+    (tmp_path / "pressed.py").write_text(PRESSED_IN_AN_EXEC.format(run=run))
+    command = [sys.executable, "-m", "pressed"]
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | path)
+    assert (found.returncode, "Traceback" in found.stderr) == (130, False), found.stderr
+
+
 def test_statuses_are_those_of_the_documentation() -> None:
     table = next(table for table in tables(read("troubleshooting.md")) if re.search(r"(?m)^130$", "\n".join(row[0] for row in table)))
     documented = [int(row[0]) for row in table]

@@ -123,7 +123,7 @@ def segments_(
 @bench.command("samples")
 def samples_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    pairs: Annotated[int, typer.Option(help="Runs with and without samples, in turn.", min=10)] = 30,
+    pairs: Annotated[int, typer.Option(help="Stretches of a run with and without samples, in turn.", min=10)] = 60,
 ) -> None:
     """What keeping samples (telemetry.samples) costs controller and trainer, in CPU seconds a token."""
     from benchmarks import samples

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from asyncmoe.errors import InvariantBroken, UserError
 from benchmarks.provenance import here
-from benchmarks.samples import CASES, SIZES, Rig, t95
+from benchmarks.rig import SIZES, Rig
+from benchmarks.samples import CASES, interval
 
 _LEAST_PAIRS, _LIMIT_S, _WARM = 3, 3600.0, 3
 
@@ -69,7 +70,7 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
             by_kind = {journaled: rig.run(most, steps, 0, journaled=journaled) for journaled in order}
             measured.append((by_kind[False], by_kind[True]))
         shares = [kept.per_token / plain.per_token - 1 for plain, kept in measured]
-        share, half = fmean(shares), t95(len(shares) - 1) * stdev(shares) / len(shares) ** 0.5
+        share, half = interval(shares)
         found.append(
             {
                 "name": name,

@@ -14,7 +14,7 @@ from typing import Any
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted, ProtocolError
-from asyncmoe.process import named
+from asyncmoe.process import freeze, named
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService, check_digest
@@ -234,6 +234,7 @@ class Controller:
         await self._coordinator.wait_started()
         await self._met.wait()
         await self._served.wait()
+        freeze()
         assert self._queue is not None
         config = self._config
         rollout = config.rollout

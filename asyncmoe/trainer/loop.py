@@ -18,6 +18,7 @@ from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, RunStopping, WeightSyncError
 from asyncmoe.platform import kernels
+from asyncmoe.process import freeze
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving
@@ -116,6 +117,7 @@ class Trainer:
         self._client.ask(Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours), ANSWER_S)
         if self._metrics is not None:
             self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
+        freeze()
         stopped = self._train()
         if self._saved != self._step:
             self._save()

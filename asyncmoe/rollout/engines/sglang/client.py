@@ -60,6 +60,14 @@ class SGLangClient(WeightEndpoints):
         except (aiohttp.ClientError, TimeoutError, RuntimeError):  # RuntimeError: the session was closed
             return False
 
+    async def freeze(self) -> None:
+        """Take what the server's processes have loaded out of later garbage collections; see `asyncmoe.process.freeze`.
+
+        Raises:
+            EngineError: the server refused it.
+        """
+        await self._send("/freeze_gc", {}, self._timeout_s)
+
     async def device(self) -> str:
         if not self._device:
             text = await self._send("/server_info", None, self._timeout_s)

@@ -109,6 +109,7 @@ class SGLangProcess:
             await asyncio.sleep(_POLL_S)
         if self._adapter is not None:
             await lora.install(self.client, *self._adapter, self._start_timeout_s)
+        await self.client.freeze()
 
     async def stop(self) -> None:
         """End the server with every process it spawned, and remove what they have left.

@@ -1,0 +1,232 @@
+"""A controller's producer, episodes, scoring and queue around a scripted engine, and one trainer rank, in turn in one process: its CPU time
+is theirs. Megatron is prepared for this machine in it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from asyncmoe.process import freeze
+from asyncmoe.telemetry.samples.choice import Choice, choice_of
+from benchmarks.samples_accounts import Accounts
+
+SIZES = {"groups_per_step": 16, "group_size": 8}
+SHAPE = {"layers": 2, "hidden": 64, "experts": 8, "experts_per_token": 2, "expert_hidden": 64}
+SETTLE = 2
+"""First steps of a run, which are not measured."""
+
+
+@dataclass
+class Scripted:
+    """A pool that answers at once with random tokens of the current version, and random experts."""
+
+    most: int
+    routing: Any
+    random: Random
+    version: int = 0
+    lost_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    async def generate(self, tokens: Sequence[int], sampling: Any, routed: int = 0, **_: object) -> Any:
+        from asyncmoe.rollout.engines.pool import PooledGeneration
+        from asyncmoe.rollout.engines.types import Generation, VersionSpan
+
+        size = self.random.randint(max(self.most // 2, 1), self.most)
+        said = (*(self.random.randrange(20, 60) for _ in range(size - 1)), sampling.stop[0])
+        rows = len(tokens) + size - 1 - routed
+        experts = np.tile(np.arange(self.routing.top_k, dtype="<i4"), (rows, self.routing.all_layers, 1))
+        spans = (VersionSpan(str(self.version), 0, size),)
+        logprobs = tuple(-4.0 - self.random.random() for _ in range(size))
+        await asyncio.sleep(0)
+        return PooledGeneration(Generation(said, logprobs, spans, "stop", 0, base64.b64encode(experts.tobytes()).decode()), self.version)
+
+
+@dataclass(frozen=True)
+class Stretches(Choice):
+    """Keeps samples in some stretches of a run: kept, not, not, kept, and again, so that a steady drift of the machine cancels out.
+
+    Attributes:
+        size: steps of a stretch. The first begins after `SETTLE` steps.
+    """
+
+    size: int = 1
+
+    def takes(self, group: int) -> bool:
+        return keeps((group // self.of - SETTLE) // self.size) and super().takes(group)
+
+
+def keeps(stretch: int) -> bool:
+    """Whether this stretch of a run keeps samples; see `Stretches`."""
+    return stretch % 4 in (0, 3)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run.
+
+    Attributes:
+        each: CPU seconds and sampled tokens of each step.
+        size: bytes written.
+        accounted: CPU seconds a step within counted calls.
+    """
+
+    each: Sequence[tuple[float, int]]
+    size: int
+    accounted: float
+
+    @property
+    def per_token(self) -> float:
+        """CPU seconds a token, median over the steps."""
+        return median(seconds / tokens for seconds, tokens in self.each[SETTLE:])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled in the run."""
+        return sum(tokens for _, tokens in self.each)
+
+
+class Rig:
+    """One model for all runs: a controller's parts around a scripted engine, and one trainer rank."""
+
+    def __init__(self, folder: Path) -> None:
+        from asyncmoe.config import parse
+        from asyncmoe.config.model import MadeModel
+        from asyncmoe.models import load_hf_config
+        from asyncmoe.models.make import make_model
+        from asyncmoe.rollout.tokenizer import Tokenizer
+        from asyncmoe.trainer import loop
+        from asyncmoe.trainer.model import gpt, mesh, optimizer
+
+        self._folder, path = folder, folder / "model"
+        make_model(path, MadeModel(**SHAPE), seed=0)
+        self._values = {
+            "run": {"dir": str(folder / "run"), "steps": 1000},
+            "model": {"path": str(path)},
+            "task": {"kind": "arithmetic"},
+            "rollout": {**SIZES, "max_concurrent": 64},
+            "trainer": {"dtype": "float32"},
+            "objective": {"correction": {"weight": "token", "cap": 2.0}},
+        }
+        config = parse(self._values)
+        self._mesh = mesh.start(config.trainer)
+        self._model = gpt.build(load_hf_config(path), config, self._mesh)
+        gpt.load_hf(self._model, path)
+        self._adam = optimizer.build(config, self._model)
+        self._replay = loop.replay(config, self._model)
+        self._tokenizer = Tokenizer(path)
+        freeze()  # as controller and trainer do
+
+    def run(
+        self, most: int, steps: int, groups: int, calls: Accounts | None = None, *, stretch: int = 0, journaled: bool = False
+    ) -> Measured:
+        """Train `steps` steps.
+
+        Args:
+            most: longest response, in tokens.
+            groups: as telemetry.samples.groups.
+            calls: what they count is reported too.
+            stretch: keep samples only in every other stretch of so many steps (`Stretches`); 0: in all.
+        """
+        from asyncmoe.config import parse
+
+        shutil.rmtree(self._folder / "run", ignore_errors=True)
+        values = {**self._values, "telemetry": {"samples": {"groups": groups}}, "verify": {"probe_every": 0}}
+        config = parse(values)
+        choice = Stretches(config.run.seed, groups, config.rollout.groups_per_step, stretch) if stretch else choice_of(config)
+        with patch("asyncmoe.rollout.samples.choice_of", lambda _: choice), patch("asyncmoe.trainer.samples.choice_of", lambda _: choice):
+            return asyncio.run(self._run(config, most, steps, calls or Accounts(), journaled))
+
+    def _journal(self, config: Any) -> Any:
+        from asyncmoe.journal.belonging import Belonging
+        from asyncmoe.journal.journal import Journal
+
+        section, run_dir = config.journal, config.run.dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        belonging = Belonging.of_run(run_dir, {"run.seed": "0"})
+        made = Journal.open(section.place(run_dir), belonging, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes)
+        made.begin(0, 0, config.rollout.batch, 0)
+        return made
+
+    async def _run(self, config: Any, most: int, steps: int, calls: Accounts, journaled: bool) -> Measured:
+        from asyncmoe import models
+        from asyncmoe.journal.journal import Journal, Unjournaled
+        from asyncmoe.queue.bounded import BoundedQueue
+        from asyncmoe.rollout import scoring, tasks
+        from asyncmoe.rollout.engines.types import Sampling
+        from asyncmoe.rollout.episodes import episode
+        from asyncmoe.rollout.episodes.episode import RolloutContext
+        from asyncmoe.rollout.pieces import Pieces
+        from asyncmoe.rollout.producer import Producer
+        from asyncmoe.rollout.samples import samples_of
+        from asyncmoe.trainer.batch_trainer import Learner
+        from asyncmoe.trainer.objective import NO_PLUGINS
+        from asyncmoe.trainer.samples import TrainerSamples
+
+        recording = models.recording(config, self._model.hf)
+        batch = config.rollout.batch
+        journal = self._journal(config) if journaled else Unjournaled()
+        queue = BoundedQueue(
+            capacity=config.queue_capacity,
+            batch=batch,
+            group_size=config.rollout.group_size,
+            max_staleness=1,
+            recording=recording,
+            journal=journal,
+        )
+        pool = Scripted(most, recording.routing, Random(1))
+        samples = samples_of(config, Pieces(self._tokenizer), 0)
+        sampling = Sampling(1.0, most, (self._tokenizer.eos,), recording=recording)
+        stage: Any = RolloutContext(pool, sampling, self._tokenizer, scoring.Exact())  # type: ignore[arg-type]
+        stage = stage if samples is None else replace(stage, opened=samples.opened)
+        task = tasks.load(config, self._tokenizer).training
+        producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, samples=samples, journal=journal)
+        kept = TrainerSamples(config, self._mesh, 0, 0 if recording.routing is None else len(recording.routing.layers))
+        client: Any = _Local(queue)
+        learner = Learner(config, self._model, self._adam, client, self._replay, NO_PLUGINS, kept)
+        producing = asyncio.create_task(producer.run())
+        each, begin = [], time.process_time()
+        for step in range(steps):
+            if step == SETTLE:
+                calls.seconds = 0.0
+            leased = await queue.lease(step, "rl", batch, step, 60.0)
+            learner.learn(leased, "rl", step, lambda: None)
+            queue.commit(step)
+            pool.version = step + 1
+            queue.set_version(step + 1)
+            tokens, now = sum(item.sampled for item in leased.items), time.process_time()
+            each.append((now - begin, tokens))
+            begin = now
+        accounted = calls.seconds / (steps - SETTLE)
+        producing.cancel()
+        await asyncio.gather(producing, return_exceptions=True)
+        size = sum(path.stat().st_size for path in (config.run.dir / "samples").glob("*")) if samples is not None else 0
+        if isinstance(journal, Journal):
+            size = journal.size
+            journal.close()
+        return Measured(each, size, accounted)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The trainer's connection to a queue in the same process."""
+
+    queue: Any
+
+    def ask(self, request: Any, timeout_s: float) -> tuple[Any, list[Any]]:
+        """Answer a `Fetch`."""
+        from asyncmoe.rpc.messages import Fetched
+
+        frames = [bytes(frame) for frame in self.queue.fetch(request.step, request.keys, request.layers, request.masks)]
+        return Fetched(request.keys), frames

@@ -86,6 +86,33 @@ def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:
     assert [(m.engine.name, m.version) for m in pool.serving] == [("engine.0", 1)]
 
 
+@pytest.mark.parametrize("call", ["command_receivers", "end_update", "resume"])
+def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version(call: str) -> None:
+    """All engines wait in the pause, and paused engines are not probed: the limit is that of a pause, not of an update."""
+
+    async def run() -> tuple[Pool, list[int]]:
+        pool, published = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None), []
+        for member in pool.members:
+            member.engine.died = None  # type: ignore[misc]
+
+        async def hang(*_: Any) -> None:
+            await asyncio.sleep(3600.0)
+
+        async def publishing(version: int) -> None:
+            published.append(version)
+
+        setattr(pool.members[1].engine.client, call, hang)
+        coordinator = WeightUpdateCoordinator(pool, 3600.0, publishing, lambda *_: None, pause_s=0.2)
+        await coordinator.handle(WeightsStage(1))
+        async with asyncio.timeout(30.0):
+            await coordinator.handle(WeightsCommit(1, update=1))
+        return pool, published
+
+    pool, published = asyncio.run(run())
+    assert ([(m.engine.name, m.version) for m in pool.serving], published) == ([("engine.0", 1)], [1])
+    assert str(pool.members[1].fenced).startswith("waited 0.2 s for engine.1: ")
+
+
 def test_a_version_that_no_engine_takes_is_not_published() -> None:
     with pytest.raises(WeightSyncError, match="publishing version 1: no engine is left; the process ended"):
         publish(engines=2, dead=2)
@@ -153,7 +180,8 @@ def test_a_roster_that_changes_while_engines_pause_does_not_concern_receivers_th
     """A rank asks for the engines while another's request pauses them, and one has just ended."""
 
     async def run() -> list[int]:
-        pool, ranks = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None), []
+        ranks: list[int] = []
+        pool = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None)
 
         async def publishing(version: int) -> None:
             pass

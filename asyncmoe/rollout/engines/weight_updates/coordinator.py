@@ -159,7 +159,8 @@ class WeightUpdateCoordinator:
         failed = await reshard.swap(self.driver, update, request.update) if update.state.staged else []
 
         async def finish(member: Member) -> None:
-            await member.engine.client.end_update()
+            async with self.driver.soon(member, f"end the update to version {update.version}"):
+                await member.engine.client.end_update()
             if request.checksums:
                 spot_check.compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
 
@@ -167,9 +168,10 @@ class WeightUpdateCoordinator:
         pauses: list[float] = []
 
         async def resume(member: Member) -> None:
-            if not update.state.staged:
-                await member.engine.client.set_version(update.version)
-            await member.engine.client.resume()
+            async with self.driver.soon(member, f"resume with version {update.version}"):
+                if not update.state.staged:
+                    await member.engine.client.set_version(update.version)
+                await member.engine.client.resume()
             pauses.append(self.driver.pause_ended(update, member))
             member.version, member.waiting = update.version, False
 
@@ -192,8 +194,9 @@ class WeightUpdateCoordinator:
             await self._published(version)
             served = [member for member in self._pool.serving if member.version == version]
             self._spot.landed(version, served, checksums)
-        # An engine whose process has ended is fenced and serves nothing; the others have the version.
-        raise_first([(m, error) for m, error in failed if not isinstance(error, EngineLost)], f"publishing version {version}")
+        # An engine that is gone or silent is fenced and serves nothing; the others have the version.
+        refused = [(member, error) for member, error in failed if not isinstance(error, EngineLost | WaitTimeout)]
+        raise_first(refused, f"publishing version {version}")
         if not pause_ms:
             gone = [member.fenced for member in self._pool.members if member.fenced is not None]
             why = gone[-1] if gone else "all have left"

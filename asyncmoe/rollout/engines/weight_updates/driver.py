@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from asyncmoe.config.rollout import Interruption
@@ -44,7 +45,8 @@ class UpdateDriver:
     Attributes:
         pool: the engines; its members' `version` is the ledger.
         timeout_s: limit on each call to an engine, and on each wait for responses.
-        pause_s: limit on an engine's pause, for which the others wait; a running engine pauses after at most one forward pass.
+        pause_s: limit on each part of an engine's pause that needs no sender, for which all other engines wait (`soon`); a running engine
+            pauses after at most one forward pass.
         interruption: how responses in progress are handled (`asyncmoe.rollout.engines.interruption`).
         roster: the engines that versions go to.
         group: name of the process group that they are in with the sender, if it broadcasts.
@@ -107,14 +109,11 @@ class UpdateDriver:
 
         async def begin(member: Member) -> None:
             update.paused[member.engine.name] = time.time()
-            try:
-                async with asyncio.timeout(self.pause_s):
-                    await member.engine.client.pause(retract=retract)
-                    if retract:
-                        await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
-                    await member.engine.client.begin_update()
-            except TimeoutError as error:
-                raise WaitTimeout(member.engine.name, f"pause for version {update.version}", self.pause_s) from error
+            async with self.soon(member, f"pause for version {update.version}"):
+                await member.engine.client.pause(retract=retract)
+                if retract:
+                    await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
+                await member.engine.client.begin_update()
 
         failed = await on_each(update.members, begin)
         for member, error in failed:
@@ -127,8 +126,9 @@ class UpdateDriver:
         """Resume paused engines with the version they have, and close the update."""
 
         async def resume(member: Member) -> None:
-            await member.engine.client.end_update()
-            await member.engine.client.resume()
+            async with self.soon(member, "go on with the version it has"):
+                await member.engine.client.end_update()
+                await member.engine.client.resume()
             self.pause_ended(update, member)
 
         await self.fencing(update, resume)
@@ -144,6 +144,19 @@ class UpdateDriver:
             case Ending.FENCE:
                 self.fence_all(update, why)
                 self.close(update)
+
+    @asynccontextmanager
+    async def soon(self, member: Member, what: str) -> AsyncIterator[None]:
+        """Bound calls to a paused engine that wait for nobody else: all other engines wait for it, and it is not probed.
+
+        Raises:
+            WaitTimeout: they took longer than `pause_s`.
+        """
+        try:
+            async with asyncio.timeout(self.pause_s):
+                yield
+        except TimeoutError as error:
+            raise WaitTimeout(member.engine.name, what, self.pause_s) from error
 
     def close(self, update: OpenUpdate) -> None:
         """Forget an update, and open the gate if it closed the gate."""

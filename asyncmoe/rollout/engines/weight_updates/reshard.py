@@ -66,6 +66,7 @@ async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failure
 
     async def commit(member: Member) -> None:
         commits = [CommitCommand(update.version, number)] * member.engine.tp
-        await member.engine.client.command_receivers(commits, driver.timeout_s, update.version)
+        async with driver.soon(member, f"swap in version {update.version}"):  # each rank has reported that it has received all of it
+            await member.engine.client.command_receivers(commits, driver.timeout_s, update.version)
 
     return await driver.fencing(update, commit)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from asyncmoe.errors import UserError
+
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("thorough", deadline=None)
 
@@ -47,3 +49,14 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def engines_here() -> None:
+    """Skip where there are no engines to be found, as in the environments of make test-python."""
+    from asyncmoe.rollout.engines.engine_python import check_engine_python
+
+    try:
+        check_engine_python(None)
+    except UserError as error:
+        pytest.skip(str(error))

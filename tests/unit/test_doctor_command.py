@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import asyncmoe
 from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.probes import nvidia
@@ -25,6 +27,7 @@ def doctor(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("engines_here")
 def test_the_report_of_this_machine(tmp_path: Path) -> None:
     """A whole one, with a configuration whose first engine port somebody has."""
     with socket.create_server(("127.0.0.1", 0)) as server:

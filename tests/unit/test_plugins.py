@@ -433,6 +433,7 @@ def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
     )
 
 
+@pytest.mark.usefixtures("engines_here")
 def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, thorough: bool) -> None:
     """Each refusal takes a process; without --thorough only one of the objective's and one of the family's."""
     for config, said in (
@@ -485,6 +486,7 @@ def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None
     handshake.check_family(terms, "os:path")
 
 
+@pytest.mark.usefixtures("engines_here")
 def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     config = prepared(tmp_path)
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 3})})

@@ -86,6 +86,7 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(fold
 
 
 def test_the_caches_of_compilers_are_kept(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in a process that has compiled
     made = Scratch()
     assert made.environment()["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{folders[0]}/torchinductor_")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")

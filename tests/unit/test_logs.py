@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -98,12 +99,13 @@ def test_a_log_that_cannot_be_moved_stays_and_one_that_is_gone_is_left_alone(tmp
 def test_one_thread_looks_after_all_logs_and_forgets_those_without_a_child(tmp_path: Path) -> None:
     made = [BoundedLog(tmp_path / f"{n}.log", LogBounds()) for n in range(20)]
     assert sum(thread.name == "logs" for thread in threading.enumerate()) <= 2  # another test's, which looks more often
-    before = len(logs._Keeper._logs)
+    watched = [weakref.ref(log) for log in made]
+    assert all(any(ref() is log for log in logs._Keeper._logs) for ref in watched)
     made.clear()
-    until = time.monotonic() + 5
-    while len(logs._Keeper._logs) > before - 20 and time.monotonic() < until:
+    until = time.monotonic() + 5  # the thread may be looking at one of them
+    while any(ref() is not None for ref in watched) and time.monotonic() < until:
         time.sleep(0.05)
-    assert len(logs._Keeper._logs) <= before - 20
+    assert [ref() for ref in watched] == [None] * 20
 
 
 @pytest.mark.parametrize("given", ["max_bytes=1000", "keep=-1", "keep=true"])

@@ -6,18 +6,23 @@ import asyncio
 import os
 import sys
 import time
+from contextvars import ContextVar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncmoe import installed
 from asyncmoe.config.environment import EnvironmentSection, ToolsSection
+from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, _McpTool, merged
 from asyncmoe.rollout.episodes.tools.mcp import process as servers
 from asyncmoe.rollout.episodes.tools.mcp.process import ServerProcess
+from asyncmoe.rollout.episodes.tools.mcp.server import McpToolServer
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
+from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 ENVIRONMENT = {"PATH": os.defpath}
 
@@ -100,6 +105,40 @@ def test_names_of_tools_do_not_collide() -> None:
         merged(own, other, "brackets")
     with pytest.raises(ConfigError, match=r"a tool named capital, like one of environment\.tools\.names"):
         merged(own, own, "hermes")
+
+
+BAD = ['{"a": "\\ud800"}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e400}', '{"a": {"b": [1, 1e400]}}', '{"\\ud800": 1}']
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_arguments_that_no_server_can_be_told_are_an_observation(argument: str) -> None:
+    """The SDK's session ended with them, without a word to those who wait for an answer."""
+    with pytest.raises(ToolError, match=r"^tool_error: error: arguments of add that are not valid JSON: ") as refused:
+        asyncio.run(told(argument, {"a": {"type": "number"}, "b": {"type": "number"}}))
+    assert str(refused.value).isascii()
+
+
+def test_arguments_of_an_mcp_tool_reach_its_session() -> None:
+    assert asyncio.run(told('{"a": "\\ud83d\\ude00", "b": 1e300}', {})) == {"a": "\U0001f600", "b": 1e300}
+    assert asyncio.run(told("NaN", {"a": {"type": "string"}})) == {"a": "NaN"}
+    with pytest.raises(ToolError, match=r"not valid JSON"):
+        asyncio.run(told("NaN", {"a": {"type": "number"}}))
+
+
+async def told(argument: str, properties: dict[str, Any]) -> Any:
+    """The arguments with which a session is called."""
+
+    class Session:
+        def begun(self, server: McpToolServer) -> Session:
+            return self
+
+        async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+            return arguments
+
+    current: ContextVar[Any] = ContextVar("sessions")
+    current.set(Session())
+    listed: Any = SimpleNamespace(name="add", description="", parameters={"type": "object", "properties": properties})
+    return await _McpTool(McpToolServer("s", McpServer(command="sh")), listed, current).call(argument)
 
 
 def ran(code: str, *sent: bytes) -> tuple[list[bytes], str, tuple[str, str] | None]:

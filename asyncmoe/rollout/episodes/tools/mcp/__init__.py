@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from asyncmoe import installed
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes.tools import strict_json
 from asyncmoe.rollout.episodes.tools.mcp.server import KEY, McpToolServer, resolve
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, ToolError
@@ -189,6 +190,14 @@ class _McpTool:
             given = json.loads(argument)
         except (ValueError, RecursionError):
             given = None
+        made = self._made(argument, given)
+        try:
+            strict_json.checked(made)
+        except ValueError as error:
+            raise ToolError(ERROR, f"error: arguments of {self.name} that are not valid JSON: {error}") from error
+        return made
+
+    def _made(self, argument: str, given: object) -> dict[str, Any]:
         if isinstance(given, dict):
             return given
         properties = self.parameters.get("properties")

@@ -19,7 +19,9 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncmoe import installed
-from asyncmoe.errors import UserError
+from asyncmoe.errors import TrajectoryRejected, UserError
+from asyncmoe.rollout.adapters.reward_errors import RewardErrors
+from asyncmoe.rollout.scoring import types as scoring
 from asyncmoe.rollout.tasks import Example
 
 _MODEL = "policy"
@@ -61,6 +63,7 @@ async def rollout(base_url: str, api_key: str, prompt: str, answer: str, columns
 
     Raises:
         RuntimeError: the rollout failed in the environment.
+        TrajectoryRejected: "scorer_error": a reward function raised.
     """
     running = asyncio.run_coroutine_threadsafe(_source(columns).rollout(columns["index"], base_url, api_key), _loop())
     return await asyncio.wrap_future(running)
@@ -121,6 +124,7 @@ class _Environment:
         if environment.requires_group_rollouts:
             raise UserError(name, got="rewards of whole groups", expected="a reward for each rollout: an episode is scored alone")
         self._environment, self._name = environment, name
+        self._failures = RewardErrors(environment)
         self._rows = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
 
     def __len__(self) -> int:
@@ -135,6 +139,7 @@ class _Environment:
         from verifiers.clients import OpenAIChatCompletionsClient
         from verifiers.errors import EmptyModelResponseError
 
+        failures = self._failures.begin()
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
             state = await self._environment.run_rollout(
                 self._rows[index],
@@ -143,10 +148,13 @@ class _Environment:
                 self._environment.sampling_args,
                 state_columns=[],
             )
-        error = state["error"]
+        error, said = state["error"], f"{self._name}, example {index}"
         # An empty response ends the rollout with an error there; the policy chose it, and the environment has scored it.
         if error is not None and EmptyModelResponseError.__name__ not in (error["error"], *error["error_chain_str"].split(" -> ")):
-            raise RuntimeError(f"{self._name}, example {index}: {error['error_chain_repr'][:1000]}")
+            raise RuntimeError(f"{said}: {error['error_chain_repr'][:1000]}")
+        # Reward functions that expect a response raise without one; then the policy is to blame, and verifiers' 0 is right.
+        if error is None and failures:
+            raise TrajectoryRejected(scoring.ERROR, f"{said}: {failures[0][:1000]}")
         return float(state["reward"])
 
 

@@ -130,6 +130,11 @@ def test_the_reference_server_with_every_feature(tmp_path: Path) -> None:
     assert dict(tools.runners["trigger-long-running-operation"].counts.failures) == {"tool_timeout": 1}
 
 
+def test_options_of_a_servers_tool_are_refused_with_the_right_key() -> None:
+    with pytest.raises(ConfigError, match=r"options\.act: got a tool of an MCP server.*set environment\.tools\.mcp\.rogue\.timeout_s"):
+        WithTools([], mcp=rogue(), options={"act": {"timeout_s": 5}})
+
+
 def test_a_session_lasts_an_episode() -> None:
     async def run() -> None:
         tools = McpTools(rogue())

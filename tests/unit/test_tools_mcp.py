@@ -17,7 +17,8 @@ from asyncmoe import installed
 from asyncmoe.config.environment import EnvironmentSection, ToolsSection
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.mcp import McpTools, _McpTool, merged
+from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, _McpTool, check_options, merged
 from asyncmoe.rollout.episodes.tools.mcp import process as servers
 from asyncmoe.rollout.episodes.tools.mcp.process import ServerProcess
 from asyncmoe.rollout.episodes.tools.mcp.server import McpToolServer
@@ -92,10 +93,35 @@ def test_what_cannot_be_reached_is_refused(given: dict[str, Any], match: str) ->
         McpTools({"s": given})
 
 
+@pytest.mark.parametrize(
+    ("servers", "match"),
+    [
+        ({"mine": {"comand": "cat"}}, r"^environment\.tools\.mcp\.mine\.comand: got an unknown key, expected .*; did you mean command\?$"),
+        ({"mine": {"command": "cat", "timeout_s": 0}}, r"^environment\.tools\.mcp\.mine\.timeout_s: got 0, expected .*0"),
+        ({"mine": "cat"}, r"^environment\.tools\.mcp\.mine: got 'cat', expected a section"),
+        ([1], r"^environment\.tools\.mcp: got \[1\], expected a mapping of servers by name"),
+    ],
+)
+def test_wrong_keys_from_a_users_own_class_are_refused_in_one_line(servers: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as refused:
+        McpTools(servers)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "has", lambda module: False)
     with pytest.raises(ConfigError, match=r"environment\.tools\.mcp: got no package mcp, expected the extra mcp; run: .*\bmcp\b"):
         McpTools({"s": {"command": "sh"}})
+
+
+def test_options_of_a_servers_tool_name_the_key_they_belong_to() -> None:
+    keys = {"add": "environment.tools.mcp.mine"}
+    said = r"options\.add: got a tool of an MCP server, expected its limits in environment\.tools\.mcp\.mine; set .*\.mcp\.mine\.timeout_s$"
+    with pytest.raises(ConfigError, match=said):
+        check_options({"add": {"timeout_s": 5, "concurrency": 2}}, keys)
+    check_options({"python": {"wall_s": 1}}, keys)
+    with pytest.raises(ConfigError, match=r"got no such tool, expected none because environment\.tools\.names"):
+        tools.load([], {"ad": {}})
 
 
 def test_names_of_tools_do_not_collide() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import json
 import sys
 import threading
@@ -101,7 +102,28 @@ def _made(environment: str, arguments: str, split: str, limit: int | None) -> _S
         return _Environment(verifiers.load_environment(environment, **json.loads(arguments)), environment, split)
     if split != "train":
         raise UserError("the option split", got=repr(split), expected="train: a taskset of verifiers.v1 has one set of tasks")
-    return _Taskset(environment, json.loads(arguments), limit)
+    try:
+        return _Taskset(environment, json.loads(arguments), limit)
+    except Exception as error:
+        raise no_taskset(environment) or error from error
+
+
+def no_taskset(name: str) -> UserError | None:
+    """Return why `verifiers.v1` cannot load a module that it was asked for; None: for another reason than these."""
+    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module == error.name or module.startswith(f"{error.name}."):
+            return None
+        got, hint = f"{module}, which imports {error.name}: not installed", f"install it for {sys.executable}"
+        return UserError("the option environment", got=got, expected="a module that can be imported", hint=hint)
+    except Exception:  # noqa: BLE001  the package's own error says it
+        return None
+    if not hasattr(found, "load_environment") or hasattr(found, "__all__"):
+        return None
+    hint = f'run: {sys.executable} -m pip install "verifiers<0.2"'
+    return UserError("the option environment", got=f"{module} with load_environment", expected="a taskset of verifiers.v1", hint=hint)
 
 
 @functools.cache

@@ -91,6 +91,20 @@ def parse(values: dict[str, Any], source: str = "config") -> Config:
     return _validated(Config, values, Source(source))
 
 
+def section(schema: type[Schema], values: object, key: str) -> Schema:
+    """Validate plain values of the section `key`, which a user's own code gives.
+
+    Raises:
+        ConfigError: names every invalid value with the path of its key, a line each.
+    """
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        found = [(one.what.removeprefix(": "), one) for one in explain(error, Source(""), schema)]
+        named = ((what if what.startswith(f"{key}.") else f"{key}.{what}".rstrip("."), one) for what, one in found)
+        raise together([ConfigError(what, got=one.got, expected=one.expected, hint=one.hint) for what, one in named]) from None
+
+
 def _validated(schema: type[Schema], values: dict[str, Any], source: Source) -> Schema:
     try:
         return schema.model_validate(values)

@@ -265,8 +265,10 @@ class RunFacts:
         disk, model: None if they were not probed, or did not answer in time (`disk_trouble`, `model_trouble`).
         sandbox: where the tool python runs programs: "namespaces" in the default sandbox, "no namespaces" with that option, the name of
             another backend; None: no such tool is named.
-        own: names of the user's own code, by the keys that name it.
+        own: names of the user's own parts of the objective and model family, by the keys that name them.
         own_trouble: why some of it cannot be used.
+        rollout_code: names of the user's other code: tasks, scorers, environments, agents, tools.
+        rollout_trouble: which of it cannot be found, or which package that it needs.
     """
 
     config: str
@@ -287,6 +289,8 @@ class RunFacts:
     sandbox: str | None = None
     own: Mapping[str, str] = field(default_factory=dict)
     own_trouble: str | None = None
+    rollout_code: Mapping[str, str] = field(default_factory=dict)
+    rollout_trouble: str | None = None
 
     @property
     def several_machines(self) -> bool:

@@ -84,15 +84,18 @@ def model(machine: Machine) -> Verdict:
 
 
 def own_code(machine: Machine) -> Verdict:
-    """Check that the user's own parts of the objective and model family pass their trials."""
+    """Check that the user's own parts of the objective and model family pass their trials, and that the other code can be found."""
     run = _usable(machine)
     if isinstance(run, Verdict):
         return run
     if run.own_trouble is not None:
         return verdict.error(run.own_trouble, "docs/guides/objective.md and docs/guides/model-family.md say what is expected of it")
-    if not run.own:
-        return verdict.absent("the configuration names no functions or model family of your own")
-    return verdict.ok(", ".join(f"{key} {target}" for key, target in run.own.items()))
+    if run.rollout_trouble is not None:
+        return verdict.error(run.rollout_trouble, "install what is missing, or start in the directory that contains the module")
+    if not run.own and not run.rollout_code:
+        return verdict.absent("the configuration names no functions, classes or model family of your own")
+    tried, found = (", ".join(f"{key} {target}" for key, target in code.items()) for code in (run.own, run.rollout_code))
+    return verdict.ok("; ".join(filter(None, (tried, found and f"not tried here, but by asyncmoe config validate: {found}"))))
 
 
 def _usable(machine: Machine) -> RunFacts | Verdict:

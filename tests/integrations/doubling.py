@@ -22,8 +22,19 @@ async def right(completion: list[Any], answer: str) -> float:
     return float(str(completion[-1].content).split()[-1:] == [answer])
 
 
-def load_environment(count: int = 3, tools: bool = True, group: bool = False) -> verifiers.Environment:
-    """Return it, with `count` questions."""
+async def broken(completion: list[Any], answer: str) -> float:
+    """Raise where it expects the answer 44."""
+    if answer == "44":
+        raise ValueError("the judge is away")
+    return 0.0
+
+
+def load_environment(count: int = 3, tools: bool = True, group: bool = False, raising: str = "") -> verifiers.Environment:
+    """Return it, with `count` questions.
+
+    Args:
+        raising: where a reward function raises: "rubric", "group" of rubrics, or "metric" for one that counts nothing.
+    """
     rows = [{"question": f"twice {n}?", "answer": str(2 * n), "info": {"n": n}} for n in range(21, 21 + count)]
     rubric = verifiers.Rubric(funcs=[right])
     if group:
@@ -32,6 +43,12 @@ def load_environment(count: int = 3, tools: bool = True, group: bool = False) ->
             return [0.0] * len(completions)
 
         rubric.add_reward_func(spread)
+    if raising == "rubric":
+        rubric.add_reward_func(broken)
+    elif raising == "group":
+        rubric = verifiers.RubricGroup([rubric, verifiers.Rubric(funcs=[broken])])
+    elif raising == "metric":
+        rubric.add_metric(broken)
     common: dict[str, Any] = {"dataset": Dataset.from_list(rows), "rubric": rubric, "system_prompt": "be brief"}
     common["eval_dataset"] = Dataset.from_list(rows[:1])
     common["sampling_args"] = {"temperature": 0.2}

@@ -130,6 +130,11 @@ def test_the_reference_server_with_every_feature(tmp_path: Path) -> None:
     assert dict(tools.runners["trigger-long-running-operation"].counts.failures) == {"tool_timeout": 1}
 
 
+def test_options_of_a_servers_tool_are_refused_with_the_right_key() -> None:
+    with pytest.raises(ConfigError, match=r"options\.act: got a tool of an MCP server.*set environment\.tools\.mcp\.rogue\.timeout_s"):
+        WithTools([], mcp=rogue(), options={"act": {"timeout_s": 5}})
+
+
 def test_a_session_lasts_an_episode() -> None:
     async def run() -> None:
         tools = McpTools(rogue())
@@ -144,6 +149,15 @@ def test_a_session_lasts_an_episode() -> None:
         await tools.close()
 
     asyncio.run(run())
+
+
+def test_arguments_that_cannot_be_sent_leave_the_session_alive() -> None:
+    async def then(runners: dict[str, Runner]) -> None:
+        for bad in ('{"how": "\\ud800"}', '{"how": NaN}', '{"how": 1e400}', '{"how": ' * 300 + "1" + "}" * 300):
+            assert (await told(runners["act"], bad)).startswith("tool_error: error: ")
+        assert await runners["count"].call("{}") == "1"
+
+    play(rogue(timeout_s=2.0), then)
 
 
 CALLS = {

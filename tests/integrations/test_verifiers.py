@@ -16,7 +16,7 @@ if not OLD:
     pytest.skip("run: make test-integrations ONLY=verifiers", allow_module_level=True)
 
 from asyncmoe.config import parse
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.adapters import verifiers as adapter
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -96,6 +96,27 @@ def test_a_rollout_that_fails_says_why(known: Tokenizer) -> None:
             await adapter.rollout(url, key, "", "", adapter.Examples(ENVIRONMENT)[0].columns)
 
     served(in_turn(known, "it is 42"), known, client, on_conflict="refuse")
+
+
+@pytest.mark.parametrize("raising", ["rubric", "group"])
+@pytest.mark.parametrize("tools", [True, False])
+def test_a_reward_function_that_raises_rejects_the_rollout(known: Tokenizer, raising: str, tools: bool) -> None:
+    """verifiers logs it and counts 0."""
+    examples = adapter.Examples(ENVIRONMENT, {"tools": tools, "raising": raising})
+    assert played(in_turn(known, "it is 42"), known, examples[0].columns) == 1
+
+    async def client(url: str, key: str) -> None:
+        said = "scorer_error: .*doubling, example 1: the reward function broken raised ValueError: the judge is away"
+        with pytest.raises(TrajectoryRejected, match=said):
+            await adapter.rollout(url, key, "", "", examples[1].columns)
+
+    served(in_turn(known, "it is 44"), known, client)
+    assert played(in_turn(known, ""), known, examples[1].columns) == 0
+
+
+def test_a_metric_that_raises_changes_nothing(known: Tokenizer) -> None:
+    examples = adapter.Examples(ENVIRONMENT, {"raising": "metric"})
+    assert played(in_turn(known, "it is 44"), known, examples[1].columns) == 1
 
 
 def test_a_rollout_that_is_cancelled_ends_its_request(known: Tokenizer) -> None:

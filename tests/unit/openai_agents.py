@@ -9,6 +9,7 @@ import time
 
 import openai
 
+from asyncmoe.errors import TrajectoryRejected
 from tests.unit.openai_policy import Policy
 
 keys: list[str] = []
@@ -40,6 +41,10 @@ async def blocking_in_a_coroutine(base_url: str, api_key: str, prompt: str, answ
 
 async def raises(base_url: str, api_key: str, prompt: str, answer: str) -> None:
     raise LookupError("no idea")
+
+
+async def rejects(base_url: str, api_key: str, prompt: str, answer: str) -> None:
+    raise TrajectoryRejected("scorer_error", "the judge is away")
 
 
 async def exits(base_url: str, api_key: str, prompt: str, answer: str) -> None:

@@ -352,6 +352,15 @@ CASES: list[Case] = [
     ("own-code", NODE, {"run__own_trouble": "objective.loss: got SystemExit: 3"}, "error", "got SystemExit: 3", "docs/guides/objective.md"),
     ("own-code", replace(NODE, run=replace(RUN, own={})), {}, "not here", "names no functions", ""),
     ("own-code", NODE, {"run__network": "hostname"}, "ok", "objective.loss my_objective:sapo", ""),
+    (
+        "own-code",
+        NODE,
+        {"run__rollout_code": {"task.kind": "B"}},
+        "ok",
+        "not tried here, but by asyncmoe config validate: task.kind",
+        "",
+    ),
+    ("own-code", NODE, {"run__rollout_trouble": "scoring.scorer: got nothere:y"}, "error", "scoring.scorer: got nothere:y", "start in"),
 ]
 
 

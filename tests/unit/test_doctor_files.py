@@ -10,13 +10,15 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import asyncmoe
 from asyncmoe import config as configuration
+from asyncmoe import installed
 from asyncmoe.doctor.facts import RunFacts
-from asyncmoe.doctor.probes import config_probe, machine
+from asyncmoe.doctor.probes import config_probe, machine, rollout_code
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
@@ -47,6 +49,7 @@ LOOK = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from asyncmoe.doctor.probes import machine
 print(json.dumps(asdict(machine.disk(Path(sys.argv[1]), 0))))
 """
@@ -129,6 +132,30 @@ def test_code_of_ones_own_is_tried_and_a_bad_family_is_not_called_here(tmp_path:
     assert run.own_trouble == f"{said} process"
     assert run.model is not None
     assert run.model.trouble == "it cannot be looked at with model.family ends_all:F: see the line own-code"
+
+
+def test_code_for_rollouts_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installed, "has", lambda module: False)
+    (tmp_path / "here.py").write_text("raise SystemExit(1)")
+    values: dict[str, Any] = {"run": {"dir": "run", "steps": 1}, "model": {"path": "none"}}
+    adapter = "asyncmoe.rollout.adapters.verifiers:rollout"
+    values |= {"task": {"kind": "here:Sums"}, "scoring": {"scorer": "nothere:y"}, "environment": {"kind": "openai", "agent": adapter}}
+    config = configuration.parse(values)
+    assert rollout_code.named(config) == {"task.kind": "here:Sums", "scoring.scorer": "nothere:y", "environment.agent": adapter}
+    said = rollout_code.trouble(config)
+    assert said is not None
+    scorer, agent = said.splitlines()
+    assert scorer.startswith("scoring.scorer: got nothere:y, and no module nothere, expected a module in this directory")
+    assert agent.startswith("environment.agent: got no module verifiers, expected the extra verifiers; run: ")
+    tools = {"names": ["here:f", "calculator", "nothere:g"], "mcp": {"s": {"command": "sh"}}}
+    config = configuration.parse(
+        {**values, "scoring": {}, "task": {"kind": "arithmetic"}, "environment": {"kind": "tools", "tools": tools}}
+    )
+    assert rollout_code.named(config) == {"environment.tools.names": "here:f, nothere:g"}
+    function, server = str(rollout_code.trouble(config)).splitlines()
+    assert function.startswith("environment.tools.names: got nothere:g, and no module nothere")
+    assert server.startswith("environment.tools.mcp: got no module mcp, expected the extra mcp; run: ")
 
 
 def test_what_a_configuration_asks(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.types import Generation, ParsedCall, Sampling, VersionSpan
@@ -131,3 +131,16 @@ def test_a_policy_that_never_stops_calling_is_stopped(tokenizer: Tokenizer) -> N
     with pytest.raises(TrajectoryRejected) as refused:
         play(WithTools(("calculator",), "brackets", chat=False), tokenizer, *["[1+1]"] * (BOUNDS.turns + 1))
     assert refused.value.reason == "episode_too_long"
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "match"),
+    [
+        ({"backnd": "http"}, r"^environment\.sandbox\.backnd: got an unknown key"),
+        ({"backend": "http"}, r"^environment\.sandbox\.url: got"),
+    ],
+)
+def test_a_wrong_sandbox_from_a_users_own_class_is_refused_in_one_line(sandbox: dict[str, str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as refused:
+        WithTools(["calculator"], sandbox=sandbox)
+    assert "\n" not in str(refused.value)

@@ -211,6 +211,10 @@ def test_an_agent_that_fails(agent: str, reason: str, known: Tokenizer) -> None:
         assert openai_agents.released.wait(10)
 
 
+def test_an_agent_may_reject_with_a_reason_of_its_own(known: Tokenizer) -> None:
+    assert play("rejects", says(known), known) == ["scorer_error"]
+
+
 def test_why_an_agents_requests_failed_is_told(known: Tokenizer) -> None:
     bounds = Bounds(turns=1, tokens=5, agents=1)
     assert play("lets_it_fail", says(known), known, bounds=bounds) == ["episode_too_long"]

@@ -6,18 +6,24 @@ import asyncio
 import os
 import sys
 import time
+from contextvars import ContextVar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncmoe import installed
 from asyncmoe.config.environment import EnvironmentSection, ToolsSection
+from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
+from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, _McpTool, check_options, merged
 from asyncmoe.rollout.episodes.tools.mcp import process as servers
 from asyncmoe.rollout.episodes.tools.mcp.process import ServerProcess
+from asyncmoe.rollout.episodes.tools.mcp.server import McpToolServer
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
+from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 ENVIRONMENT = {"PATH": os.defpath}
 
@@ -87,10 +93,35 @@ def test_what_cannot_be_reached_is_refused(given: dict[str, Any], match: str) ->
         McpTools({"s": given})
 
 
+@pytest.mark.parametrize(
+    ("servers", "match"),
+    [
+        ({"mine": {"comand": "cat"}}, r"^environment\.tools\.mcp\.mine\.comand: got an unknown key, expected .*; did you mean command\?$"),
+        ({"mine": {"command": "cat", "timeout_s": 0}}, r"^environment\.tools\.mcp\.mine\.timeout_s: got 0, expected .*0"),
+        ({"mine": "cat"}, r"^environment\.tools\.mcp\.mine: got 'cat', expected a section"),
+        ([1], r"^environment\.tools\.mcp: got \[1\], expected a mapping of servers by name"),
+    ],
+)
+def test_wrong_keys_from_a_users_own_class_are_refused_in_one_line(servers: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as refused:
+        McpTools(servers)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "has", lambda module: False)
     with pytest.raises(ConfigError, match=r"environment\.tools\.mcp: got no package mcp, expected the extra mcp; run: .*\bmcp\b"):
         McpTools({"s": {"command": "sh"}})
+
+
+def test_options_of_a_servers_tool_name_the_key_they_belong_to() -> None:
+    keys = {"add": "environment.tools.mcp.mine"}
+    said = r"options\.add: got a tool of an MCP server, expected its limits in environment\.tools\.mcp\.mine; set .*\.mcp\.mine\.timeout_s$"
+    with pytest.raises(ConfigError, match=said):
+        check_options({"add": {"timeout_s": 5, "concurrency": 2}}, keys)
+    check_options({"python": {"wall_s": 1}}, keys)
+    with pytest.raises(ConfigError, match=r"got no such tool, expected none because environment\.tools\.names"):
+        tools.load([], {"ad": {}})
 
 
 def test_names_of_tools_do_not_collide() -> None:
@@ -100,6 +131,40 @@ def test_names_of_tools_do_not_collide() -> None:
         merged(own, other, "brackets")
     with pytest.raises(ConfigError, match=r"a tool named capital, like one of environment\.tools\.names"):
         merged(own, own, "hermes")
+
+
+BAD = ['{"a": "\\ud800"}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e400}', '{"a": {"b": [1, 1e400]}}', '{"\\ud800": 1}']
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_arguments_that_no_server_can_be_told_are_an_observation(argument: str) -> None:
+    """The SDK's session ended with them, without a word to those who wait for an answer."""
+    with pytest.raises(ToolError, match=r"^tool_error: error: arguments of add that are not valid JSON: ") as refused:
+        asyncio.run(told(argument, {"a": {"type": "number"}, "b": {"type": "number"}}))
+    assert str(refused.value).isascii()
+
+
+def test_arguments_of_an_mcp_tool_reach_its_session() -> None:
+    assert asyncio.run(told('{"a": "\\ud83d\\ude00", "b": 1e300}', {})) == {"a": "\U0001f600", "b": 1e300}
+    assert asyncio.run(told("NaN", {"a": {"type": "string"}})) == {"a": "NaN"}
+    with pytest.raises(ToolError, match=r"not valid JSON"):
+        asyncio.run(told("NaN", {"a": {"type": "number"}}))
+
+
+async def told(argument: str, properties: dict[str, Any]) -> Any:
+    """The arguments with which a session is called."""
+
+    class Session:
+        def begun(self, server: McpToolServer) -> Session:
+            return self
+
+        async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+            return arguments
+
+    current: ContextVar[Any] = ContextVar("sessions")
+    current.set(Session())
+    listed: Any = SimpleNamespace(name="add", description="", parameters={"type": "object", "properties": properties})
+    return await _McpTool(McpToolServer("s", McpServer(command="sh")), listed, current).call(argument)
 
 
 def ran(code: str, *sent: bytes) -> tuple[list[bytes], str, tuple[str, str] | None]:

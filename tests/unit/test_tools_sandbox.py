@@ -282,6 +282,22 @@ def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatc
         seccomp.program("riscv64")
 
 
+@BOTH
+@pytest.mark.parametrize(("limit", "told"), [("open_files", "open_files 3"), ("memory_bytes", "memory_bytes 3")])
+def test_a_limit_within_which_nothing_runs_is_named(limit: str, told: str, namespaces: bool) -> None:
+    """Not the kernel, whose protection a user would then switch off."""
+    with pytest.raises(ConfigError, match=rf"tools\.options\.python: got {told}, expected limits within which Python starts; the default"):
+        python_tool(PythonLimits(namespaces=namespaces, wall_s=5, **{limit: 3}))  # type: ignore[arg-type]
+
+
+def test_a_wall_time_too_short_for_a_slow_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    guard = tmp_path / "guard.py"
+    guard.write_text("import json, sys\nprint('ready' if json.loads(sys.argv[1])['wall_s'] > 1 else '')")
+    monkeypatch.setattr(own, "GUARD", guard)
+    with pytest.raises(ConfigError, match=r"got wall_s 0\.01, expected limits"):
+        python_tool(PythonLimits(wall_s=0.01, cpu_s=4))
+
+
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_every_jump_of_the_filter_lands_inside(machine: str) -> None:
     program = seccomp.program(machine)

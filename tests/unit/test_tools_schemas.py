@@ -83,6 +83,19 @@ def test_calls_are_checked_and_converted_where_the_function_runs() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("degrees", ["NaN", "1e400", "-Infinity"])
+def test_a_number_that_json_has_not_is_an_observation(degrees: str) -> None:
+    async def run() -> None:
+        runner = tool("warmer")
+        try:
+            with pytest.raises(ToolError, match="tool_error: error: arguments that are not valid JSON: "):
+                await runner.call(f'{{"degrees": {degrees}}}')
+        finally:
+            await runner.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("name", ["anything", "mystery"])
 def test_parameters_that_no_call_can_give_are_refused_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=r"environment\.tools\.names.*" + name):

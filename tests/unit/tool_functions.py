@@ -46,6 +46,10 @@ def process(argument: str) -> str:
     return str(os.getpid())
 
 
+def warmer(degrees: float) -> str:
+    return f"{degrees + 1}"
+
+
 def find_flight(origin: str, day: int, copy: list[str] | None = None, cabin: Literal["economy", "first"] = "economy") -> str:
     """Finds a flight.
 

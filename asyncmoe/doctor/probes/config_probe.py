@@ -15,7 +15,7 @@ from asyncmoe.config import Config, devices
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.transports import TRANSPORTS, TransportName, resolved, transport_for
 from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
-from asyncmoe.doctor.probes import machine, plugin_probe
+from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
 from asyncmoe.rpc import address
@@ -83,6 +83,7 @@ def with_files(run: RunFacts, config: Config) -> RunFacts:
     """Add the facts about the run directory and the model, and the sizes that follow from the model."""
     found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
     run = replace(run, disk=found_disk, disk_trouble=disk_trouble, own=plugin_probe.named(config), own_trouble=_own_trouble(config))
+    run = replace(run, rollout_code=rollout_code.named(config), rollout_trouble=rollout_code.trouble(config))
     if run.own_trouble is not None and plugin_probe.FAMILY in run.own:  # its code may not return here either
         what = f"it cannot be looked at with {plugin_probe.FAMILY} {run.own[plugin_probe.FAMILY]}: see the line own-code"
         return replace(run, model=ModelFacts(str(config.model.path), trouble=what))

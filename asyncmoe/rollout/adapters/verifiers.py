@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import json
 import sys
 import threading
@@ -19,7 +20,9 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncmoe import installed
-from asyncmoe.errors import UserError
+from asyncmoe.errors import TrajectoryRejected, UserError
+from asyncmoe.rollout.adapters.reward_errors import RewardErrors
+from asyncmoe.rollout.scoring import types as scoring
 from asyncmoe.rollout.tasks import Example
 
 _MODEL = "policy"
@@ -61,6 +64,7 @@ async def rollout(base_url: str, api_key: str, prompt: str, answer: str, columns
 
     Raises:
         RuntimeError: the rollout failed in the environment.
+        TrajectoryRejected: "scorer_error": a reward function raised.
     """
     running = asyncio.run_coroutine_threadsafe(_source(columns).rollout(columns["index"], base_url, api_key), _loop())
     return await asyncio.wrap_future(running)
@@ -98,7 +102,28 @@ def _made(environment: str, arguments: str, split: str, limit: int | None) -> _S
         return _Environment(verifiers.load_environment(environment, **json.loads(arguments)), environment, split)
     if split != "train":
         raise UserError("the option split", got=repr(split), expected="train: a taskset of verifiers.v1 has one set of tasks")
-    return _Taskset(environment, json.loads(arguments), limit)
+    try:
+        return _Taskset(environment, json.loads(arguments), limit)
+    except Exception as error:
+        raise no_taskset(environment) or error from error
+
+
+def no_taskset(name: str) -> UserError | None:
+    """Return why `verifiers.v1` cannot load a module that it was asked for; None: for another reason than these."""
+    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module == error.name or module.startswith(f"{error.name}."):
+            return None
+        got, hint = f"{module}, which imports {error.name}: not installed", f"install it for {sys.executable}"
+        return UserError("the option environment", got=got, expected="a module that can be imported", hint=hint)
+    except Exception:  # noqa: BLE001  the package's own error says it
+        return None
+    if not hasattr(found, "load_environment") or hasattr(found, "__all__"):
+        return None
+    hint = f'run: {sys.executable} -m pip install "verifiers<0.2"'
+    return UserError("the option environment", got=f"{module} with load_environment", expected="a taskset of verifiers.v1", hint=hint)
 
 
 @functools.cache
@@ -121,6 +146,7 @@ class _Environment:
         if environment.requires_group_rollouts:
             raise UserError(name, got="rewards of whole groups", expected="a reward for each rollout: an episode is scored alone")
         self._environment, self._name = environment, name
+        self._failures = RewardErrors(environment)
         self._rows = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
 
     def __len__(self) -> int:
@@ -135,6 +161,7 @@ class _Environment:
         from verifiers.clients import OpenAIChatCompletionsClient
         from verifiers.errors import EmptyModelResponseError
 
+        failures = self._failures.begin()
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
             state = await self._environment.run_rollout(
                 self._rows[index],
@@ -143,10 +170,13 @@ class _Environment:
                 self._environment.sampling_args,
                 state_columns=[],
             )
-        error = state["error"]
+        error, said = state["error"], f"{self._name}, example {index}"
         # An empty response ends the rollout with an error there; the policy chose it, and the environment has scored it.
         if error is not None and EmptyModelResponseError.__name__ not in (error["error"], *error["error_chain_str"].split(" -> ")):
-            raise RuntimeError(f"{self._name}, example {index}: {error['error_chain_repr'][:1000]}")
+            raise RuntimeError(f"{said}: {error['error_chain_repr'][:1000]}")
+        # Reward functions that expect a response raise without one; then the policy is to blame, and verifiers' 0 is right.
+        if error is None and failures:
+            raise TrajectoryRejected(scoring.ERROR, f"{said}: {failures[0][:1000]}")
         return float(state["reward"])
 
 

@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes import tools
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed, read_by_engine
-from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, check_options, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
 from asyncmoe.rollout.scoring.gather_or_cancel import together
@@ -58,8 +59,11 @@ class WithTools:
         sessions: int = 64,
         sandbox: SandboxSection | Mapping[str, Any] | None = None,
     ) -> None:
-        placed = sandbox if sandbox is None else SandboxSection.model_validate(sandbox)
+        placed = (
+            sandbox if sandbox is None or isinstance(sandbox, SandboxSection) else section(SandboxSection, sandbox, "environment.sandbox")
+        )
         self._mcp = McpTools(mcp or {}, sessions)
+        check_options(options, self._mcp.keys)
         self.runners: dict[str, Runner] = merged(tools.load(names, options, placed), self._mcp.runners, style)
         self._style, self._chat, self._wanted = style, chat, schemas
         self._schemas: tuple[Mapping[str, Any], ...] | None = None

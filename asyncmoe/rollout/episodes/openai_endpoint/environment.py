@@ -52,7 +52,7 @@ class OpenAIEnvironment:
         """See `Environment`.
 
         Raises:
-            TrajectoryRejected: "agent_error", "agent_timeout".
+            TrajectoryRejected: "agent_error", "agent_timeout", or what the agent raised with a reason of its own.
             UserError: too many agents have not ended after their timeouts.
         """
         self._threads.check()
@@ -70,6 +70,8 @@ class OpenAIEnvironment:
             for cause in (episode.failure, *(agent.failure for agent in episode.agents.values())):
                 if cause is not None:
                     raise cause from error
+            if isinstance(error, TrajectoryRejected):
+                raise
             raise TrajectoryRejected(ERROR, f"{type(error).__name__}: {str(error)[:1000]}") from error
         finally:
             await self._endpoint.end(session)

@@ -55,7 +55,8 @@ def _by_target(options: Mapping[str, Mapping[str, Any]], named: Mapping[str, str
         if key not in expected:
             near = get_close_matches(key, expected, 1)
             hint = f"did you mean {near[0]}?" if near else None
-            raise ConfigError(f"environment.tools.options.{key}", got="no such tool", expected=" or ".join(expected), hint=hint)
+            known = " or ".join(expected) or "none because environment.tools.names is empty"
+            raise ConfigError(f"environment.tools.options.{key}", got="no such tool", expected=known, hint=hint)
     for target, name in named.items():
         if target != name and {target, name} <= set(options):
             raise ConfigError(f"environment.tools.options.{name}", got=f"the same tool as {target}", expected="options of a tool once")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.environment import ERROR, Agent, Response
+from asyncmoe.rollout.episodes.tools import strict_json
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 Style = Literal["hermes", "brackets"]
@@ -121,10 +122,8 @@ def _brackets(inner: str, start: int, end: int) -> Call | Malformed:
 
 def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
     try:
-        call = json.loads(inner, parse_constant=_no_number)
-        # Valid JSON that no client can be told: a lone surrogate, and a number too large to be finite.
-        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
+        call = strict_json.read(inner)
+    except ValueError as error:
         return Malformed(start, end, f"error: a call that is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
         return Malformed(start, end, 'error: a call is {"name": text, "arguments": object}')
@@ -132,7 +131,3 @@ def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
     values = list(call["arguments"].values())
     argument = values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
     return Call(start, end, call["name"], argument, arguments)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number in JSON")

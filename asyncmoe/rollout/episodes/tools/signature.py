@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import pydantic
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes.tools import strict_json
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, one_string
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -65,6 +66,11 @@ class Arguments:
         except pydantic.ValidationError as error:
             wrong = [f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:_MOST_ERRORS]]
             raise ToolError(ERROR, f"error: {'; '.join(wrong)}") from error
+        try:
+            # pydantic also reads NaN, and numbers beyond the largest as infinity.
+            strict_json.read(argument)
+        except ValueError as error:
+            raise ToolError(ERROR, f"error: arguments that are not valid JSON: {error}") from error
         # Parameters that a call leaves out keep the function's own defaults.
         return self._function(**{name: getattr(made, f"p{i}") for i, name in enumerate(self._names) if f"p{i}" in made.model_fields_set})
 

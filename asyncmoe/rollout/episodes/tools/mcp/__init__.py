@@ -21,8 +21,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from asyncmoe import installed
+from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes.tools import strict_json
 from asyncmoe.rollout.episodes.tools.mcp.server import KEY, McpToolServer, resolve
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, ToolError
@@ -45,6 +47,7 @@ class McpTools:
 
     Attributes:
         runners: the tools, by the names that a model uses.
+        keys: the key of each tool's server in the configuration, by the same names.
 
     Raises:
         ConfigError: a server cannot be started, does not answer, or offers no tool that can be called; or the package `mcp` is missing.
@@ -52,14 +55,14 @@ class McpTools:
 
     def __init__(self, servers: Mapping[str, McpServer | Mapping[str, Any]], sessions: int = 64) -> None:
         self.runners: dict[str, Runner] = {}
+        self.keys: dict[str, str] = {}
         self._current: ContextVar[_Sessions | None] = ContextVar("sessions", default=None)
         self._ending: set[asyncio.Task[None]] = set()
         if not servers:
             return
         if sessions < len(servers):
             raise ConfigError("environment.tools.mcp_sessions", got=sessions, expected=f"at least {len(servers)}, a session of each server")
-        checked = {name: one if isinstance(one, McpServer) else McpServer.model_validate(one) for name, one in servers.items()}
-        reached = [resolve(name, section) for name, section in checked.items()]
+        reached = [resolve(name, keys) for name, keys in _sections(servers).items()]
         if not installed.has("mcp"):
             raise ConfigError(KEY, got="no package mcp", expected="the extra mcp", hint=f"run: {installed.fix('mcp')}")
         from asyncmoe.rollout.episodes.tools.mcp.listing import listed
@@ -97,14 +100,22 @@ class McpTools:
             log.error("a session with an MCP server did not end: %s", error)
 
     def _add(self, server: McpToolServer, tools: Sequence[Listed], sessions: int) -> None:
-        section = server.section
+        keys = server.section
         for tool in tools:
-            limits = ToolLimits(section.timeout_s, sessions, section.characters)
+            limits = ToolLimits(keys.timeout_s, sessions, keys.characters)
             runner = _Runner(_McpTool(server, tool, self._current), limits)
             if runner.name in self.runners:
                 hint = f"give it another name by {KEY}.{server.name}.prefix, or choose among its tools by {KEY}.{server.name}.tools"
                 raise ConfigError(KEY, got=f"two tools named {runner.name}", expected="names that differ", hint=hint)
             self.runners[runner.name] = runner
+            self.keys[runner.name] = f"{KEY}.{server.name}"
+
+
+def _sections(servers: object) -> dict[str, McpServer]:
+    """Return the keys of each server, checked. Raises ConfigError."""
+    if not isinstance(servers, Mapping):
+        raise ConfigError(KEY, got=repr(servers), expected="a mapping of servers by name")
+    return {name: one if isinstance(one, McpServer) else section(McpServer, one, f"{KEY}.{name}") for name, one in servers.items()}
 
 
 class _Sessions:
@@ -189,6 +200,14 @@ class _McpTool:
             given = json.loads(argument)
         except (ValueError, RecursionError):
             given = None
+        made = self._made(argument, given)
+        try:
+            strict_json.checked(made)
+        except ValueError as error:
+            raise ToolError(ERROR, f"error: arguments of {self.name} that are not valid JSON: {error}") from error
+        return made
+
+    def _made(self, argument: str, given: object) -> dict[str, Any]:
         if isinstance(given, dict):
             return given
         properties = self.parameters.get("properties")
@@ -215,6 +234,21 @@ class _Runner(Runner):
             self._count(begin, error.reason)
             raise
         return await super().call(argument)
+
+
+def check_options(options: Mapping[str, Mapping[str, Any]] | None, keys: Mapping[str, str]) -> None:
+    """Refuse options of tools that are a server's, whose keys are `keys`.
+
+    Raises:
+        ConfigError: there are such options.
+    """
+    for name, given in (options or {}).items():
+        if (key := keys.get(name)) is not None:
+            meant = " and ".join(f"{key}.{option}" for option in given if option in McpServer.model_fields)
+            hint = f"set {meant}" if meant else None
+            raise ConfigError(
+                f"environment.tools.options.{name}", got="a tool of an MCP server", expected=f"its limits in {key}", hint=hint
+            )
 
 
 def merged(own: Mapping[str, Runner], mcp: Mapping[str, Runner], style: str) -> dict[str, Runner]:

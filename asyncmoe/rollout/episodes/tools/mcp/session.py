@@ -73,6 +73,11 @@ class McpSession:
                 with a tool's result; `FLOOD`: it wrote too much.
         """
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=tool, arguments=arguments))
+        try:
+            request.model_dump_json(by_alias=True)
+        except ValueError as error:
+            # Nested too deeply for the SDK, which would end the session or blame the server.
+            raise ToolError(ERROR, f"error: the arguments of {tool} cannot be sent: {error}") from error
         client = self._client.result()
         # Not `call_tool`, which lists all tools once a session to compare the result with a schema that only a program could use.
         result = await self._while_open(client.session.send_request(request, types.CallToolResult))
@@ -210,8 +215,8 @@ class _Process:
         try:
             async for message in left:
                 await self._process.send(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode())
-        except ConnectionError:
-            # The server has closed its input; requests that wait would wait for ever.
+        except (ConnectionError, ValueError):
+            # The server has closed its input, or a message cannot be written; requests that wait would wait for ever.
             await arriving.aclose()
 
 

@@ -58,7 +58,7 @@ class Encoder:
         solution = example.answer if example.solution is None else example.solution
         if not solution:
             raise DataError(where, got="neither solution nor answer", expected="a solution, because warmup.steps is above 0")
-        return demonstrate(self.prompt(example, where).tokens, (*self._tokenizer.encode(solution), self._tokenizer.eos))
+        return demonstrate(self.prompt(example, where), (*self._tokenizer.encode(solution), self._tokenizer.eos))
 
     def _messages(self, prompt: str | Sequence[Message] | Sequence[int]) -> tuple[Message, ...]:
         said = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(cast(Sequence[Message], prompt))

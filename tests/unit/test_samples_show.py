@@ -171,6 +171,18 @@ def test_a_pipe_gets_fields_that_programs_can_read(run_dir: Path) -> None:
     ]
 
 
+def test_lines_are_as_long_as_asked(tmp_path: Path) -> None:
+    run = SampledRun(tmp_path / "run")
+    run.group(0, ["x" * 3000, "19"], run.prompt("1+" * 1000, "19"))
+    group, first, second, *_ = printed(str(tmp_path / "run"), "--plain", "--tokens", "6")
+    assert 'question="1+1+1+1+1+1+[1976 characters left out]1+1+1+1+1+1+"' in group
+    assert first.endswith('text="xxx[2995 tokens left out]xx<eos>"')
+    assert second.endswith('text="19<eos>"')
+    for whole in (printed(str(tmp_path / "run"), "--plain"), printed(str(tmp_path / "run"), "--tokens", "0")):
+        assert len(whole[0]) > 2000
+        assert whole[1].count("x") > 2999
+
+
 def test_json_has_every_token(run_dir: Path) -> None:
     (line,) = printed(str(run_dir), "--step", "5", "--json")
     (first, _) = json.loads(line)["members"]

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncmoe.telemetry.samples.choice import kept
 from asyncmoe.telemetry.samples.index import GroupSample
-from asyncmoe.telemetry.samples.records import REJECTED, TRAINED, SampledMember, Trained
+from asyncmoe.telemetry.samples.records import REJECTED, TRAINED, SampledGroup, SampledMember, Trained
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, tokens_of
 from asyncmoe.telemetry.samples.visible import escaped
 
@@ -50,6 +50,8 @@ def lines(sample: GroupSample, most: int = 0) -> Iterator[str]:
             "response",
             key=member.key,
             agent=member.name,
+            parent=_parent(group, member),
+            forked=member.forked or None,
             reward=_short(member.reward),
             advantage=_short(advantage(trained)),
             finish=member.finish or None,
@@ -128,6 +130,14 @@ def _member(sample: GroupSample, member: SampledMember) -> Mapping[str, Any]:
 
 def _line(kind: str, **fields: object) -> str:
     return "\t".join([kind, *(f"{name}={_json(value)}" for name, value in fields.items() if value is not None)])
+
+
+def _parent(group: SampledGroup, member: SampledMember) -> str | None:
+    """Return the key of the path that a path was forked from; None if it was not."""
+    if not member.forked:
+        return None
+    place = (member.episode, member.attempt, member.agent, member.parent)
+    return next((one.key for one in group.members if (one.episode, one.attempt, one.agent, one.branch) == place), None)
 
 
 def _ends(text: str, most: int) -> str:

@@ -86,6 +86,7 @@ class WatchedRuns:
     def _new(self, number: int) -> RunPage:
         run_dir, name = self._dirs[number], self._names[number]
         if not run_dir.is_dir():
+            self._indices.pop(number, None)
             return RunPage(name, waiting=visible(f"{run_dir} is gone: it was deleted or moved"))
         listed = self._listed(number) if self._samples else SampleList((), 0, ("this page is served without samples",))
         try:

@@ -61,7 +61,10 @@ def show(
     colour: Annotated[
         str, typer.Option("--colour", "--color", help="What colours tokens: version, logprob, ratio, mask or mismatch.")
     ] = "version",
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all.")] = 400,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all. Default: 400, or all with --plain."),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines for other programs; the default if the output is no terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
 ) -> None:

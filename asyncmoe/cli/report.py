@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncmoe.errors import UserError
+from asyncmoe.errors import DataError, UserError
 
 
 def report(
@@ -45,8 +45,16 @@ def report(
     if port:
         raise UserError("asyncmoe report", got=f"--port {port} without --serve", expected="both, or neither")
     if len(run_dirs) == 1:
-        from asyncmoe.telemetry.summary import write_summary
-
-        write_summary(run_dirs[0])
+        _write_summary(run_dirs[0])
     name = command.REPORT if len(run_dirs) == 1 else command.COMPARISON
     typer.echo(command.write(run_dirs, out or run_dirs[0] / name, samples=samples))
+
+
+def _write_summary(run_dir: Path) -> None:
+    """Write summary.json, or say why not: its numbers are of whole records, while the page shows what there is."""
+    from asyncmoe.telemetry.summary import write_summary
+
+    try:
+        write_summary(run_dir)
+    except DataError as error:
+        typer.echo(f"note: summary.json is not written: {error}", err=True)

@@ -28,9 +28,7 @@ from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.environment import Demonstrator
 from asyncmoe.rollout.episodes.environments.tools import WithTools
-from asyncmoe.rollout.episodes.episode import Teaching
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
@@ -45,7 +43,7 @@ from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Reques
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trajectory import Buffer, Trajectory
+from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0
@@ -129,15 +127,12 @@ class Controller:
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
         self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
-        tokenizer, environment = loaded.tokenizer, loaded.environment
         self._curriculum = parts.curriculum_of(loaded)
         self._recording = models.recording(config, models.hf_config_of(config))
         self._pool = parts.pool_of(config, engines, recorder.generated)
         self._stage = parts.context_of(config, loaded, self._pool, self._recording)
         self._evaluator = Evaluator(config, self._stage, loaded.evaluated, recorder.evaluated)
-        self._teaching = None
-        if isinstance(environment, Demonstrator):
-            self._teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, self._stage.bounds, config.run.seed)
+        self._demonstrations = parts.demonstrations_of(config, loaded)
         self._coordinator = WeightUpdateCoordinator(
             self._pool,
             config.sync.timeout_s,
@@ -228,7 +223,7 @@ class Controller:
         await self._met.wait()
         warmup = self._config.warmup
         assert self._queue is not None
-        await demonstrate(self._queue, self._demonstration, self._queue.trained_steps * warmup.batch, warmup.steps * warmup.batch)
+        await demonstrate(self._queue, self._demonstrations, self._queue.trained_steps * warmup.batch, warmup.steps * warmup.batch)
 
     async def _produce(self) -> None:
         await self._coordinator.wait_started()
@@ -253,11 +248,6 @@ class Controller:
             max_rejected=rollout.max_rejected_share,
             journal=self._journaling.journal,
         ).run()
-
-    async def _demonstration(self, index: int) -> tuple[Trajectory, ...]:
-        if self._teaching is None:
-            return (episode.demonstration(index, self._task.demonstration(index)),)
-        return await self._teaching.episode(index, self._task.prompt(index, "demonstration"))
 
     async def _save(self, step: int) -> Reply:
         """Write the controller's part of a checkpoint, which is whole but for it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncmoe.config import Config
 from asyncmoe.journal.journal import Unjournaled
@@ -12,13 +13,14 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import scoring, tasks
+from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.engines import adapters
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import environments
-from asyncmoe.rollout.episodes.environment import Environment
-from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
+from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.scoring import Scorer, trial
 from asyncmoe.rollout.tasks import Curriculum, EvaluationQuestions, Task, curriculum_file
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -119,6 +121,16 @@ def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recor
         rollout.interruption,
         config.run.seed,
     )
+
+
+def demonstrations_of(config: Config, parts: RolloutParts) -> Demonstrations:
+    """Return the demonstrations of the warm-up."""
+    bounds, environment, teaching = environments.bounds(config), parts.environment, None
+    if isinstance(environment, Demonstrator):
+        # The teacher plays an episode of any size: `Demonstrations` measures it, and replaces a question that is too long.
+        free = replace(bounds, tokens=sys.maxsize)
+        teaching = Teaching(environment, environment, parts.tokenizer, parts.tokenizer.eos, free, config.run.seed)
+    return Demonstrations(parts.task, teaching, config.warmup.steps * config.warmup.batch, bounds.tokens)
 
 
 def queue_of(

@@ -262,7 +262,7 @@ def nothing_to_learn(trajectories: Sequence[Trajectory]) -> bool:
     return all(all_equal([t.reward for t in trajectories if t.agent == agent]) for agent in agents)
 
 
-Demonstrate = Callable[[int], Awaitable[Members]]
+Demonstrate = Callable[[int], Awaitable[Sequence[Trajectory]]]
 """Returns the demonstration with this number."""
 
 

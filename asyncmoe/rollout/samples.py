@@ -85,6 +85,7 @@ class _Result:
     teacher: np.ndarray | None
     seconds: dict[str, float]
     digest: int
+    parent: int
     forked: int
 
 
@@ -190,6 +191,8 @@ class Samples:
             episode=place.episode,
             agent=part.at[0],
             branch=part.at[1],
+            parent=0 if result is None else result.parent,
+            forked=forked,
             attempt=place.attempt,
             name=_clean(part.name),
             shared=begins,
@@ -235,7 +238,7 @@ def _part(agent: Agent) -> _Part:
 
 
 def _result(t: Trajectory) -> _Result:
-    return _Result(t.reward, t.rewards, t.teacher, t.seconds, records.digest_of(t.tokens, t.logprobs), t.forked)
+    return _Result(t.reward, t.rewards, t.teacher, t.seconds, records.digest_of(t.tokens, t.logprobs), t.parent, t.forked)
 
 
 def _roles(part: _Part, forked: int) -> list[tuple[Role, int]]:

@@ -11,20 +11,37 @@ from pathlib import Path
 from asyncmoe import config as configuration
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.telemetry.overlap import Interval
-from asyncmoe.telemetry.records import read_evaluations, read_rollout, read_sessions, read_spans
+from asyncmoe.telemetry.records import (
+    as_record,
+    read_evaluations,
+    read_rollout,
+    read_sessions,
+    read_spans,
+    readable,
+    sessions,
+    step_or_resume,
+    valid_evaluations,
+)
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
+from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Span, Step, What
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """All records of a run. `sessions`: the valid steps, one list per start of the trainer (`records.sessions`)."""
+    """All records of a run.
+
+    Attributes:
+        sessions: the valid steps, one list per start of the trainer (`records.sessions`).
+        notes: which lines were left out, a sentence for each file.
+    """
 
     name: str
     sessions: Sequence[Sequence[Step]]
     rollout: Sequence[Rollout]
     spans: Sequence[Span]
     evaluations: Sequence[Evaluation] = ()
+    notes: Sequence[str] = ()
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -63,11 +80,12 @@ class RunRecords:
 
 
 def broken_configuration(run_dir: Path) -> str | None:
-    """Return what is wrong with a run's config.yaml, in a line; None if it can be read, or there is none."""
+    """Return what is wrong with a run's config.yaml, in a line; None if it can be read."""
     file = run_dir / "config.yaml"
     try:
-        if file.exists():
-            configuration.load(file)
+        if not file.exists():
+            return f"the run has no {file.name}, so its configuration is not known"
+        configuration.load(file)
     except ConfigError as error:
         return f"the configuration of the run cannot be read: {str(error).splitlines()[0]}"
     return None
@@ -81,6 +99,26 @@ def load(run_dir: Path) -> RunRecords:
     """
     found = read_sessions(run_dir / METRICS)
     if not found:
-        raise DataError(str(run_dir / METRICS), got="no step", expected="at least one recorded step", hint="give the run.dir of a run")
+        raise _no_step(run_dir)
     spans = read_spans(run_dir / TRAINER_SPANS) + read_spans(run_dir / CONTROLLER_SPANS)
     return RunRecords(run_dir.resolve().name, found, read_rollout(run_dir / ROLLOUT), spans, read_evaluations(run_dir / EVALUATION))
+
+
+def load_readable(run_dir: Path) -> RunRecords:
+    """Read a run directory for a reader who wants to see what there is: without damaged lines, and before the first step.
+
+    Raises:
+        DataError: nothing is recorded, or a path is no file.
+    """
+    notes: list[str] = []
+    steps = sessions(readable(run_dir / METRICS, step_or_resume, notes))
+    rollout = readable(run_dir / ROLLOUT, as_record(Rollout), notes)
+    if not (steps or rollout or (run_dir / FOLDER / ROLLOUT_SAMPLES).is_file()):
+        raise _no_step(run_dir)
+    spans = [span for name in (TRAINER_SPANS, CONTROLLER_SPANS) for span in readable(run_dir / name, as_record(Span), notes)]
+    evaluations = valid_evaluations(readable(run_dir / EVALUATION, as_record(Evaluation), notes))
+    return RunRecords(run_dir.resolve().name, steps, rollout, spans, evaluations, notes)
+
+
+def _no_step(run_dir: Path) -> DataError:
+    return DataError(str(run_dir / METRICS), got="no step", expected="at least one recorded step", hint="give the run.dir of a run")

@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from asyncmoe import installed
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import JsonLines, Tail
+from asyncmoe.telemetry.records import JsonLines, readable
 
 VERSIONS = "versions.jsonl"
 _PACKAGES = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "transformers", "sglang", "numpy")
@@ -33,17 +34,20 @@ def record(run_dir: Path, engine_python: Path | str | None) -> None:
         lines.write({"time": time.time(), "versions": versions(engine_python)})
 
 
-def read(run_dir: Path) -> list[Started]:
-    """Return the starts of a run, in order; none of a run that an older asyncmoe began.
+def read(run_dir: Path, notes: list[str]) -> list[Started]:
+    """Return the starts of a run, in order; none of a run that an older asyncmoe began. A note tells of damaged lines.
 
     Raises:
-        DataError: a complete line is malformed.
+        DataError: the path is no file.
     """
-    path = run_dir / VERSIONS
+    return readable(run_dir / VERSIONS, _started, notes)
+
+
+def _started(path: Path, number: int, values: dict[str, Any]) -> Started:
     try:
-        return [msgspec.convert(values, Started) for values in Tail(path).poll()]
+        return msgspec.convert(values, Started)
     except msgspec.ValidationError as error:
-        raise DataError(str(path), got=str(error), expected="the starts of a run", hint="delete it") from error
+        raise DataError(f"{path} line {number}", got=str(error), expected="the start of a run") from error
 
 
 def versions(engine_python: Path | str | None) -> dict[str, str]:

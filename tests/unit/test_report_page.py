@@ -24,6 +24,7 @@ from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.report import command, page, run_page, sample_groups
 from asyncmoe.telemetry.report.settings import settings
 from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS
 
 LIBRARY = "/* a plot library */ const Plotly = {};"
 
@@ -180,7 +181,7 @@ def test_versions_are_those_of_the_start_not_of_the_reader(tmp_path: Path) -> No
     assert run["versions"] == {"torch": "2.7", "python": "3.11.1", "commit": "abc"}
     assert run["changed"] == "torch 2.6"
     versions.record(tmp_path, None)
-    found = versions.read(tmp_path)[-1].versions
+    found = versions.read(tmp_path, [])[-1].versions
     assert {"python", "torch", "megatron-core", "numpy"} <= set(found)
     assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?", found.get("commit", "0" * 40))
 
@@ -208,3 +209,82 @@ def test_secrets_of_the_configuration_are_hidden(tmp_path: Path) -> None:
     assert json.dumps(settings(tmp_path), ensure_ascii=False).encode()
     assert settings(tmp_path)["a"] == "⟨D83D⟩␛[31m"
     assert found["task.options.tokens"] == "[(hidden), plain]"
+
+
+def _reported(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["report", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, UserError | SystemExit), result.exception
+    return result.exit_code, result.stderr if result.exception is None else str(result.exception)
+
+
+def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for more in ([], ["--serve"]):
+        _, said = _reported(tmp_path, *more)
+        assert said.startswith(f"asyncmoe report RUN: got {tmp_path}, which has neither config.yaml nor metrics.jsonl nor")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "note: the run has no config.yaml"),
+        ("run: [", "note: the configuration of the run cannot be read"),
+        ("", "note: the configuration of the run cannot be read"),
+        ("[]", "note: the configuration of the run cannot be read"),
+    ],
+)
+def test_a_damaged_configuration_costs_its_tab_alone(tmp_path: Path, text: str | None, said: str) -> None:
+    write_run(tmp_path, warmup=1, rl=1)
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    code, told = _reported(tmp_path)
+    assert (code, told.count("\n")) == (0, 1)
+    assert told.startswith(said)
+    run = data_of(tmp_path / command.REPORT)[0]
+    assert run["settings"] == {}
+    assert run["advice"][-1] == told.removeprefix("note: ").strip()
+
+
+@pytest.mark.parametrize("name", [METRICS, ROLLOUT, EVALUATION, TRAINER_SPANS, CONTROLLER_SPANS, versions.VERSIONS])
+@pytest.mark.parametrize("broken", ['{"step": ', "[]", '{"time": "x", "who": 3, "step": []}', "\x00\xff"])
+def test_a_damaged_line_is_left_out_with_a_note(tmp_path: Path, name: str, broken: str) -> None:
+    write_run(tmp_path, warmup=2, rl=3)
+    versions.record(tmp_path, None)
+    whole = data_of(command.report(tmp_path))[0]
+    first, *others = (tmp_path / name).read_bytes().splitlines(keepends=True)
+    (tmp_path / name).write_bytes(b"".join([first, broken.encode("latin-1") + b"\n", *others]))
+    code, told = _reported(tmp_path)
+    assert code == 0
+    assert f"note: {tmp_path / name}: a damaged line is left out: line 2, " in told
+    run = data_of(tmp_path / command.REPORT)[0]
+    (note,) = run.pop("notes")
+    assert note.startswith(f"{name}: a damaged line is left out: line 2, ")
+    assert note in run.pop("advice")
+    assert {key: value for key, value in run.items() if key != "samples"} == {key: whole[key] for key in run if key != "samples"}
+    assert ("summary.json is not written" in told) == (name != versions.VERSIONS), "its numbers are of whole records"
+
+
+def test_a_run_whose_groups_were_all_rejected_has_a_page(tmp_path: Path) -> None:
+    write_run(tmp_path / "whole", warmup=1, rl=1)
+    write_run(tmp_path / "run", warmup=1, rl=2)
+    write_samples(tmp_path / "run")
+    (tmp_path / "run" / METRICS).unlink()
+    code, told = _reported(tmp_path / "run")
+    assert (code, "summary.json is not written" in told) == (0, True)
+    run = data_of(tmp_path / "run" / command.REPORT)[0]
+    assert run["waiting"].startswith("no step is recorded yet")
+    assert run["samples"]["heads"]
+    assert any(row[0] == "Rejected" for row in run["summary"])
+    page = command.write([tmp_path / "whole", tmp_path / "run"], tmp_path / "both.html")
+    assert [bool(one["waiting"]) for one in data_of(page)] == [False, True]
+
+
+@pytest.mark.parametrize("name", [METRICS, ROLLOUT, EVALUATION, TRAINER_SPANS, versions.VERSIONS])
+def test_records_that_are_no_file_are_named(tmp_path: Path, name: str) -> None:
+    for make, said in ((os.mkdir, "a directory"), (os.mkfifo, "a pipe or a device")):
+        run_dir = tmp_path / said.split()[1]
+        write_run(run_dir, warmup=1, rl=1)
+        (run_dir / name).unlink(missing_ok=True)
+        make(run_dir / name)
+        code, told = _reported(run_dir)
+        assert (code, told) == (1, f"{run_dir / name}: got {said}, expected a file of records")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -123,6 +124,25 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:
         ReportServer([tmp_path / "none"])
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"--port: got \d+: Address already in use"):
         ReportServer([tmp_path], taken.getsockname()[1])
+
+
+def test_a_run_that_is_deleted_while_it_is_served_is_gone(server: ReportServer, tmp_path: Path) -> None:
+    assert "got no step" in _data(server)[1][0]["waiting"]
+    for write in (False, True):
+        if write:
+            write_run(tmp_path / "run", warmup=1, rl=1)
+            assert _data(server)[1][0]["waiting"] == ""
+        shutil.rmtree(tmp_path / "run")
+        assert _data(server)[1][0]["waiting"] == f"{tmp_path / 'run'} is gone: it was deleted or moved"
+
+
+def test_a_damaged_line_does_not_blank_the_page(server: ReportServer, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", warmup=1, rl=1)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n")
+    run = _data(server)[1][0]
+    assert (run["waiting"], run["notes"][0].split(":")[0]) == ("", "metrics.jsonl")
+    assert run["sections"]
 
 
 def test_a_page_without_samples_has_none(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from asyncmoe import cli
 from asyncmoe.errors import DataError, UserError
+from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.pieces import BROKEN, Pieces
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples import command, terminal
@@ -169,6 +170,47 @@ def test_a_pipe_gets_fields_that_programs_can_read(run_dir: Path) -> None:
         ("19<eos>", 1.0, 1.0, 3),
         ("x<eos>", 0.0, -1.0, 2),
     ]
+
+
+def test_lines_are_as_long_as_asked(tmp_path: Path) -> None:
+    run = SampledRun(tmp_path / "run")
+    run.group(0, ["x" * 3000, "19"], run.prompt("1+" * 1000, "19"))
+    group, first, second, *_ = printed(str(tmp_path / "run"), "--plain", "--tokens", "6")
+    assert 'question="1+1+1+1+1+1+[1976 characters left out]1+1+1+1+1+1+"' in group
+    assert first.endswith('text="xxx[2995 tokens left out]xx<eos>"')
+    assert second.endswith('text="19<eos>"')
+    for whole in (printed(str(tmp_path / "run"), "--plain"), printed(str(tmp_path / "run"), "--tokens", "0")):
+        assert len(whole[0]) > 2000
+        assert whole[1].count("x") > 2999
+
+
+class Forks:
+    """Two responses, and another second one."""
+
+    async def run(self, episode: Episode) -> float:
+        agent = episode.agent()
+        agent.see(episode.prompt.tokens)
+        await agent.respond()
+        other = episode.fork(agent)
+        for path in (agent, other):
+            path.see("7")
+            await path.respond()
+        return 1.0
+
+
+def test_a_path_says_what_it_shares_with_another(tmp_path: Path) -> None:
+    run = SampledRun(tmp_path / "run", Forks())
+    run.group(0, ["19", "a", "b"] * 2)
+    _, first, second, *_ = printed(str(tmp_path / "run"), "--plain")
+    assert not {"parent", "forked"} & {field.partition("=")[0] for field in first.split("\t")}
+    shared = len(run.tokenizer.encode("12+7=19")) + 1
+    assert {'key="g0.e0.a0.b1.t0"', 'agent="policy/2"', 'parent="g0.e0.a0.t0"', f"forked={shared}"} <= set(second.split("\t"))
+    (line,) = printed(str(tmp_path / "run"), "--json")
+    members = json.loads(line)["members"]
+    assert [(one["branch"], one["parent"], one["forked"]) for one in members] == [(0, 0, 0), (1, 0, shared)] * 2
+    roles = members[1]["tokens"]["role"]
+    assert ("response" in roles[:shared], roles[shared:]) == (False, ["observation", "response", "response"])
+    assert f"begins with {shared} tokens of path 0" in shown(tmp_path / "run", width=400)
 
 
 def test_json_has_every_token(run_dir: Path) -> None:

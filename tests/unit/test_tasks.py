@@ -14,6 +14,8 @@ import pytest
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
+from asyncmoe.rollout.tasks import Example
+from asyncmoe.rollout.tasks.encode import Encoder
 from asyncmoe.rollout.tasks.jsonl import read
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.prompts import arithmetic, jsonl
@@ -139,6 +141,7 @@ GOOD = '{"question": "q", "answer": "1"}'
         ('{"question": 3, "answer": "1"}', "question: got 3"),
         ('{"question": " ", "answer": "1"}', "question: got ' '"),
         ('{"question": "q", "answer": "9 * 2 ####  "}', "nothing after ####"),
+        ('{"question": "q", "answer": ""}', "number; leave such rows out by task.filter, or set task.columns.answer=null"),
         (r'{"question": "\ud83d x", "answer": "1"}', r"question: got half a surrogate pair, '\ud83d'"),
         (r'{"question": [{"role": "user", "content": "\ud83d"}], "answer": "1"}', "half a surrogate pair"),
         (r'{"question": "q", "answer": "\ude00"}', r"answer: got half a surrogate pair, '\ude00'"),
@@ -158,6 +161,27 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
         read(path)
     assert f"{path} line 3" in str(caught.value)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (f"{GOOD}\n".encode("utf-16"), "line 1: got a file in UTF-16, expected a JSONL file in UTF-8; convert it"),
+        (GOOD.encode() + b'\n{"question": "caf\xe9", "answer": "1"}\n', "line 2: got bytes that are no UTF-8, b'\\xe9"),
+        (f"{GOOD}\r{GOOD}\r".encode(), "line 1: got lines that end with CR, expected lines that end with LF"),
+    ],
+)
+def test_another_encoding_is_named(tmp_path: Path, written: bytes, said: str) -> None:
+    (path := tmp_path / "d.jsonl").write_bytes(written)
+    with pytest.raises(DataError, match=re.escape(said)):
+        read(path)
+    path.write_bytes(f"{GOOD}\r\n{GOOD[:-1]}\r}}\r\n".encode())
+    assert len(read(path)) == 2, "a carriage return is white space in JSON"
+
+
+def test_a_demonstration_without_a_solution_names_the_ways_out(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"row 7: got neither solution nor answer, .*task\.columns\.answer.*warmup\.steps=0"):
+        Encoder(tokenizer, chat=False).demonstration(Example("q"), "row 7")
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:

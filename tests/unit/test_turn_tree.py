@@ -239,3 +239,24 @@ def test_a_trajectory_that_trains_what_its_parent_trains_is_rejected(known: Toke
     orphan = [describe(made[1])]
     with pytest.raises(InvariantBroken, match="does not come before it"):
         trees.shared(orphan)
+
+
+class Continued:
+    """The first path's last response is forked, and the reward is given under the first path's name."""
+
+    async def run(self, episode: Episode) -> dict[str, float]:
+        agent = episode.agent()
+        agent.see([5, 6])
+        await agent.respond()
+        second = episode.fork(agent)
+        second.see([7])
+        await second.respond()
+        third = episode.fork(second)
+        third.see([8])
+        await third.respond()
+        return {second.name: 1.0, third.name: 0.0}
+
+
+def test_the_reward_of_a_path_that_goes_on_in_another_is_refused_with_the_others_name(known: Tokenizer) -> None:
+    with pytest.raises(TrajectoryRejected, match=r"environment_error.*; policy/2 goes on in policy/3, and only the last path"):
+        play(known, Continued(), EpisodeId(0, 0, 0), 0)

@@ -90,7 +90,8 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
-    worth = await _worth(rewards, agents, prompt, stage.scorer, stage.sampling.recording.rewards)
+    given = None if rewards is None else _given(rewards, agents, made.agents)
+    worth = await _worth(given, agents, prompt, stage.scorer, stage.sampling.recording.rewards)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
     # Routes of a long response are megabytes: assemble in a thread, because other responses wait for the event loop.
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
@@ -133,13 +134,14 @@ def _credits(path: Agent, agents: Iterable[Agent]) -> dict[int, float]:
     return found | path.credits
 
 
-async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: Scorer, steps: bool) -> list[Score]:
+async def _worth(given: list[float] | None, agents: list[Agent], prompt: Prompt, scorer: Scorer, steps: bool) -> list[Score]:
     """Return one score per path. A teacher is queried even if the environment provides the rewards.
 
     Args:
+        given: the environment's rewards, one per path; None: the scorer decides.
         steps: the scorer scores steps, so that it must see every path.
     """
-    if rewards is None:
+    if given is None:
         last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
         asked = [agent for agent in agents if steps or isinstance(scorer, Teaches) or agent is last[agent.number]]
         scores = await together([scorer.score(_sample(agent, prompt)) for agent in asked])
@@ -148,7 +150,6 @@ async def _worth(rewards: Rewards, agents: list[Agent], prompt: Prompt, scorer: 
         worth = [found[last[agent.number].name] for agent in agents]
         unseen = Score(0.0)
         return [replace(found.get(a.name, unseen), reward=one.reward, why=one.why) for a, one in zip(agents, worth, strict=True)]
-    given = _given(rewards, agents)
     if not isinstance(scorer, Teaches):
         return [Score(reward) for reward in given]
     taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
@@ -161,16 +162,30 @@ def _sample(agent: Agent, prompt: Prompt) -> Sample:
     return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name, prompt.columns)
 
 
-def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
-    """Return the environment's reward for each path: the path's own, or its tree's."""
+def _given(rewards: float | Mapping[str, float], agents: list[Agent], every: Mapping[str, Agent]) -> list[float]:
+    """Return the environment's reward for each path: the path's own, or its tree's.
+
+    Args:
+        agents: the leaves, which are the paths that become trajectories.
+        every: all paths of the episode, by name.
+    """
     if not isinstance(rewards, Mapping):
         return [_finite(rewards)] * len(agents)
     known = {name for agent in agents for name in (agent.name, agent.tree)}
     if set(rewards) - known or any(agent.name not in rewards and agent.tree not in rewards for agent in agents):
         names = [agent.name for agent in agents]
         detail = f"rewards of {sorted(map(str, rewards))}, expected those of the agents that spoke, {sorted(names)}"
-        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}")
+        forked = "".join(f"; {_went_on(every[name], agents)}" for name in rewards if name in every and name not in known)
+        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}{forked}")
     return [_finite(rewards.get(agent.name, rewards.get(agent.tree))) for agent in agents]
+
+
+def _went_on(path: Agent, leaves: list[Agent]) -> str:
+    """Say why a path that is no leaf has no reward."""
+    if not path.turns:
+        return f"{path.name} has not responded"
+    names = [leaf.name for leaf in leaves if turn_tree.common(path.turns, leaf.turns) == len(path.turns)]
+    return f"{path.name} goes on in {', '.join(names)}, and only the last path of a conversation has a reward"
 
 
 def _finite(value: object) -> float:
@@ -197,7 +212,7 @@ class Teaching:
         """Run episode number `index` of a warm-up.
 
         Raises:
-            TrajectoryRejected: see `run`.
+            TrajectoryRejected: see `run`. Rewards are checked although nothing uses them: reinforcement learning will.
         """
 
         async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
@@ -206,8 +221,10 @@ class Teaching:
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
         made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
-        await _play(self._environment, made, _TEACHING_S)
+        rewards = await _play(self._environment, made, _TEACHING_S)
         agents = made.spoke
+        if rewards is not None:
+            _given(rewards, agents, made.agents)
         return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))
 
 

@@ -16,7 +16,7 @@ from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised
-from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, UNAVAILABLE, Judge, Sample, Scorer
+from asyncmoe.rollout.scoring.types import GARBAGE, NAN, OUT_OF_ORDER, UNAVAILABLE, Judge, Sample, Scorer
 from asyncmoe.rollout.scoring.workers import InWorkers
 from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -97,7 +97,11 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
         hint = f"{wait}, or set scoring.try_first=false if it is ready only later"
     whose = "the teacher" if stage == "teacher" else target
     did = ", which raised" if isinstance(rejected, ScorerRaised) else ", which failed:"
-    return ConfigError(key, got=f"{whose}{did} {detail}", expected="a score of the first prompt's own answer", hint=hint)
+    expected = "a score of the first prompt's own answer"
+    if rejected.reason in (GARBAGE, NAN) and ", expected " in detail:  # one error says once what was expected
+        detail, _, wanted = detail.rpartition(", expected ")
+        expected = f"{expected}: {wanted}"
+    return ConfigError(key, got=f"{whose}{did} {detail}", expected=expected, hint=hint)
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,9 @@ class Encoder:
         """Return the example with its solution, which the end-of-sequence token ends. Raises as `prompt`, or if there is no solution."""
         solution = example.answer if example.solution is None else example.solution
         if not solution:
-            raise DataError(where, got="neither solution nor answer", expected="a solution, because warmup.steps is above 0")
-        return demonstrate(self.prompt(example, where).tokens, (*self._tokenizer.encode(solution), self._tokenizer.eos))
+            hint = "name the column in task.columns.answer, return an Example with a solution, or set warmup.steps=0"
+            raise DataError(where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
+        return demonstrate(self.prompt(example, where), (*self._tokenizer.encode(solution), self._tokenizer.eos))
 
     def _messages(self, prompt: str | Sequence[Message] | Sequence[int]) -> tuple[Message, ...]:
         said = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(cast(Sequence[Message], prompt))

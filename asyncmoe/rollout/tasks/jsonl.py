@@ -22,6 +22,8 @@ MARK = "####"
 MAX_LINE_BYTES = 16 << 20
 MAX_FILE_BYTES = 2 << 30
 """A file is read into memory whole."""
+_NO_ANSWER = "leave such rows out by task.filter, or set task.columns.answer=null if nothing needs answers"
+_ENCODED = ((codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,16 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _object(path: Path, number: int, raw: bytes) -> Mapping[str, Any]:
     where = f"{path} line {number}"
     try:
-        values = json.loads(raw.decode(), parse_constant=_no_number, object_pairs_hook=_without_twins)
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        known = next((name for mark, name in _ENCODED if number == 1 and raw.startswith(mark)), None)
+        got = f"a file in {known}" if known else f"bytes that are no UTF-8, {raw[error.start : error.start + 4]!r} at {error.start}"
+        raise DataError(where, got=got, expected="a JSONL file in UTF-8", hint="convert it, for example by iconv -t UTF-8") from error
+    try:
+        values = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
+        if "}\r{" in text:
+            raise DataError(where, got="lines that end with CR", expected="lines that end with LF", hint="convert the line ends") from error
         raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...}') from error
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
@@ -150,7 +160,7 @@ def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> J
     answer = "" if columns.answer is None else _answer(where, values, columns.answer)
     reference = answer.rpartition(MARK)[2].strip()
     if not reference and columns.answer is not None:
-        raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer")
+        raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer", hint=_NO_ANSWER)
     return JsonLine(question, answer, reference, _others(where, values, columns), where)
 
 
@@ -166,7 +176,7 @@ def _answer(where: str, values: Mapping[str, Any], name: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # NaN: a table's empty cell
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number")
+        raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number", hint=_NO_ANSWER)
     check_text(value, f"{where}, {name}")
     return value
 

@@ -88,10 +88,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A solved question. `loss_mask` is True for the tokens of the solution, including the end-of-sequence token."""
+    """A solved question.
+
+    Attributes:
+        loss_mask: True for the tokens of the solution, including the end-of-sequence token.
+        where: name of the example, for messages.
+    """
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,6 @@ class Task(Protocol):
         ...
 
 
-def demonstrate(prompt: tuple[int, ...], solution: tuple[int, ...]) -> Demonstration:
+def demonstrate(prompt: Prompt, solution: tuple[int, ...]) -> Demonstration:
     """Join a prompt and its solution."""
-    return Demonstration(prompt + solution, (False,) * len(prompt) + (True,) * len(solution))
+    return Demonstration(prompt.tokens + solution, (False,) * len(prompt.tokens) + (True,) * len(solution), prompt.where)

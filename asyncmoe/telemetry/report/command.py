@@ -15,9 +15,14 @@ from asyncmoe.errors import UserError
 from asyncmoe.storage import writing
 from asyncmoe.telemetry.report.page import html, pack
 from asyncmoe.telemetry.report.run_page import SampleList, embedded, names, run_page
+from asyncmoe.telemetry.report.settings import CONFIG
+from asyncmoe.telemetry.samples.records import FOLDER
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT
 
 REPORT, COMPARISON = "report.html", "comparison.html"
 MOST_RUNS = 12
+_RUN = "the run.dir of a run"
+_OF_A_RUN = (CONFIG, METRICS, ROLLOUT, FOLDER)
 _NOT_ASKED = SampleList((), 0, ("this page was made without samples",))
 
 
@@ -25,7 +30,7 @@ def report(run_dir: Path, *, samples: bool = True) -> Path:
     """Write run_dir/report.html atomically from the records so far. Works during the run.
 
     Raises:
-        DataError: no step is recorded, or a line is malformed (see `records.read_spans`).
+        DataError: nothing is recorded, or a path is no file.
         StorageError: the file cannot be written.
         UserError: plotly is not installed.
     """
@@ -47,6 +52,8 @@ def write(run_dirs: Sequence[Path], target: Path, *, samples: bool = True) -> Pa
     groups: dict[tuple[int, int], bytes] = {}
     for number, (run_dir, name) in enumerate(zip(run_dirs, chosen, strict=True)):
         page = run_page(run_dir, name, _NOT_ASKED)
+        for note in page.notes:
+            print(f"note: {run_dir / note}", file=sys.stderr)
         if samples:
             listed, packed = embedded(run_dir, len(run_dirs))
             page = replace(page, samples=listed)
@@ -73,7 +80,9 @@ def check(run_dirs: Sequence[Path]) -> None:
     seen: dict[Path, Path] = {}
     for path in run_dirs:
         if not path.is_dir():
-            raise UserError("asyncmoe report RUN", got=f"{path}, which is no directory", expected="the run.dir of a run")
+            raise UserError("asyncmoe report RUN", got=f"{path}, which is no directory", expected=_RUN)
+        if any(path.iterdir()) and not any((path / name).exists() for name in _OF_A_RUN):  # an empty one waits for its run
+            raise UserError("asyncmoe report RUN", got=f"{path}, which has neither {' nor '.join(_OF_A_RUN)}", expected=_RUN)
         if (first := seen.setdefault(path.resolve(), path)) is not path:
             raise UserError("asyncmoe report", got=f"{first} and {path}, which are the same run", expected="runs that differ")
 

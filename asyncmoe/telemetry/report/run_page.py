@@ -17,7 +17,7 @@ from asyncmoe.telemetry.report.sample_groups import Head, by_interest, group_pag
 from asyncmoe.telemetry.report.settings import settings
 from asyncmoe.telemetry.report.summary_table import Row
 from asyncmoe.telemetry.report.timeline import TimelineFigure, timelines
-from asyncmoe.telemetry.run import RunRecords, load
+from asyncmoe.telemetry.run import RunRecords, broken_configuration, load_readable
 from asyncmoe.telemetry.samples.index import Index, index
 from asyncmoe.telemetry.samples.index import load as load_sample
 from asyncmoe.telemetry.samples.visible import visible
@@ -39,6 +39,7 @@ FIRST = {"Learning": ("Mean reward", "Evaluation", "Evaluation, pass@k by k", "R
 MOST_GROUPS = 200
 MOST_GROUP_BYTES = 6 << 20
 """Bounds on the groups that a file has: their number, and their bytes in it."""
+_NO_STEP = "no step is recorded yet; the tab Samples has the groups that were kept so far, and why they were rejected"
 MOST_TOKENS = 1500
 """Tokens of a response in a file, from both ends."""
 
@@ -66,7 +67,8 @@ class RunPage:
     """What the page shows of a run.
 
     Attributes:
-        waiting: why there is nothing to show yet; "" once a step is recorded.
+        waiting: why there is no step to show yet; "" once one is recorded.
+        notes: records that were left out; `advice` ends with them.
         rest: the recorded metrics that no other section has.
         versions: those of the newest start; {} if none were recorded.
         changed: what of them was otherwise at earlier starts, in words.
@@ -75,6 +77,7 @@ class RunPage:
     name: str
     what: str = ""
     waiting: str = ""
+    notes: Sequence[str] = ()
     advice: Sequence[str] = ()
     summary: Sequence[Row] = ()
     timelines: Sequence[TimelineFigure] = ()
@@ -87,18 +90,22 @@ class RunPage:
 
 
 def run_page(run_dir: Path, name: str, samples: SampleList) -> RunPage:
-    """Read a run, finished or running.
+    """Read a run, finished or running. Damaged lines are left out with a note.
 
     Raises:
-        DataError: no step is recorded, or a record is malformed.
+        DataError: nothing is recorded, or a path is no file.
     """
-    run = load(run_dir)
-    summary = summary_of(run)
-    versions, changed = _versions(run_dir)
+    run = load_readable(run_dir)
+    summary, notes = summary_of(run), list(run.notes)
+    versions, changed = _versions(run_dir, notes)
+    notes = [visible(note) for note in notes]
+    broken = broken_configuration(run_dir)
     return RunPage(
         name=name,
         what=summary_table.what_it_was(run, summary),
-        advice=summary_table.advice(run, summary),
+        waiting="" if run.steps else _NO_STEP,
+        notes=notes,
+        advice=[*summary_table.advice(run, summary), *notes, *([] if broken is None else [visible(broken)])],
         summary=summary_table.rows(run, summary),
         timelines=timelines(run),
         sections=[PageSection(title, note, list(_drawn(run, title))) for title, note in SECTIONS.items()],
@@ -167,9 +174,9 @@ def _drawn(run: RunRecords, section: str) -> Iterator[Figure]:
         yield from figures.warmup_loss(run)
 
 
-def _versions(run_dir: Path) -> tuple[Mapping[str, str], str]:
+def _versions(run_dir: Path, notes: list[str]) -> tuple[Mapping[str, str], str]:
     """Return the versions of the newest start, and in words what earlier starts had otherwise."""
-    starts = read_versions(run_dir)
+    starts = read_versions(run_dir, notes)
     if not starts:
         return {}, ""
     last = starts[-1].versions

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 import yaml
 
-from asyncmoe.errors import DataError
 from asyncmoe.telemetry.samples.visible import visible
 
 CONFIG = "config.yaml"
@@ -24,22 +23,17 @@ _MOST_TEXT = 2000
 
 
 def settings(run_dir: Path) -> dict[str, str]:
-    """Return the resolved configuration, by path of the key ("rollout.group_size"); {} if the run has no config.yaml.
+    """Return the resolved configuration, by path of the key ("rollout.group_size"); {} if the run has no config.yaml that can be read.
 
     No key of asyncmoe's own holds a secret, but the options of a user's parts, and addresses, may: a text under a key such as `api_key`,
     a text that looks like a token, and the password and query of an address are hidden.
-
-    Raises:
-        DataError: the file cannot be read.
+    `asyncmoe.telemetry.run.broken_configuration` says what is wrong with the file.
     """
-    file = run_dir / CONFIG
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        values = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError):
         return {}
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise DataError(str(file), got=type(error).__name__, expected="the configuration as the run wrote it") from error
-    return dict(_flat(values, ""))
+    return dict(_flat(values, "")) if isinstance(values, Mapping) else {}
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:

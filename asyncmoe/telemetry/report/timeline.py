@@ -132,8 +132,8 @@ class TimelineFigure:
 
 def timelines(run: RunRecords) -> list[TimelineFigure]:
     """Return the timelines of the last steps, with the end of each step and the engines' pauses, and of the whole run, warm-up included;
-    none without spans."""
-    if not run.spans:
+    none without spans or steps."""
+    if not run.spans or not run.steps:
         return []
     steps = (run.rl or run.steps)[-RECENT:]
     recent, whole = timeline(run, recent_windows(run)), timeline(run, run.windows)

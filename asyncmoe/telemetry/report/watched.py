@@ -85,6 +85,9 @@ class WatchedRuns:
 
     def _new(self, number: int) -> RunPage:
         run_dir, name = self._dirs[number], self._names[number]
+        if not run_dir.is_dir():
+            self._indices.pop(number, None)
+            return RunPage(name, waiting=visible(f"{run_dir} is gone: it was deleted or moved"))
         listed = self._listed(number) if self._samples else SampleList((), 0, ("this page is served without samples",))
         try:
             return run_page(run_dir, name, listed)
@@ -102,7 +105,8 @@ class WatchedRuns:
 
 
 def _signature(run_dir: Path) -> Signature:
-    return tuple(_of_file(run_dir / name) for name in _FILES)
+    there = (0, 0) if run_dir.is_dir() else None
+    return (there, *(_of_file(run_dir / name) for name in _FILES))
 
 
 def _of_file(path: Path) -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import visible
 
 Form = Literal["terminal", "plain", "json"]
+ON_TERMINAL = 400
 _OUTPUT, _WRITABLE = "standard output", "a file, pipe or terminal that takes the samples"
 
 
@@ -36,8 +37,11 @@ def outcome_of(name: str | None) -> Outcome | None:
     return cast("Outcome | None", name)
 
 
-def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens: int) -> None:
+def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens: int | None) -> None:
     """Print samples of a run to standard output, and what a reader should know about them to standard error.
+
+    Args:
+        tokens: shown of a prompt and of a response, 0: all; None: `ON_TERMINAL` on a terminal, else all.
 
     Raises:
         DataError: the run has no samples, or none as wanted.
@@ -59,14 +63,14 @@ def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens:
             raise UserError(_OUTPUT, got=error.strerror, expected=_WRITABLE) from error
 
 
-def _print(found: Index, chosen: Sequence[Entry], form: Form, colour: Colour, tokens: int, console: Console) -> None:
+def _print(found: Index, chosen: Sequence[Entry], form: Form, colour: Colour, tokens: int | None, console: Console) -> None:
     if form == "terminal":
         console.print(f"{found.run_dir} · {summary(found)}", style="bold")
     for entry in chosen:
         sample = load(found, entry)
         if form == "terminal":
-            terminal.show(sample, console, colour, tokens)
+            terminal.show(sample, console, colour, ON_TERMINAL if tokens is None else tokens)
         else:
-            print("\n".join(plain.lines(sample)) if form == "plain" else plain.as_json(sample))
+            print("\n".join(plain.lines(sample, tokens or 0)) if form == "plain" else plain.as_json(sample))
     if form == "terminal" and len(chosen) < len(found.entries):
         console.print(f"{len(chosen)} of {len(found.entries)} groups; asyncmoe show --help tells how to choose others", style="dim")

@@ -9,19 +9,25 @@ from typing import Any
 
 import msgspec
 
+from asyncmoe.telemetry.samples.choice import kept
 from asyncmoe.telemetry.samples.index import GroupSample
-from asyncmoe.telemetry.samples.records import REJECTED, TRAINED, SampledMember, Trained
-from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
+from asyncmoe.telemetry.samples.records import REJECTED, TRAINED, SampledGroup, SampledMember, Trained
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, tokens_of
 from asyncmoe.telemetry.samples.visible import escaped
 
 _COLUMNS = ("id", "piece", "role", "version", "engine", "trainer", "ratio", "advantage", "weight", "teacher", "state", "mismatch")
+_CHARACTERS = 4
+"""Characters of a question that count as a token: it is kept as text."""
 
 
-def lines(sample: GroupSample) -> Iterator[str]:
+def lines(sample: GroupSample, most: int = 0) -> Iterator[str]:
     """Yield a line for the group, one for each response, and one for each tool call.
 
     A line is a kind and fields `name=value`, separated by tabs. Values are JSON: texts are quoted, and no line has a tab or a control
     character of the model's in it.
+
+    Args:
+        most: tokens shown of the question and of a response; of more, the middle is left out. 0: all.
     """
     entry, group = sample.entry, sample.group
     yield _line(
@@ -34,7 +40,7 @@ def lines(sample: GroupSample) -> Iterator[str]:
         step=entry.step,
         version=group.version,
         reward=_short(entry.reward),
-        question=group.question,
+        question=_ends(group.question, most * _CHARACTERS),
         answer=group.answer,
     )
     for member in group.members:
@@ -44,6 +50,8 @@ def lines(sample: GroupSample) -> Iterator[str]:
             "response",
             key=member.key,
             agent=member.name,
+            parent=_parent(group, member),
+            forked=member.forked or None,
             reward=_short(member.reward),
             advantage=_short(advantage(trained)),
             finish=member.finish or None,
@@ -52,7 +60,7 @@ def lines(sample: GroupSample) -> Iterator[str]:
             tokens=sum(count for role, count in member.roles if role == "response"),
             versions=sorted({version for version, _ in member.versions}),
             trained=None if trained is None else trained_share(trained),
-            text=text_of(tokens),
+            text=text_of(shortened([one for one in tokens if one.role != "prompt"], most)),
         )
         for call in member.calls:
             yield _line("call", key=member.key, **msgspec.to_builtins(call))
@@ -122,6 +130,22 @@ def _member(sample: GroupSample, member: SampledMember) -> Mapping[str, Any]:
 
 def _line(kind: str, **fields: object) -> str:
     return "\t".join([kind, *(f"{name}={_json(value)}" for name, value in fields.items() if value is not None)])
+
+
+def _parent(group: SampledGroup, member: SampledMember) -> str | None:
+    """Return the key of the path that a path was forked from; None if it was not."""
+    if not member.forked:
+        return None
+    place = (member.episode, member.attempt, member.agent, member.parent)
+    return next((one.key for one in group.members if (one.episode, one.attempt, one.agent, one.branch) == place), None)
+
+
+def _ends(text: str, most: int) -> str:
+    """Return at most `most` characters of a text, from both ends, with a mark for the middle. 0: all."""
+    if not most or len(text) <= most:
+        return text
+    head, tail = kept(len(text), most)
+    return f"{text[:head]}[{len(text) - most} characters left out]{text[len(text) - tail :]}"
 
 
 def _json(value: object) -> str:

@@ -93,6 +93,8 @@ class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Attributes:
         key: name of the trajectory.
         branch: number of the path in the agent's tree.
+        parent, forked: the path begins with the first `forked` tokens of path `parent` of the same tree, which trains them; 0 tokens: of
+            none.
         name: the agent's name in its environment.
         shared: it begins with the group's prompt, whose tokens are not repeated in `rest`.
         rest: its tokens, without the shared ones.
@@ -113,6 +115,8 @@ class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     episode: int
     agent: int = 0
     branch: int = 0
+    parent: int = 0
+    forked: int = 0
     attempt: int = 0
     name: str = ""
     shared: bool = False

@@ -101,6 +101,7 @@ def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Tr
     sampled = [one for one in said if isinstance(one, TokenView) and one.role == "response"]
     count = sum(size for role, size in member.roles if role == "response")
     parts = [f"{count} tokens" if count != 1 else "1 token", *([member.finish] if member.finish else [])]
+    parts += [f"begins with {member.forked} tokens of path {member.parent}"] if member.forked else []
     if trained is None:
         return " · ".join(parts)
     parts.append(f"advantage {number(advantage(trained))}")

@@ -106,8 +106,10 @@ class Report {
 }
 
 function advice(run, several) {
-  if (run.waiting) return el("p", { className: "problem" }, several ? `${run.name}: ${run.waiting}` : run.waiting);
-  return el("div", { className: "advice" }, several ? el("b", {}, run.name) : "", el("ul", {}, ...run.advice.map((sentence) => el("li", {}, sentence))));
+  const problem = run.waiting ? el("p", { className: "problem" }, several ? `${run.name}: ${run.waiting}` : run.waiting) : "";
+  if (problem && !run.advice.length) return problem;
+  const name = several && !problem ? el("b", {}, run.name) : "";
+  return el("div", { className: "advice" }, name, problem, el("ul", {}, ...run.advice.map((sentence) => el("li", {}, sentence))));
 }
 
 function summary(runs) {

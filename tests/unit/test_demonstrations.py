@@ -1,0 +1,138 @@
+"""The warm-up's demonstrations: what the model's context does not hold is replaced, and the environment's rewards are checked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.config import parse
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import DataError, TrajectoryRejected
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout import parts
+from asyncmoe.rollout.demonstrations import TRIES, Demonstrations
+from asyncmoe.rollout.episodes import environments
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
+from asyncmoe.rollout.episodes.episode import Teaching
+from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.trajectory import Trajectory
+
+ROWS, TOTAL, MOST = 5, 8, 30
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("demonstrations") / "tiny"
+    make_model(path, MadeModel(), seed=0)
+    return Tokenizer(path)
+
+
+class Rows:
+    """A file whose question n is row n % `ROWS`; the rows of `long` have more tokens than `MOST`."""
+
+    def __init__(self, long: Sequence[int]) -> None:
+        self.long = long
+
+    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
+        row = group % ROWS
+        return Prompt(str(row), (row,) * (MOST if row in self.long else 2), "", where=f"rows.jsonl line {row + 1}")
+
+    def demonstration(self, index: int) -> Demonstration:
+        prompt = self.prompt(index, "demonstration")
+        return Demonstration((*prompt.tokens, 1), (*(False for _ in prompt.tokens), True), prompt.where)
+
+
+class Answers:
+    """An environment with a teacher, which returns `rewards`."""
+
+    def __init__(self, rewards: float | Mapping[str, float] | None = 1.0) -> None:
+        self.rewards = rewards
+
+    async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
+        agent = episode.agent()
+        agent.see(episode.prompt.tokens)
+        await agent.respond()
+        return self.rewards
+
+    def demonstrate(self, agent: Agent, episode: Episode) -> str:
+        return "1"
+
+
+def teaching(tokenizer: Tokenizer, environment: Answers) -> Teaching:
+    return Teaching(environment, environment, tokenizer, tokenizer.eos, Bounds(), seed=0)
+
+
+def rows_of(made: Sequence[Sequence[Trajectory]]) -> list[int]:
+    return [int(one.tokens[0]) for (one,) in made]
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_a_demonstration_that_the_context_does_not_hold_gives_its_place_to_a_later_question(
+    taught: bool, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(first: int) -> list[Sequence[Trajectory]]:
+        demonstrations = Demonstrations(Rows([1, 4]), teaching(tokenizer, Answers()) if taught else None, TOTAL, MOST)
+
+        async def every() -> list[Sequence[Trajectory]]:
+            return [await demonstrations(index) for index in range(first, TOTAL)]
+
+        return asyncio.run(every())
+
+    with caplog.at_level(logging.WARNING):
+        found = made(0)
+    # 1 and 6 ask row 1, and 4 asks row 4, which later questions of another row replace: 9 and 17; 14 and 22; 12.
+    assert rows_of(found) == [0, 2, 2, 3, 2, 0, 2, 2]
+    assert [one.key for (one,) in found] == [f"d{index}.a0" for index in range(TOTAL)]
+    assert max(len(one.tokens) for (one,) in found) <= MOST
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in said] == ["rows.jsonl line 2", "rows.jsonl line 5"], "once a row"
+    assert f"{MOST + (2 if taught else 1)} tokens, more than the {MOST} that" in said[0]
+    resumed = made(4)
+    assert [one.tokens.tolist() for (one,) in resumed] == [one.tokens.tolist() for (one,) in found[4:]]
+
+
+def test_a_warm_up_of_long_rows_only_ends_with_the_way_out() -> None:
+    demonstrations = Demonstrations(Rows(range(ROWS)), None, TOTAL, MOST)
+    with pytest.raises(DataError, match=rf"demonstration 3 .*got {TRIES} questions .*rows\.jsonl line .* task\.filter"):
+        asyncio.run(demonstrations(3))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [("1", "bad_reward"), ({"polcy": 1.0}, "environment_error"), ({}, "environment_error"), (float("nan"), "bad_reward")],
+)
+def test_the_first_demonstration_tells_of_a_wrong_return_value(
+    rewards: float | Mapping[str, float], expected: str, tokenizer: Tokenizer
+) -> None:
+    demonstrations = Demonstrations(Rows([]), teaching(tokenizer, Answers(rewards)), TOTAL, MOST)
+    with pytest.raises(TrajectoryRejected) as refused:
+        asyncio.run(demonstrations(0))
+    assert refused.value.reason == expected
+
+
+def test_a_scorer_may_give_the_rewards_of_an_environment_that_demonstrates(tokenizer: Tokenizer) -> None:
+    (made,) = asyncio.run(Demonstrations(Rows([]), teaching(tokenizer, Answers(None)), TOTAL, MOST)(0))
+    assert made.key == "d0.a0"
+
+
+@pytest.mark.parametrize("kind", ["single_turn", f"{__name__}:Answers"])
+def test_a_run_replaces_what_its_own_bounds_do_not_hold(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny", MadeModel(), seed=0)
+    config = parse(
+        {
+            "run": {"dir": str(tmp_path), "steps": 9},
+            "model": {"path": str(tmp_path / "tiny")},
+            "task": {"kind": "arithmetic"},
+            "environment": {"kind": kind, "max_tokens": MOST},
+            "warmup": {"steps": 2, "batch": 4},
+        }
+    )
+    loaded = parts.RolloutParts(tokenizer, Rows([1]), (), Exact(), environments.load(config))
+    (made,) = asyncio.run(parts.demonstrations_of(config, loaded)(1))
+    assert (made.key, made.tokens[0]) == ("d1.a0", 4)

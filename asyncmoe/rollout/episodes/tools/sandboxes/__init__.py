@@ -22,6 +22,8 @@ def python_tool(limits: PythonLimits, section: SandboxSection | None = None) -> 
     try:
         return PythonTool(limits, _sandbox(limits, placed))
     except ConfigError as refused:
+        if placed.backend == "http":  # its message has the server's own words
+            raise
         raise _too_small(limits, placed) or refused from refused
 
 

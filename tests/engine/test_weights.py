@@ -250,6 +250,6 @@ def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, che
         await rig.coordinator.handle(WeightsAbort(version, "the trainer lost a rank"))
 
     rig.run(fail())
-    assert in_session(leader) == []
+    wait_until(lambda: in_session(leader) == [], 10, "the fenced engine's processes, which are killed without a wait")
     with pytest.raises(EngineError, match=f"it may hold part of version {version}: the sender failed: the trainer lost a rank"):
         rig.run(generate(rig))

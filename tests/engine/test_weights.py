@@ -232,7 +232,7 @@ def test_an_engine_that_differs_is_fenced_and_the_parameters_named(pair: Rig, ch
     assert isinstance(spoiled, TrajectoryRejected)
     assert spoiled.reason == "engine_died"
     assert rig.published == []
-    assert in_session(leader) == []
+    wait_until(lambda: in_session(leader) == [], 10, "the fenced engine's processes, which are killed without a wait")
     with pytest.raises(EngineError, match=r"no engine is left.*checksums differ"):
         rig.run(generate(rig))
     with pytest.raises(EngineError, match="no engine is left"):

@@ -6,16 +6,28 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Positive, Section
+from asyncmoe.config.fields import NonNegative, Positive, Section
 
 
 class JournalSection(Section):
-    """The journal: finished groups, leases and what became of each group, on disk, so that a stopped or killed run loses none of them."""
+    """The journal: finished groups, turns of unfinished ones, leases and what became of each group, on disk, so that a stopped run loses
+    none of them."""
 
     enabled: bool = Field(
         True,
         description="Keep the queue on disk: a run that is started again replays the batches it had trained since its checkpoint, trains "
-        "what was queued, and samples again only what was unfinished. false: all of these are sampled again.",
+        "what was queued, and goes on with what was unfinished. false: all of these are sampled again.",
+    )
+    turns: bool = Field(
+        True,
+        description="Record every answer of an engine as well, for as long as its group is unfinished: an unfinished episode goes on from "
+        "its last whole turn. Its environment runs again and calls its tools again. false: unfinished episodes are sampled again.",
+    )
+    piece_tokens: NonNegative = Field(
+        1024,
+        description="Tokens after which an unfinished response is recorded: it is sampled in requests of so many tokens, each of which "
+        "continues the one before, so that a stopped run loses at most so many tokens of a response. 0: whole responses only. Needs turns; "
+        "has no effect with rollout.interruption abort_retry or drain.",
     )
     folder: Path | None = Field(
         None,
@@ -24,8 +36,9 @@ class JournalSection(Section):
     )
     max_bytes: Positive = Field(
         256 << 30,
-        description="Bound on the bytes of finished groups on disk. They are deleted once no checkpoint needs them; a full journal ends "
-        "the run, which loses nothing. Raise it, or save checkpoints more often (trainer.checkpoint_every).",
+        description="Bound on the bytes of finished groups on disk; turns may take a quarter of it besides. Groups are deleted once no "
+        "checkpoint needs them; a full journal ends the run, which loses nothing. Raise it, or save checkpoints more often "
+        "(trainer.checkpoint_every).",
     )
     segment_bytes: Positive = Field(256 << 20, description="Size of one file of the journal, which is deleted as a whole.")
 

@@ -82,8 +82,12 @@ class Belonging:
                 os.fsync(file.fileno())
             temporary.replace(path)
 
-    def clear_if_empty(self, folder: Path, segments: Path) -> None:
-        """Delete a journal in which no group was ever begun: it may belong to anything. Raises as `States.open`."""
+    def clear_if_empty(self, folder: Path, *payloads: Path) -> None:
+        """Delete a journal in which no group was ever begun: it may belong to anything. Raises as `States.open`.
+
+        Args:
+            payloads: its folders of segments.
+        """
         if not (folder / FILE).exists():
             return
         states = States.open(folder, {})
@@ -95,8 +99,9 @@ class Belonging:
             with storage.writing("the journal", folder):
                 for path in folder.glob(f"{FILE}*"):
                     path.unlink()
-                if segments.is_dir():
-                    shutil.rmtree(segments)
+                for segments in payloads:
+                    if segments.is_dir():
+                        shutil.rmtree(segments)
 
 
 def refuse_without(run_dir: Path, folder: Path) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,22 +21,32 @@ from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, R
 from asyncmoe.journal.rows import Change, Draw
 from asyncmoe.journal.segments import Segments
 from asyncmoe.journal.states import FILE, States
+from asyncmoe.journal.turns import Turns
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.start_order import Start
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
-_SEGMENTS = "segments"
+_SEGMENTS, _TURNS = "segments", "turns"
+_OF_TURNS = 4
+"""Turns may take this fraction of the bound on payloads."""
 _AHEAD = 1024
 """Segments after the newest known one that are spared: more than are begun while old ones are deleted."""
 
 
 class Unjournaled:
-    """A queue without a journal: nothing is kept. `Journal` overrides all of it."""
+    """A queue without a journal: nothing is kept. `Journal` overrides all of it.
+
+    Attributes:
+        lineage: number of restarts after which steps were trained again.
+        keeps: whether anything is kept.
+        turns: the answers to episodes under way, if they are kept.
+    """
 
     lineage = 0
     keeps = False
+    turns: Turns | None = None
 
     def follow(self, accounts: Callable[[], Accounts]) -> None:
         """Take the ledger from this function at every change."""
@@ -82,8 +93,10 @@ class Journal(Unjournaled):
 
     keeps = True
 
-    def __init__(self, folder: Path, states: States, segments: Segments, recorded: JournalRows, belonging: Belonging) -> None:
-        self.folder, self.recorded, self._belonging = folder, recorded, belonging
+    def __init__(
+        self, folder: Path, states: States, segments: Segments, recorded: JournalRows, belonging: Belonging, turns: Turns | None
+    ) -> None:
+        self.folder, self.recorded, self._belonging, self.turns = folder, recorded, belonging, turns
         self._states, self._segments = states, segments
         self._accounts: Callable[[], Accounts] | None = None
         self._position = max((group.order for group in recorded.groups.values()), default=0)
@@ -94,25 +107,35 @@ class Journal(Unjournaled):
         self._newest = max((group.place.segment for group in recorded.groups.values() if group.place is not None), default=0)
 
     @classmethod
-    def open(cls, folder: Path, belonging: Belonging, *, segment_bytes: int, max_bytes: int) -> Journal:
+    def open(cls, folder: Path, belonging: Belonging, *, segment_bytes: int, max_bytes: int, turns: bool = True) -> Journal:
         """Open or make the journal of a folder. Blocks.
+
+        Args:
+            max_bytes: bound on the payloads of finished groups; turns may take a quarter of it besides.
+            turns: whether the answers to episodes under way are kept.
 
         Raises:
             DataError: it is another run's, or damaged.
             UserError: another process has it open.
             StorageError: it cannot be written.
         """
-        belonging.clear_if_empty(folder, folder / _SEGMENTS)
+        belonging.clear_if_empty(folder, folder / _SEGMENTS, folder / _TURNS)
         if belonging.begun and not (folder / FILE).exists():
             log.warning("%s is gone: what was queued or under way when the run stopped is sampled again", folder)
-        states = States.open(folder, belonging.identity)
-        try:
-            made = Segments.open(folder / _SEGMENTS, belonging.digest, segment_bytes=segment_bytes, max_bytes=max_bytes)
-        except BaseException:
-            states.close()
-            raise
-        belonging.note()
-        return cls(folder, states, made, states.read(rows.read), belonging)
+        with ExitStack() as held:
+            states = States.open(folder, belonging.identity)
+            held.callback(states.close)
+            segments = Segments.open(folder / _SEGMENTS, belonging.digest, segment_bytes=segment_bytes, max_bytes=max_bytes)
+            held.callback(segments.close)
+            recorded, answers = states.read(rows.read), None
+            if turns:
+                under_way = {number: group.attempt for number, group in recorded.groups.items() if group.state == "begun"}
+                bounds = {"segment_bytes": segment_bytes, "max_bytes": max_bytes // _OF_TURNS}
+                answers = Turns.open(folder / _TURNS, belonging.digest, under_way, **bounds)
+                held.callback(answers.close)
+            belonging.note()
+            held.pop_all()
+        return cls(folder, states, segments, recorded, belonging, answers)
 
     def begin(self, step: int, base: int, batch: int, first_group: int) -> Recovered:
         """Return the state in which the queue begins; see `recover`.
@@ -152,12 +175,15 @@ class Journal(Unjournaled):
         finally:
             self._writing[place.segment] -= 1
         await self._states.durable(ticket)
+        self._over(group.number)
 
     def ended(self, number: int, state: str, reason: str) -> None:
         self._write([rows.ended(number, state, reason)])
+        self._over(number)
 
     def again(self, group: Start, reason: str) -> None:
         self._write([rows.again(group, self._moved(), reason)])
+        self._over(group.number)
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
         held = tuple(LeasedGroup(group.number, weight, tuple(item.key for item in group.items)) for group, weight in groups)
@@ -232,12 +258,13 @@ class Journal(Unjournaled):
 
     def close(self) -> None:
         """Write what was handed over, and close all files. Blocks."""
-        try:
+        with ExitStack() as held:
+            held.callback(self._states.close)
+            held.callback(self._segments.close)
+            if self.turns is not None:
+                held.callback(self.turns.close)
             if self._drawn:
                 self._write([])
-            self._segments.close()
-        finally:
-            self._states.close()
 
     # ------------------------------------------------------------ internals
 
@@ -245,6 +272,10 @@ class Journal(Unjournaled):
         ledger = None if self._accounts is None else self._accounts()
         drawn, self._drawn = self._drawn, []
         return self._states.write([*drawn, *changes], ledger, urgent=urgent)
+
+    def _over(self, group: int) -> None:
+        if self.turns is not None:
+            self.turns.over(group)
 
     def _moved(self) -> int:
         self._position += 1

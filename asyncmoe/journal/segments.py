@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from asyncmoe.errors import DataError, InvariantBroken, StorageError, gibibytes
 from asyncmoe.journal.payload_writer import MOST_UNWRITTEN, PayloadWriter
 from asyncmoe.journal.segment_folder import SegmentFolder, make_folder, writing
 from asyncmoe.journal.segment_format import HEADER_BYTES, Place, footprint, seed_of
-from asyncmoe.journal.segment_scan import whole_end
+from asyncmoe.journal.segment_scan import scan, whole_end
 from asyncmoe.trajectory import Buffer
 
 __all__ = ["Place", "Segments"]
@@ -152,6 +152,21 @@ class Segments:
         self._check_open()
         return self._folder.read(place)
 
+    def recorded(self) -> Iterator[Place]:
+        """Find the whole payloads that the folder held when it was opened, in the order in which they were appended. Blocks.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        for segment in sorted(number for number in self._sizes if number < self._first):
+            fd = self._folder.open_segment(self._number, segment)
+            try:
+                for found in scan(fd, seed_of(self._folder.identity, self._number, segment)):
+                    if found.whole and found.length is not None:
+                        yield Place(self._number, segment, found.offset, found.length)
+            finally:
+                os.close(fd)
+
     def retain(self, live: Iterable[int]) -> int:
         """Delete the segments whose numbers are not in `live`, except those being written. Blocks.
 
@@ -188,6 +203,12 @@ class Segments:
         """Bytes of this writer's segments, including payloads that are not yet written."""
         with self._lock:
             return self._size
+
+    @property
+    def newest(self) -> int:
+        """Number of the segment that the last payload was appended to; before the first, of the one that it will be."""
+        with self._lock:
+            return self._newest
 
     @property
     def torn(self) -> int:

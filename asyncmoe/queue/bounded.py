@@ -168,8 +168,8 @@ class BoundedQueue:
         if len(episodes) != self._group_size or len(groups) != 1:
             raise InvariantBroken(f"queue: put {len(episodes)} episodes of groups {groups}, expected {self._group_size} of one")
         for trajectory in trajectories:
-            # One engine serves the next version slightly before all do.
-            validate(trajectory, self._recording, newest_version=self._version + 1)
+            # One engine serves the next version slightly before all do. Turns recorded before a restart can be ahead of the replay.
+            validate(trajectory, self._recording, newest_version=max(self._version, self._resumed.served) + 1)
             if trajectory.oldest_version == NOT_SAMPLED:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
         group = self._pack(trajectories)

@@ -27,6 +27,7 @@ class Resumption:
         starts: groups to start before any new one.
         arrivals: number of the newest arrival.
         journal: holds the leases that are granted again; None: there are none.
+        served: newest version that an earlier process may have published.
     """
 
     accounts: Accounts | None = None
@@ -34,6 +35,7 @@ class Resumption:
     starts: Sequence[Start] = ()
     arrivals: int = 0
     journal: Journal | None = None
+    served: int = 0
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, step: int, terms: LeaseTerms, hold: Hold) -> None:

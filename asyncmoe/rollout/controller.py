@@ -233,7 +233,8 @@ class Controller:
         assert self._queue is not None
         config = self._config
         rollout = config.rollout
-        stage = self._stage if self._samples is None else replace(self._stage, opened=self._samples.opened)
+        opened, turns = None if self._samples is None else self._samples.opened, self._journaling.journal.turns
+        stage = replace(self._stage, opened=opened, turns=turns, piece=0 if turns is None else config.journal.piece_tokens)
         await Producer(
             self._queue,
             self._task,

@@ -56,7 +56,7 @@ class Journaling:
             return cls(config, None, curriculum)
         ours = Belonging.of_run(config.run.dir, identity(config, hf, recording))
         folder = section.place(config.run.dir)
-        held = Journal.open(folder, ours, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes)
+        held = Journal.open(folder, ours, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes, turns=section.turns)
         try:
             newest = checkpoints.newest(config.run.dir)
             step = 0 if newest is None else int(checkpoints.facts(newest)["step"])
@@ -92,7 +92,7 @@ class Journaling:
         queued = await journal.groups([group.number for group in found.queued])
         if found.replays or queued or starts:
             log.info("journal: %s", told(found))
-        return Resumption(found.accounts, queued, starts, found.arrivals, journal)
+        return Resumption(found.accounts, queued, starts, found.arrivals, journal, served=max(found.replays, default=-1) + 1)
 
     def saving(self, step: int) -> None:
         """Note that a checkpoint holds the curriculum as it is now."""

@@ -67,6 +67,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: Annotated[
         int, Metric("Tokens of prefixes that were sent again because a response was interrupted.", "tokens", source="pool")
     ] = 0
+    recalled_tokens: Annotated[
+        int, Metric("Tokens sampled before a restart with which unfinished episodes went on.", "tokens", source="pool")
+    ] = 0
     scoring: Annotated[Mapping[str, Scoring], Metric('Statistics by stage, "scorer" and "teacher", for stages in use.', key="who")] = {}
     tools: Annotated[Mapping[str, Calls], Metric("Calls by the tool's name.", key="tool")] = {}
     tokens_per_s: Annotated[

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from asyncmoe.config.rollout import Interruption
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.types import Sampling
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, assemble
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, perturbed
@@ -146,6 +147,27 @@ def test_retract_computes_keys_and_values_again(rig: Rig, oracles: list[Oracle])
     got = np.sort(decode_routes(played.record.routes, "g0").transpose(1, 0, 2), axis=-1)
     old = slice(0, played.bounds[1] - 1)
     assert (got[old] != routes[old]).any()  # why it is refused where routing is kept
+
+
+def test_a_response_in_pieces_is_one_response(rig: Rig, oracles: list[Oracle]) -> None:
+    async def play() -> list[Turn]:
+        await rig.sender.publish(rig.pool.version + 1, oracles[0].weights)
+        return await respond(rig.pool, PROMPT, (), SAMPLING, "in_place", piece=128)
+
+    turns = rig.run(play())
+    assert [len(turn.generation.tokens) for turn in turns] == [128] * 5 + [60]
+    record = assemble(turns, EpisodeId(0, 0, 0), RECORDING, 0.0, {})
+    validate(record, RECORDING, newest_version=rig.pool.version)
+    assert record.is_pure
+    logprobs, routes = passes(record, [len(PROMPT)], [oracles[0].model], keep=False)
+    np.testing.assert_allclose(record.logprobs[record.loss_mask], logprobs, atol=1e-4)
+    assert record.routes is not None
+    got = np.sort(decode_routes(record.routes, "g0").transpose(1, 0, 2), axis=-1)
+    assert (got == routes).all(axis=(1, 2)).mean() > 0.999
+    before = len(PROMPT)
+    for earlier, turn in pairwise(turns):
+        before += len(earlier.generation.tokens)
+        assert turn.generation.cached_tokens >= before - 2, "the engine still has the keys and values"
 
 
 def test_many_responses_at_once_are_resumed(rig: Rig, oracles: list[Oracle]) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -83,7 +84,33 @@ def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, t
     check(directory)
 
 
-def check(directory: Path) -> None:
+def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> None:
+    """Responses of 200 tokens in pieces of 20, on an engine with room for few: most are under way at the kill."""
+    directory = tmp_path / "run"
+    long = ("rollout.max_new_tokens=200", "journal.piece_tokens=20", "task.kind=arithmetic", "rollout.max_concurrent=8", "run.steps=3")
+    shape = (*SHAPE, *long, "scoring.scorer=tests.unit.scorers:length", "trainer.checkpoint_every=0")
+    command = start(directory, *shape)
+
+    def recorded() -> bool:
+        return trained(directory, 0, WARM + 1) and sum(path.stat().st_size for path in (directory / "journal" / "turns").iterdir()) > 1e5
+
+    assert wait_for(recorded, 150), logs(directory)
+    time.sleep(2.0)  # an answer is on disk a second after it came
+    kill(command, "controller")
+    status, _, error = command.finish()
+    assert status != 0
+    told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
+    sampled = told[-1]["generated_tokens"]
+    command = start(directory, *shape)
+    status, _, error = command.finish()
+    assert status == 0, error[-3000:] + logs(directory)
+    told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
+    assert told[-1]["recalled_tokens"] > 100, (sampled, told[-1])
+    assert told[-1]["rejected"] == {}, told[-1]
+    check(directory, steps=3)
+
+
+def check(directory: Path, steps: int = 9) -> None:
     """Prove from the records that everything was trained once."""
     every = list(passes(directory))
     newest: dict[int, dict[str, Any]] = {}
@@ -104,10 +131,10 @@ def check(directory: Path) -> None:
     lineages = [step["lineage"] for step in metrics(directory) if step["phase"] == "rl"]
     assert lineages == sorted(lineages)
     assert lineages[-1] >= 1
-    assert sorted(newest) == list(range(WARM + 1, WARM + 10))
+    assert sorted(newest) == list(range(WARM + 1, WARM + 1 + steps))
     every_key = [key for what in newest.values() for key, _ in what["keys"]]
     samples = [tuple(key.split(".")[:2]) for key in every_key]
-    assert len(samples) == len(set(samples)) == 9 * 16, "each sample is trained once"
+    assert len(samples) == len(set(samples)) == steps * 16, "each sample is trained once"
     with closing(sqlite3.connect(directory / "journal" / FILE)) as connection:
         known = rows.read(connection)
     leased = {one.number for lease in known.leases.values() for one in lease.groups}

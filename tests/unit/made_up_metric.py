@@ -60,7 +60,7 @@ def write(run_dir: Path) -> None:
         for step in (1, 2, 3):
             begin = time.time()
             stats = QueueStats(0, 0, 0, 0, 0, 0, 0, {}, {}, {}, 0)
-            pool = SimpleNamespace(generated_tokens=0, lost_tokens=0, recomputed_tokens=0, stalls={"engine.0": step})
+            pool = SimpleNamespace(generated_tokens=0, lost_tokens=0, recomputed_tokens=0, recalled_tokens=0, stalls={"engine.0": step})
             recorder.write(stats, ["engine.0"], pool)
             updates = [update(step), update(step + 1.0), update(None)]
             metrics.write(step_record(step, leased, "rl", updates, None, 0.0, (begin, begin, begin)))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import pytest
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.replays import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Saved, Welcome
@@ -186,6 +187,16 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
     assert len(held.fetch(0, [item.key for item in leased.items])) == frames_in(6)
     held.commit(0)
     assert held.stats().trained == 4
+
+
+@asynchronous
+async def test_tokens_from_before_a_restart_may_be_ahead_of_the_trainer_that_catches_up() -> None:
+    held = BoundedQueue(capacity=8, batch=4, group_size=2, max_staleness=9, resumed=Resumption(served=5))
+    held.started(2)
+    await held.put_group(group(0, version=5))
+    held.started(2)
+    with pytest.raises(TrajectoryRejected, match=r"version_from_future.*the newest is 6"):
+        await held.put_group(group(1, version=7))
 
 
 @asynchronous

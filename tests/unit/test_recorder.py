@@ -17,7 +17,7 @@ from asyncmoe.telemetry.schema import ROLLOUT
 def test_counts_by_reason_survive(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     queue = QueueStats(3, 1, 2, 0, 9, 6, 4, {"stale": 1}, {"engine_died": 2}, {}, 0)
-    pool = SimpleNamespace(generated_tokens=50, lost_tokens=1, recomputed_tokens=2)
+    pool = SimpleNamespace(generated_tokens=50, lost_tokens=1, recomputed_tokens=2, recalled_tokens=3)
     scoring = {"scorer": Stats(1, 2, 3, 4, Counter({"scorer_timeout": 5}), 6.0, "open")}
     tools = {"python": Counts(calls=7, seconds=1.5, failures=Counter({"tool_timeout": 2, "tool_crash": 1}))}
     recorder.write(queue, ["engine.0"], pool, scoring, tools)

@@ -9,20 +9,40 @@
 
 An abort is SGLang's /abort_request, repeated until every request has been answered, followed by a pause in place: SGLang's own pause in
 mode "abort" checks only once a second whether all requests have been answered (`tokenizer_manager.py`, `pause_generation`).
+
+A long response may be sampled in pieces, so that each can be recorded: requests that continue one another. Keys and values of the tokens so
+far come from the engine's prefix cache; after a new version they are recomputed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.decode import cut
-from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.rollout.engines.types import ABORTED, Listener, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import Turn, routed_tokens
+
+WITHOUT_PIECES: frozenset[Interruption] = frozenset({"abort_retry", "drain"})
+"""Modes in which a response is one request: it begins again as a whole, or ends before the next version lands."""
+
+
+class Answers(Protocol):
+    """Answers requests as `Pool.generate`."""
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        routed: int = 0,
+        request: ScheduledRequest = UNKNOWN,
+        listener: Listener | None = None,
+    ) -> PooledGeneration: ...
 
 
 async def respond(
@@ -33,14 +53,18 @@ async def respond(
     interruption: Interruption,
     request: ScheduledRequest = UNKNOWN,
     listener: Listener | None = None,
+    answers: Answers | None = None,
+    piece: int = 0,
 ) -> list[Turn]:
-    """Generate one whole response, in as many requests as interruptions split it into.
+    """Generate one whole response, in as many requests as interruptions and pieces split it into.
 
     Args:
         given: tokens before the response that no earlier turn has.
         before: the earlier turns.
         request: scheduling information of the first request.
         listener: hears the response; tokens after the one with which it ends the response are dropped.
+        answers: answers the requests; None: the pool.
+        piece: maximum number of tokens of a request; 0: no limit.
 
     Returns:
         The turns of the response, the first with `given`; later turns have no given tokens.
@@ -53,18 +77,24 @@ async def respond(
     if listener is not None:
         listener.live = interruption != "abort_retry"
     front, room = given, sampling.max_new_tokens
+    piece = 0 if interruption in WITHOUT_PIECES else piece
     while True:
         sampled = [token for turn in made for token in (*turn.given, *turn.generation.tokens)]
         asked, known = (*prefix, *sampled, *front), routed_tokens([*before, *made])
-        answer = await pool.generate(asked, replace(sampling, max_new_tokens=room), known, request=request, listener=listener)
+        most = min(room, piece or room)
+        request = replace(request, partial=most < room)
+        answer = await (answers or pool).generate(asked, replace(sampling, max_new_tokens=most), known, request=request, listener=listener)
         if listener is not None and listener.kept is not None:
             keep = listener.kept - (sampling.max_new_tokens - room)
             pool.lost_tokens += len(answer.generation.tokens) - keep
             return [*made, Turn(front, cut(answer.generation, keep, len(asked) - known), answer.salt)]
         tokens = len(answer.generation.tokens)
         if answer.generation.finish != ABORTED:
-            return [*made, Turn(front, answer.generation, answer.salt)]
-        if interruption == "abort_retry":
+            made.append(Turn(front, answer.generation, answer.salt))
+            front, room = (), room - tokens
+            if answer.generation.finish != "length" or tokens < most or not room:
+                return made
+        elif interruption == "abort_retry":
             pool.lost_tokens += tokens
             if listener is not None:
                 listener.forget()

@@ -84,6 +84,7 @@ class Pool:
         generated_tokens: tokens sampled by all engines so far.
         lost_tokens: sampled tokens that were discarded because a response restarted.
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
+        recalled_tokens: tokens sampled before a restart with which unfinished episodes went on.
 
     Args:
         limit: maximum number of requests in flight over all engines.
@@ -108,7 +109,7 @@ class Pool:
         slots: bool = False,
     ) -> None:
         self._adapter, self._has_slots = adapter, slots
-        self.generated_tokens = self.lost_tokens = self.recomputed_tokens = 0
+        self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.recalled_tokens = 0
         self._timeout_s, self._record = timeout_s, record
         self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
@@ -153,7 +154,8 @@ class Pool:
             member = self._choose(request)
             answer = await self._ask(member, tokens, sampling, routed, listener)
         self._homes.note(request.conversation, member.engine.name)
-        if answer.generation.finish != ABORTED:
+        goes_on = request.partial and answer.generation.finish == "length"
+        if answer.generation.finish != ABORTED and not goes_on:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
         return answer
 

@@ -33,12 +33,14 @@ class ScheduledRequest:
         continues: True if its episode has been at an engine before.
         sampled: number of tokens of the same response that earlier requests sampled.
         conversation: name of the conversation it continues or begins: one agent's part in an episode. "": none.
+        partial: True if the response goes on should it reach the request's `max_new_tokens`.
     """
 
     prompt: str = ""
     continues: bool = False
     sampled: int = 0
     conversation: str = ""
+    partial: bool = False
 
 
 UNKNOWN = ScheduledRequest()

@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.journal.turns import EpisodeKey, Turns
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
@@ -26,6 +27,7 @@ from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sam
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
+from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, Teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
@@ -45,6 +47,8 @@ class RolloutContext:
         seed: seed of the run; together with `stream` and the episode's place, it seeds the environment's own random draws.
         stream: namespace of group numbers; the same number in two streams means two different prompts.
         opened: called with every episode that begins.
+        turns: keeps the engines' answers for episodes that begin again after a restart; None: nobody does.
+        piece: maximum number of tokens of a request; 0: no limit.
     """
 
     pool: Pool
@@ -58,6 +62,8 @@ class RolloutContext:
     seed: int = 0
     stream: str = "episode"
     opened: Callable[[Episode], None] | None = None
+    turns: Turns | None = None
+    piece: int = 0
 
 
 async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
@@ -71,12 +77,15 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
         TrajectoryRejected: the environment raised ("environment_error") or took too long ("environment_timeout"), no agent responded
             ("empty_response"), an engine died or failed, scoring failed, or a record is invalid.
     """
-    begin = time.perf_counter()
+    begin, answers = time.perf_counter(), None
+    if stage.turns is not None:
+        key = EpisodeKey(place.group, place.episode, place.attempt)
+        answers = Recall(stage.pool, stage.turns, key, resumes=stage.interruption == "abort_resume")
 
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
         prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
         request = ScheduledRequest(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
-        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request, listener)
+        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request, listener, answers, stage.piece)
 
     async def parse(text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
         return await stage.pool.parse_calls(text, parser, tools)

@@ -1,0 +1,140 @@
+"""Answers to episodes under way: found again after any stop, bounded, and deleted with their groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.journal import turns
+from asyncmoe.journal.turns import EpisodeKey, Turns
+from tests.unit.journal_stores import IDENTITY
+
+KEY = EpisodeKey(3, 1, 0)
+
+
+@contextmanager
+def opened(folder: Path, attempts: dict[int, int], segment_bytes: int = 1 << 16, max_bytes: int = 1 << 24) -> Iterator[Turns]:
+    store = Turns.open(folder, IDENTITY, attempts, segment_bytes=segment_bytes, max_bytes=max_bytes)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_SETTLE_S", 0.0)
+
+
+async def settled(store: Turns) -> None:
+    if store._settling is not None:
+        await store._settling
+
+
+def test_answers_are_found_again_in_their_order_and_once(tmp_path: Path) -> None:
+    async def first() -> None:
+        with opened(tmp_path, {}) as store:
+            for answer in (b"one", b"two"):
+                await store.record(KEY, b"same", answer)
+            await store.record(KEY, b"other", b"three")
+            await store.record(EpisodeKey(3, 0, 0), b"same", b"of another episode")
+            assert await store.recall(KEY, b"same") is None, "only what an earlier process recorded is recalled"
+
+    async def second() -> None:
+        with opened(tmp_path, {3: 0}) as store:
+            assert [await store.recall(KEY, b"same") for _ in range(3)] == [b"one", b"two", None]
+            assert await store.recall(KEY, b"unknown") is None
+            assert await store.recall(KEY, b"other") == b"three"
+            await store.record(KEY, b"same", b"four")
+
+    async def third() -> None:
+        with opened(tmp_path, {3: 0}) as store:
+            assert [await store.recall(KEY, b"same") for _ in range(3)] == [b"one", b"two", b"four"]
+
+    for part in (first, second, third):
+        asyncio.run(part())
+
+
+@pytest.mark.parametrize("attempts", [{}, {3: 1}, {4: 0}], ids=["ended", "started again", "another"])
+def test_answers_of_what_is_not_under_way_are_gone(tmp_path: Path, attempts: dict[int, int]) -> None:
+    async def first() -> None:
+        with opened(tmp_path, {}) as store:
+            await store.record(KEY, b"r", bytes(1000))
+
+    async def second() -> None:
+        with opened(tmp_path, attempts) as store:
+            assert await store.recall(KEY, b"r") is None
+            assert store.size < 1000, "their segments are deleted"
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
+    async def run() -> None:
+        with opened(tmp_path, {}, segment_bytes=1000) as store:
+            for group in range(5):
+                await store.record(EpisodeKey(group, 0, 0), b"r", bytes(2000))
+            await settled(store)
+            full = store.size
+            for group in (0, 1, 3):
+                store.over(group)
+            await settled(store)
+            assert full - store.size >= 3 * 2000
+        with opened(tmp_path, dict.fromkeys(range(5), 0)) as store:
+            found = [await store.recall(EpisodeKey(group, 0, 0), b"r") is not None for group in range(5)]
+            assert found == [False, False, True, False, True]
+
+    asyncio.run(run())
+
+
+def test_what_exceeds_the_bound_is_not_recorded_until_groups_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        with opened(tmp_path, {}, segment_bytes=1 << 20, max_bytes=40_000) as store:
+            for group in range(20):
+                await store.record(EpisodeKey(group, 0, 0), b"r", bytes(4000))
+            await settled(store)
+            assert store.size <= 40_000
+            assert [one.message for one in caplog.records if "journal.max_bytes" in one.message] != []
+            for group in range(8):
+                store.over(group)
+            await settled(store)
+            await store.record(KEY, b"later", bytes(4000))
+        with opened(tmp_path, dict.fromkeys(range(20), 0), max_bytes=40_000) as store:
+            assert await store.recall(KEY, b"later") == bytes(4000)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+
+
+@settings(max_examples=25, deadline=None)
+@given(cut=st.integers(0, 3000), sizes=st.lists(st.integers(0, 600), min_size=1, max_size=8))
+def test_a_torn_file_loses_only_its_last_answers(tmp_path_factory: pytest.TempPathFactory, cut: int, sizes: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("turns")
+
+    async def first() -> None:
+        with opened(folder, {}) as store:
+            for number, size in enumerate(sizes):
+                await store.record(KEY, b"%d" % number, bytes(size))
+
+    async def second() -> list[bool]:
+        with opened(folder, {3: 0}) as store:
+            found = [await store.recall(KEY, b"%d" % number) for number in range(len(sizes))]
+        assert all(answer in (None, bytes(size)) for answer, size in zip(found, sizes, strict=True))
+        return [answer is not None for answer in found]
+
+    asyncio.run(first())
+    newest = max(folder.glob("*.segment"))
+    whole = newest.stat().st_size
+    with newest.open("r+b") as file:
+        file.truncate(max(whole - cut, 64))
+    kept = asyncio.run(second())
+    assert kept == sorted(kept, reverse=True), "what is lost are the last ones"
+    assert all(kept) or cut

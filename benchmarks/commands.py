@@ -149,7 +149,7 @@ def sandbox_(
 @bench.command("journal")
 def journal_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    pairs: Annotated[int, typer.Option(help="Runs with and without the journal, in turn.", min=3)] = 30,
+    pairs: Annotated[int, typer.Option(help="Stretches of a run with and without the journal, in turn.", min=10)] = 60,
 ) -> None:
     """What the journal of the queue costs controller and trainer, in CPU seconds a token."""
     from benchmarks import journal

@@ -12,30 +12,31 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from asyncmoe.errors import InvariantBroken, UserError
+from benchmarks.demo_cpu import demo
 from benchmarks.provenance import here
 from benchmarks.rig import SIZES, Rig
-from benchmarks.samples import CASES, interval
+from benchmarks.samples import CASES
+from benchmarks.stretches import HEAD, LEAST_PAIRS, Pairs, in_whole_run, line, steps
 
-_LEAST_PAIRS, _LIMIT_S, _WARM = 3, 3600.0, 3
+_LIMIT_S, _WARM, _COUNTED_STEPS = 3600.0, 3, 12
 
 
-def run(pairs: int = 30) -> dict[str, Any]:
-    """Runs with and without the journal in alternating order, with short and with long responses. A claim needs 10 pairs or more.
+def run(pairs: int = 60) -> dict[str, Any]:
+    """Stretches of a run with the journal, turns included, and without, with short and with long responses.
 
     Returns:
-        {"date", "machine", "load", "pairs", "cases"}. Of a case: "tokens" of a step; "cpu_us_per_token" without the journal; "share" (mean
-        over pairs of with / without - 1), "low" and "high" (its 95 % interval); "bytes_per_token" of the payloads on disk.
+        {"date", "machine", "load", "pairs", "cases", "demo"}. Of a case: `Pairs.figures`, and "bytes_per_token" of the files on disk, over
+        all tokens of a run. "demo": `demo`, and the short case's added time over the CPU time of a step there (`in_whole_run`).
 
     Raises:
         UserError: too few pairs.
         InvariantBroken: the measuring process failed.
     """
-    if pairs < _LEAST_PAIRS:
-        raise UserError("--pairs", got=pairs, expected=f"at least {_LEAST_PAIRS}")
+    if pairs < LEAST_PAIRS:
+        raise UserError("--pairs", got=pairs, expected=f"at least {LEAST_PAIRS}")
     measured_at = here()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "journal.json"
@@ -43,15 +44,16 @@ def run(pairs: int = 30) -> dict[str, Any]:
         done = subprocess.run(arguments, timeout=_LIMIT_S, capture_output=True, text=True, check=False)
         if done.returncode:
             raise InvariantBroken(f"bench journal: {done.stderr[-2000:]}")
-        return {**measured_at, "pairs": pairs, **SIZES, "cases": json.loads(file.read_text())}
+        cases: list[dict[str, Any]] = json.loads(file.read_text())
+        whole = demo(Path(folder))
+    return {**measured_at, "pairs": pairs, **SIZES, "cases": cases, "demo": whole | in_whole_run(cases[0], whole["all_ms"])}
 
 
 def table(found: dict[str, Any]) -> str:
     """A line a case."""
-    lines = [f"{'':<8}{'us a token':>12}{'journal':>10}{'95 % interval':>20}{'bytes a token':>15}"]
-    for case in found["cases"]:
-        interval = f"{case['low']:.2%} to {case['high']:.2%}"
-        lines.append(f"{case['name']:<8}{case['cpu_us_per_token']:12.1f}{case['share']:10.2%}{interval:>20}{case['bytes_per_token']:15.1f}")
+    lines = [f"{HEAD}{'bytes a token':>15}", *(f"{line(case)}{case['bytes_per_token']:15.1f}" for case in found["cases"])]
+    low, high = found["demo"]["measured_low"], found["demo"]["measured_high"]
+    lines.append(f"in a run of the demo's sizes with its engine: {found['demo']['measured']:.2%} ({low:.2%} to {high:.2%})")
     return "\n".join(lines)
 
 
@@ -62,28 +64,11 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     rig, found = Rig(folder), []
-    for name, (most, steps) in CASES.items():
+    for name, (most, _) in CASES.items():
         rig.run(most, _WARM, 0, journaled=True)
-        measured = []
-        for number in range(pairs):
-            order = (False, True) if number % 2 else (True, False)
-            by_kind = {journaled: rig.run(most, steps, 0, journaled=journaled) for journaled in order}
-            measured.append((by_kind[False], by_kind[True]))
-        shares = [kept.per_token / plain.per_token - 1 for plain, kept in measured]
-        share, half = interval(shares)
-        found.append(
-            {
-                "name": name,
-                "longest_response": most,
-                "tokens": round(fmean(plain.tokens / steps for plain, _ in measured)),
-                "cpu_us_per_token": round(1e6 * fmean(plain.per_token for plain, _ in measured), 2),
-                "share": round(share, 5),
-                "low": round(share - half, 5),
-                "high": round(share + half, 5),
-                "bytes_per_token": round(fmean(kept.size / kept.tokens for _, kept in measured), 2),
-                "shares": [round(one, 5) for one in shares],
-            }
-        )
+        figures = Pairs.of(rig.run(most, steps(pairs), 0, journaled=True, alternating=True).each, pairs).figures()
+        kept = rig.run(most, _COUNTED_STEPS, 0, journaled=True)
+        found.append({"name": name, "longest_response": most, **figures, "bytes_per_token": round(kept.size / kept.tokens, 2)})
     return found
 
 

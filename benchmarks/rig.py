@@ -20,12 +20,12 @@ import numpy as np
 
 from asyncmoe.process import freeze
 from asyncmoe.telemetry.samples.choice import Choice, choice_of
+from benchmarks.journal_switched import JournalInStretches
 from benchmarks.samples_accounts import Accounts
+from benchmarks.stretches import SETTLE, on
 
 SIZES = {"groups_per_step": 16, "group_size": 8}
 SHAPE = {"layers": 2, "hidden": 64, "experts": 8, "experts_per_token": 2, "expert_hidden": 64}
-SETTLE = 2
-"""First steps of a run, which are not measured."""
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Scripted:
     version: int = 0
     lost_tokens: int = 0
     recomputed_tokens: int = 0
+    recalled_tokens: int = 0
 
     async def generate(self, tokens: Sequence[int], sampling: Any, routed: int = 0, **_: object) -> Any:
         from asyncmoe.rollout.engines.pool import PooledGeneration
@@ -54,22 +55,11 @@ class Scripted:
 
 
 @dataclass(frozen=True)
-class Stretches(Choice):
-    """Keeps samples in some stretches of a run: kept, not, not, kept, and again, so that a steady drift of the machine cancels out.
-
-    Attributes:
-        size: steps of a stretch. The first begins after `SETTLE` steps.
-    """
-
-    size: int = 1
+class InStretches(Choice):
+    """Keeps samples in some stretches of a run (`benchmarks.stretches`)."""
 
     def takes(self, group: int) -> bool:
-        return keeps((group // self.of - SETTLE) // self.size) and super().takes(group)
-
-
-def keeps(stretch: int) -> bool:
-    """Whether this stretch of a run keeps samples; see `Stretches`."""
-    return stretch % 4 in (0, 3)
+        return on(group, self.of) and super().takes(group)
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,7 @@ class Rig:
         freeze()  # as controller and trainer do
 
     def run(
-        self, most: int, steps: int, groups: int, calls: Accounts | None = None, *, stretch: int = 0, journaled: bool = False
+        self, most: int, steps: int, groups: int, calls: Accounts | None = None, *, journaled: bool = False, alternating: bool = False
     ) -> Measured:
         """Train `steps` steps.
 
@@ -137,16 +127,18 @@ class Rig:
             most: longest response, in tokens.
             groups: as telemetry.samples.groups.
             calls: what they count is reported too.
-            stretch: keep samples only in every other stretch of so many steps (`Stretches`); 0: in all.
+            journaled: keep a journal.
+            alternating: keep samples, or the journal, only in some stretches.
         """
         from asyncmoe.config import parse
 
         shutil.rmtree(self._folder / "run", ignore_errors=True)
         values = {**self._values, "telemetry": {"samples": {"groups": groups}}, "verify": {"probe_every": 0}}
         config = parse(values)
-        choice = Stretches(config.run.seed, groups, config.rollout.groups_per_step, stretch) if stretch else choice_of(config)
+        per_step = config.rollout.groups_per_step
+        choice = InStretches(config.run.seed, groups, per_step) if alternating and groups else choice_of(config)
         with patch("asyncmoe.rollout.samples.choice_of", lambda _: choice), patch("asyncmoe.trainer.samples.choice_of", lambda _: choice):
-            return asyncio.run(self._run(config, most, steps, calls or Accounts(), journaled))
+            return asyncio.run(self._run(config, most, steps, calls or Accounts(), journaled, alternating))
 
     def _journal(self, config: Any) -> Any:
         from asyncmoe.journal.belonging import Belonging
@@ -159,9 +151,9 @@ class Rig:
         made.begin(0, 0, config.rollout.batch, 0)
         return made
 
-    async def _run(self, config: Any, most: int, steps: int, calls: Accounts, journaled: bool) -> Measured:
+    async def _run(self, config: Any, most: int, steps: int, calls: Accounts, journaled: bool, alternating: bool) -> Measured:
         from asyncmoe import models
-        from asyncmoe.journal.journal import Journal, Unjournaled
+        from asyncmoe.journal.journal import Unjournaled
         from asyncmoe.queue.bounded import BoundedQueue
         from asyncmoe.rollout import scoring, tasks
         from asyncmoe.rollout.engines.types import Sampling
@@ -176,7 +168,10 @@ class Rig:
 
         recording = models.recording(config, self._model.hf)
         batch = config.rollout.batch
-        journal = self._journal(config) if journaled else Unjournaled()
+        written = self._journal(config) if journaled else None
+        journal: Any = written or Unjournaled()
+        if written is not None and alternating:
+            journal = JournalInStretches(written, config.rollout.groups_per_step)
         queue = BoundedQueue(
             capacity=config.queue_capacity,
             batch=batch,
@@ -189,7 +184,7 @@ class Rig:
         samples = samples_of(config, Pieces(self._tokenizer), 0)
         sampling = Sampling(1.0, most, (self._tokenizer.eos,), recording=recording)
         stage: Any = RolloutContext(pool, sampling, self._tokenizer, scoring.Exact())  # type: ignore[arg-type]
-        stage = stage if samples is None else replace(stage, opened=samples.opened)
+        stage = replace(stage, opened=None if samples is None else samples.opened, turns=journal.turns)
         task = tasks.load(config, self._tokenizer).training
         producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, samples=samples, journal=journal)
         kept = TrainerSamples(config, self._mesh, 0, 0 if recording.routing is None else len(recording.routing.layers))
@@ -212,9 +207,9 @@ class Rig:
         producing.cancel()
         await asyncio.gather(producing, return_exceptions=True)
         size = sum(path.stat().st_size for path in (config.run.dir / "samples").glob("*")) if samples is not None else 0
-        if isinstance(journal, Journal):
-            size = journal.size
-            journal.close()
+        if written is not None:
+            size = written.size + written.turns.size
+            written.close()
         return Measured(each, size, accounted)
 
 

@@ -87,25 +87,22 @@ def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, t
 def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> None:
     """Responses of 200 tokens in pieces of 20, on an engine with room for few: most are under way at the kill."""
     directory = tmp_path / "run"
-    long = ("rollout.max_new_tokens=200", "journal.piece_tokens=20", "task.kind=arithmetic", "rollout.max_concurrent=8", "run.steps=3")
-    shape = (*SHAPE, *long, "scoring.scorer=tests.unit.scorers:length", "trainer.checkpoint_every=0")
+    untaught = ("warmup.lr=1e-9", "run.steps=3")  # a random model hardly ever ends a response
+    shape = (*SHAPE, *untaught, "rollout.max_new_tokens=200", "journal.piece_tokens=20", "rollout.max_concurrent=8")
     command = start(directory, *shape)
 
     def recorded() -> bool:
-        return trained(directory, 0, WARM + 1) and sum(path.stat().st_size for path in (directory / "journal" / "turns").iterdir()) > 1e5
+        return trained(directory, 0, WARM + 1) and sum(path.stat().st_size for path in (directory / "journal" / "turns").iterdir()) > 3e4
 
     assert wait_for(recorded, 150), logs(directory)
     time.sleep(2.0)  # an answer is on disk a second after it came
     kill(command, "controller")
-    status, _, error = command.finish()
-    assert status != 0
-    told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
-    sampled = told[-1]["generated_tokens"]
+    assert command.finish()[0] != 0
     command = start(directory, *shape)
     status, _, error = command.finish()
     assert status == 0, error[-3000:] + logs(directory)
     told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
-    assert told[-1]["recalled_tokens"] > 100, (sampled, told[-1])
+    assert told[-1]["recalled_tokens"] > 100, told[-1]
     assert told[-1]["rejected"] == {}, told[-1]
     check(directory, steps=3)
 

@@ -104,10 +104,10 @@ def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> Non
     told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
     assert told[-1]["recalled_tokens"] > 100, told[-1]
     assert told[-1]["rejected"] == {}, told[-1]
-    check(directory, steps=3)
+    check(directory, count=3)
 
 
-def check(directory: Path, steps: int = 9) -> None:
+def check(directory: Path, count: int = 9) -> None:
     """Prove from the records that everything was trained once."""
     every = list(passes(directory))
     newest: dict[int, dict[str, Any]] = {}
@@ -128,10 +128,10 @@ def check(directory: Path, steps: int = 9) -> None:
     lineages = [step["lineage"] for step in metrics(directory) if step["phase"] == "rl"]
     assert lineages == sorted(lineages)
     assert lineages[-1] >= 1
-    assert sorted(newest) == list(range(WARM + 1, WARM + 1 + steps))
+    assert sorted(newest) == list(range(WARM + 1, WARM + 1 + count))
     every_key = [key for what in newest.values() for key, _ in what["keys"]]
     samples = [tuple(key.split(".")[:2]) for key in every_key]
-    assert len(samples) == len(set(samples)) == steps * 16, "each sample is trained once"
+    assert len(samples) == len(set(samples)) == count * 16, "each sample is trained once"
     with closing(sqlite3.connect(directory / "journal" / FILE)) as connection:
         known = rows.read(connection)
     leased = {one.number for lease in known.leases.values() for one in lease.groups}

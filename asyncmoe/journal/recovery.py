@@ -15,7 +15,7 @@ the same rule, and what they had trained or skipped counts as leased again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -172,7 +172,7 @@ def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) 
         raise InvariantBroken(f"{name}: groups {bare[:5]} are queued without a payload")
     pending = [group for group in groups if group.state in ("begun", "waiting")]
     return Recovered(
-        _accounts(recorded.accounts, (reached - base) * batch, replays.values(), sum(group.episodes for group in queued), name),
+        _accounts(recorded.accounts, (max(step, base) - base) * batch, replays.values(), sum(group.episodes for group in queued), name),
         replays,
         queued,
         tuple(Start(group.number, group.attempt, group.failures) for group in pending),

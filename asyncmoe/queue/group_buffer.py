@@ -169,6 +169,10 @@ class GroupBuffer:
             self._forget(groups)
         self._leased = {}
 
+    def clear(self) -> None:
+        """Delete all groups."""
+        self._queued, self._leased, self._keys = [], {}, set()
+
     def frames(self, step: int) -> dict[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""
         return {key: frames for group in self._leased[step] for key, frames in group.frames.items()}

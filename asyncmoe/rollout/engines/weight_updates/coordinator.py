@@ -97,13 +97,10 @@ class WeightUpdateCoordinator:
             return True
         return self.driver.current is not None and member.engine.name in self.driver.current.paused
 
-    async def forget_sender(self, why: str, lineage: int) -> None:
+    async def forget_sender(self, why: str) -> None:
         """Abandon what a sender that is lost has under way: nothing more comes from it. The next sender meets the engines anew.
 
         An update that it had open ends as every broken-off one does (`state.ending`); one that it had asked to commit lands.
-
-        Args:
-            lineage: of the versions that come next.
 
         Raises:
             WaitTimeout: engines did not end what it had asked for within the limit of a request.
@@ -116,7 +113,6 @@ class WeightUpdateCoordinator:
             await self._ending
         if (update := self.driver.current) is not None:
             await self.driver.end(update, why)
-        self._pool.lineage = lineage
         self.driver.roster = self.driver.roster.anew(self._pool)
 
     async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:

@@ -1,0 +1,65 @@
+"""The processes of a run, as their launcher presents them to the supervision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from signal import Signals
+from typing import Protocol
+
+from asyncmoe.launch.failures import Ended
+
+STOP_GRACE_S = 20.0
+"""Seconds between asking a process to end and killing it."""
+
+
+class Process(Ended, Protocol):
+    """A process of a run; `asyncmoe.process.Child` implements it for this machine."""
+
+    def signal(self, number: Signals) -> None:
+        """Send the process a signal; do nothing if it has ended."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the process; true if it ended within `seconds`."""
+
+
+class TrainerStarter(Protocol):
+    """Starts the trainer of a run, again and again, while the other processes go on."""
+
+    def end(self) -> None:
+        """End all processes of the trainer: ask them, and kill what has not ended after `STOP_GRACE_S`."""
+
+    def start(self, epoch: int) -> tuple[Process, ...]:
+        """Start the trainer for the `epoch`-th time, counted from 0, and return its processes. None of an earlier start may run.
+
+        Raises:
+            AsyncmoeError: it cannot be started.
+        """
+
+
+@dataclass(frozen=True)
+class Processes:
+    """All processes of a run that its launcher started.
+
+    Attributes:
+        engines: empty if the controller starts the engines itself.
+        starter: starts the trainer again; None: this launcher cannot.
+    """
+
+    controller: Process
+    trainers: tuple[Process, ...]
+    engines: tuple[Process, ...] = ()
+    starter: TrainerStarter | None = None
+
+    @property
+    def all(self) -> tuple[Process, ...]:
+        return (self.controller, *self.trainers, *self.engines)
+
+    @property
+    def failed(self) -> list[Process]:
+        """The processes that ended with a status different from 0."""
+        return [process for process in self.all if process.returncode not in (None, 0)]
+
+    @property
+    def finished(self) -> bool:
+        """True if controller and trainer ended with status 0; how an engine ends after that does not matter."""
+        return all(process.returncode == 0 for process in (self.controller, *self.trainers))

@@ -6,25 +6,22 @@ checkpoint. A second Ctrl-C ends all processes at once.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from signal import Signals
-from types import FrameType
-from typing import Protocol
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
-from asyncmoe.launch.watching import Watcher
-from asyncmoe.process import KILLED
-from asyncmoe.telemetry import processes
+from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.launch.failures import explained, failure, only_lost
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
+from asyncmoe.launch.stop_signals import StopOnSignal
+from asyncmoe.launch.trainer_restarts import TrainerRestarts
+from asyncmoe.launch.watching import ProcessSilent, Watcher
+from asyncmoe.telemetry import processes as recorded
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import command
@@ -32,8 +29,6 @@ from asyncmoe.telemetry.samples.records import FOLDER as SAMPLES
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
-STOP_GRACE_S = 20.0
-"""Seconds between asking a process to end and killing it."""
 PROFILE = "profile"
 """Folder of a run that the trainer writes profiles to."""
 _POLL_S = 0.25
@@ -55,16 +50,17 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     """
     stop = StopOnSignal()
     try:
-        processes.record(config.run.dir, "supervisor")
+        recorded.record(config.run.dir, "supervisor")
         watcher = Watcher(config)
+        restarts = TrainerRestarts(config, watcher)
         with (
             Copier(config, lambda: stop.count),
             watcher,
-            LiveView(config, sinks=(watcher,), health=watcher.health) as view,
+            LiveView(config, sinks=(restarts, watcher), health=watcher.health) as view,
             ExitStack() as ending,
         ):
             watcher.say = view.say
-            _watch(config, start(ending), view, stop)
+            _watch(config, start(ending), view, stop, restarts)
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), stop.number) from None
     finally:
@@ -116,11 +112,14 @@ def _conclude(run_dir: Path) -> dict[str, object]:
     return summary
 
 
-def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
-    controller, trainers = processes.controller, processes.trainers
+def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSignal, restarts: TrainerRestarts) -> None:
+    controller = processes.controller
     told = 0
     while not processes.finished:
-        view.refresh()
+        try:
+            view.refresh()
+        except ProcessSilent as silent:
+            processes = restarts.after(processes, silent, view, stop)
         if stop.count > told:
             told = stop.count
             if told > 1:
@@ -131,16 +130,19 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
             view.refresh()
             return
         if stop.count and controller.returncode == 0:  # the trainer has the request, or never joined
-            _late(trainers)
+            _late(processes.trainers)
             break
+        if stop.count and not processes.trainers:  # a lost trainer that was not started again: there is none to save a checkpoint
+            return
         if processes.failed:
-            if stop.count and controller.returncode is None and _only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
+            if stop.count and controller.returncode is None and only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
                 continue  # the trainer noticed the controller's end before this process did
             _settle(processes)
-            raise failure(processes.failed)
-        if all(trainer.returncode == 0 for trainer in trainers) and not controller.wait(STOP_GRACE_S):
+            processes = restarts.after(processes, failure(processes.failed), view, stop)
+            continue
+        if all(trainer.returncode == 0 for trainer in processes.trainers) and not controller.wait(STOP_GRACE_S):
             raise AsyncmoeError(f"the controller did not end within {STOP_GRACE_S:.0f} s of the trainer; its log is {controller.log}")
-        if controller.returncode == 0 and _late(trainers):
+        if controller.returncode == 0 and _late(processes.trainers):
             raise AsyncmoeError(f"the controller ended before the trainer; its log is {controller.log}")
         time.sleep(_POLL_S)
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
@@ -157,6 +159,6 @@ def _late(processes: tuple[Process, ...]) -> list[Process]:
 def _settle(processes: Processes) -> None:
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < _UNEXPLAINED_S:
-        if waited > _SETTLE_S and min(map(_rank, processes.failed)) < _UNEXPLAINED:
+        if waited > _SETTLE_S and explained(processes.failed):
             return
         time.sleep(_POLL_S)

@@ -24,7 +24,8 @@ from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
 from asyncmoe.launch.ray.planning import Bundle
 from asyncmoe.launch.ray.post import Post, Remote
-from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Processes
+from asyncmoe.launch.watch import supervise
 
 _END_S = STOP_GRACE_S + 15.0
 """Seconds for a node to end all its processes."""

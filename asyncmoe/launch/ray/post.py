@@ -85,7 +85,7 @@ class Post:
 
 
 class Remote:
-    """A process on a node, as an `asyncmoe.launch.watch.Process`."""
+    """A process on a node, as an `asyncmoe.launch.run_processes.Process`."""
 
     def __init__(self, post: Post, launch: Launch) -> None:
         self._post, self._launch = post, launch

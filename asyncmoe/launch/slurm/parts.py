@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch import watch
+from asyncmoe.launch import failures
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.steps import JobStep
 from asyncmoe.process import ERROR_PREFIX, KILLED, Child
@@ -37,7 +37,7 @@ _NAMED = re.compile(r"[\w.-]+ on \S+: ")
 
 @dataclass(frozen=True)
 class EndedStep:
-    """A failed step, as an `asyncmoe.launch.watch.Ended`.
+    """A failed step, as an `asyncmoe.launch.failures.Ended`.
 
     Attributes:
         name: name of the step.
@@ -121,7 +121,7 @@ def ask_to_stop(parts: Sequence[Part]) -> bool:
 def first_cause(parts: Sequence[Part]) -> AsyncmoeError:
     """Return the root cause. Requires that at least one part has failed."""
     time.sleep(_SETTLE_S)
-    return watch.failure([part.ended() for part in parts if part.failed])
+    return failures.failure([part.ended() for part in parts if part.failed])
 
 
 def end_all(parts: Sequence[Part]) -> None:

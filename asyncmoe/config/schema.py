@@ -34,6 +34,11 @@ from asyncmoe.config.verify import VerifySection
 from asyncmoe.config.warmup import WarmupSection
 from asyncmoe.config.watch import WatchSection
 
+LAYOUT: Mapping[str, frozenset[str]] = {
+    "trainer": frozenset({"ranks", "tp", "pp", "ep", "cp", "vpp", "etp", "first_stage_layers", "last_stage_layers"}),
+    "cluster": frozenset({"trainer_nodes"}),
+}
+"""Keys by section that only decide how the trainer is spread over ranks."""
 MAX_SUPPORT = 4096
 """SGLang's --sampling-mask-max-tokens."""
 
@@ -233,6 +238,14 @@ class Config(Section):
     def digest(self) -> str:
         """SHA-256 in hex of every value except paths, which may differ between machines. Processes of one run have equal digests."""
         return hashlib.sha256(json.dumps(_without_paths(self.model_dump()), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def digest_without_layout(self) -> str:
+        """As `digest`, without what only decides how the trainer is spread over ranks: its checkpoints can be loaded by another layout."""
+        values = _without_paths(self.model_dump())
+        for section, keys in LAYOUT.items():
+            values[section] = {key: value for key, value in values[section].items() if key not in keys}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
     def trainer_data_parallel(self) -> int:

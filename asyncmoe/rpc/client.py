@@ -8,13 +8,14 @@ import struct
 import time
 from types import TracebackType
 
+import msgspec
 import zmq
 
 from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
 from asyncmoe.rpc.codec import decode_reply, encode
 from asyncmoe.rpc.connection import Connection
-from asyncmoe.rpc.messages import Refused, Reply, Request
+from asyncmoe.rpc.messages import Refused, Reply, Request, TrainerMessage
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import Buffer
 
@@ -28,10 +29,11 @@ class Client:
     Args:
         rendezvous: from `asyncmoe.rpc.keys.read`.
         name: name of this process in errors ("trainer.0").
+        epoch: of the trainer that this process belongs to; every request of a trainer carries it.
     """
 
-    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
-        self.name = name
+    def __init__(self, rendezvous: Rendezvous, name: str, epoch: int = 0) -> None:
+        self.name, self._epoch = name, epoch
         self._peer = rendezvous.controller
         self._connection = Connection(rendezvous)
         self._asked = 0
@@ -48,6 +50,8 @@ class Client:
             AsyncmoeError: the controller refused the request; has the class that the controller raised.
         """
         name, begin = type(request).__name__, time.monotonic()
+        if self._epoch and isinstance(request, TrainerMessage):
+            request = msgspec.structs.replace(request, epoch=self._epoch)
         self._asked += 1
         asked = struct.pack(">Q", self._asked)
         self._connection.wait(0)

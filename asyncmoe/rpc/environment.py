@@ -4,6 +4,8 @@
 
 in every process of the run, the controller included. All keys, including the server's, derive from this one secret: whoever knows the
 secret is a member of the run and could also impersonate its controller. No message shows the secret.
+
+ASYNCMOE_TRAINER_EPOCH is the launchers' own: it tells a trainer's ranks how often they were started again in place.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from dataclasses import dataclass, field
 from asyncmoe.errors import UserError
 
 CONTROLLER, KEYS = "ASYNCMOE_CONTROLLER", "ASYNCMOE_KEYS"
+TRAINER_EPOCH = "ASYNCMOE_TRAINER_EPOCH"
+"""How often the launcher has started the trainer again in place; absent or 0: this is its first start."""
 _MAKE_KEYS = f"export {KEYS}=$(openssl rand -hex 32) once, and give every process of the run the same"
 _ADDRESS = re.compile(r"tcp://([A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5})")
 _HERE = "localhost"
@@ -56,6 +60,19 @@ def given(environment: Mapping[str, str] = os.environ) -> RendezvousVariables | 
             hint=f"set it in every process of the run, or unset {KEYS} to meet by the run directory",
         )
     return RendezvousVariables(*_address(address), _secret(secret))
+
+
+def trainer_epoch(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how often the launcher has started this process's trainer again in place.
+
+    Raises:
+        UserError: the variable is no such number.
+    """
+    text = environment.get(TRAINER_EPOCH, "") or "0"
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        hint = "only launchers set it: unset it"
+        raise UserError(TRAINER_EPOCH, got=repr(text), expected="a number from 0, the times the trainer was started again", hint=hint)
+    return int(text)
 
 
 def listen_on(host: str) -> str:

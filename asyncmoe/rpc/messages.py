@@ -30,6 +30,17 @@ MAX_PROBED = 1 << 16
 _PROBED = msgspec.Meta(max_length=MAX_PROBED)
 
 
+class TrainerMessage(Message, frozen=True, kw_only=True):
+    """Base of the trainer's requests.
+
+    A trainer that is lost may be started again in place, while controller and engines go on. It has the next epoch then, and the controller
+    refuses the requests of older ones: a rank that was only suspended changes nothing when it wakes up.
+    """
+
+    epoch: Count = 0
+    """Number of times the trainer was started again in place before; set by `asyncmoe.rpc.client.Client`."""
+
+
 class _Waits(Message, frozen=True):
     """Base of requests that wait at most `wait_s` seconds for their reply."""
 
@@ -43,7 +54,7 @@ class _Waits(Message, frozen=True):
 # ---------------------------------------------------------------- requests: queue
 
 
-class Hello(Message, frozen=True):
+class Hello(TrainerMessage, frozen=True):
     """First message of every rank. The controller refuses a trainer with a different configuration."""
 
     rank: Count
@@ -53,9 +64,11 @@ class Hello(Message, frozen=True):
     """Optimizer steps the trainer has already taken (not 0 after a resume)."""
     facts: Facts | None = None
     """Facts about the rank's process, if it may run on another machine."""
+    without_layout: str = ""
+    """`Config.digest_without_layout`: a trainer that is started again in place may have another parallel layout."""
 
 
-class Lease(_Waits, frozen=True):
+class Lease(_Waits, TrainerMessage, frozen=True):
     """Request the batch of step `step`. Waits until the batch is complete or `wait_s` expires."""
 
     step: Count
@@ -66,7 +79,7 @@ class Lease(_Waits, frozen=True):
     wait_s: float
 
 
-class Fetch(Message, frozen=True):
+class Fetch(TrainerMessage, frozen=True):
     """Request the leased trajectories named `keys`."""
 
     step: Count
@@ -77,7 +90,7 @@ class Fetch(Message, frozen=True):
     """Send sampling masks."""
 
 
-class Commit(Message, frozen=True):
+class Commit(TrainerMessage, frozen=True):
     """The trainer has trained on the batch of step `step`; its lease ends."""
 
     step: Count
@@ -85,7 +98,7 @@ class Commit(Message, frozen=True):
     """Why the trainer left the whole batch untrained; it counts as dropped under this reason."""
 
 
-class Probe(Message, frozen=True):
+class Probe(TrainerMessage, frozen=True):
     """The trainer's log-probabilities of some texts under the weights of `version`, which engines serve or soon will."""
 
     version: Count
@@ -94,19 +107,19 @@ class Probe(Message, frozen=True):
     """Of each token given those before it, at temperature 1 over the whole vocabulary; of the first token 0."""
 
 
-class Saving(Message, frozen=True):
+class Saving(TrainerMessage, frozen=True):
     """A checkpoint of every step up to and including `step` is complete but for the controller's part, which it writes now."""
 
     step: int
 
 
-class Saved(Message, frozen=True):
+class Saved(TrainerMessage, frozen=True):
     """A checkpoint covers every step up to and including `step`."""
 
     step: Count
 
 
-class Goodbye(Message, frozen=True):
+class Goodbye(TrainerMessage, frozen=True):
     """A rank of the trainer leaves: all steps are done (`finished`), or the trainer stops early and will resume."""
 
     rank: Count
@@ -116,7 +129,7 @@ class Goodbye(Message, frozen=True):
 # ---------------------------------------------------------------- requests: weights
 
 
-class WeightsJoin(Message, frozen=True):
+class WeightsJoin(TrainerMessage, frozen=True):
     """All engines join the process group for weight transfer, whose first ranks are the trainer's `senders` ranks.
 
     Method "broadcast": the trainer's rank 0 joins while this request is open. Method "reshard": the engines' receivers start and meet
@@ -131,7 +144,7 @@ class WeightsJoin(Message, frozen=True):
     senders: Count = 1
 
 
-class WeightsStage(Message, frozen=True):
+class WeightsStage(TrainerMessage, frozen=True):
     """Open an update whose weights go to the engines' receivers; `WeightsCommit` completes it.
 
     The weights go into staging memory while the engines generate, or, with `in_place`, directly into the parameters of the engines, which
@@ -142,13 +155,13 @@ class WeightsStage(Message, frozen=True):
     in_place: bool = False
 
 
-class WeightsBegin(Message, frozen=True):
+class WeightsBegin(TrainerMessage, frozen=True):
     """Pause all engines in place and open an update."""
 
     version: Count
 
 
-class WeightsBucket(Message, frozen=True):
+class WeightsBucket(TrainerMessage, frozen=True):
     """One flattened bucket: the bytes of `names`, concatenated. The sender broadcasts it while this request is open."""
 
     version: Count
@@ -158,7 +171,7 @@ class WeightsBucket(Message, frozen=True):
     shapes: tuple[tuple[Count, ...], ...]
 
 
-class WeightsCommit(Message, frozen=True):
+class WeightsCommit(TrainerMessage, frozen=True):
     """Close the update, publish `version` and resume the engines.
 
     `checksums` (optional) maps an engine rank to {SGLang parameter: checksum}; an engine resumes only if its checksums agree.
@@ -170,21 +183,21 @@ class WeightsCommit(Message, frozen=True):
     update: Count = 0
 
 
-class WeightsAdapter(Message, frozen=True):
+class WeightsAdapter(TrainerMessage, frozen=True):
     """Every engine loads the adapter in `folder` and samples new requests with it, as `version`."""
 
     version: Count
     folder: str
 
 
-class WeightsAbort(Message, frozen=True):
+class WeightsAbort(TrainerMessage, frozen=True):
     """The sender failed: fence the engines if they may hold part of `version`."""
 
     version: Count
     why: str
 
 
-class EnginesAsk(_Waits, frozen=True):
+class EnginesAsk(_Waits, TrainerMessage, frozen=True):
     """Request the current engines, which become the roster. Waits until the run's engines have started or `wait_s` expires."""
 
     wait_s: float
@@ -264,6 +277,8 @@ class Welcome(Message, frozen=True):
     """Reply to `Hello`."""
 
     run: str
+    version: Count = 0
+    """Version that the engines serve. It is above the trainer's step if a lost trainer had got further than its checkpoint."""
 
 
 class Leased(Message, frozen=True):
@@ -278,6 +293,8 @@ class Leased(Message, frozen=True):
     """The run stops here and resumes later: save a checkpoint and send `Goodbye`. All ranks get the same answer for a step."""
     lineage: int = 0
     """Number of restarts so far that trained steps again, from the journal: the same step of another lineage has other weights."""
+    replayed: bool = False
+    """An earlier trainer was given this batch for this step: it is leased again as it was."""
 
 
 class Fetched(Message, frozen=True):

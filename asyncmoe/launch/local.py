@@ -28,8 +28,7 @@ from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
-from asyncmoe.launch.torchrun import free_port, torchrun
+from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Processes
 from asyncmoe.launch.watch import supervise
 from asyncmoe.models import resume

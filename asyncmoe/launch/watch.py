@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier

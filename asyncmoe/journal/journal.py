@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncmoe.errors import DataError, InvariantBroken
 from asyncmoe.journal import payload, rows
 from asyncmoe.journal.belonging import Belonging
-from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, Recovered, recover
+from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, Recovered, Reopened, recover, reopen
 from asyncmoe.journal.rows import Change, Draw
 from asyncmoe.journal.segments import Segments
 from asyncmoe.journal.states import FILE, States
@@ -67,6 +67,9 @@ class Unjournaled:
 
     def released(self, step: int) -> None:
         """A lease ends untrained. Raises InvariantBroken if a later one does not."""
+
+    def reopened(self, found: Reopened) -> None:
+        """The trainer goes back to a checkpoint, and is answered with its leases since then; follows `Journal.now`."""
 
     def drew(self, draw: Draw) -> None:
         """The curriculum changed."""
@@ -183,6 +186,20 @@ class Journal(Unjournaled):
         self._drawn.append(rows.drew(draw))
 
     # ------------------------------------------------------------ after a restart
+
+    async def now(self, step: int, base: int) -> Reopened:
+        """Return what a trainer gets again that goes back to `step` while the queue goes on; see `recovery.reopen`.
+
+        Nothing may be leased or committed until `reopened` is told.
+        """
+        self.recorded = await self._states.ask(rows.read)
+        return reopen(self.recorded, step, base, f"journal {self.folder}")
+
+    def reopened(self, found: Reopened) -> None:
+        # Together, or a restart of everything would take what the replays trained or skipped out of the ledger a second time.
+        self.lineage, self._replays, self._leases = found.lineage, dict(found.replays), {}
+        lost = min(found.replays, default=None)
+        self._write([*([] if lost is None else [rows.reopened(lost)]), rows.fact("lineage", found.lineage)], urgent=True)
 
     def replay(self, step: int) -> RecordedLease | None:
         """Return the lease to answer a step with, or None."""

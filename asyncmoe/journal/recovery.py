@@ -7,12 +7,15 @@ queued, in their order of arrival. Groups that were begun, and those that were t
 or rejected stays so, whatever the checkpoint: a group ends once.
 
 The ledger goes on. Episodes that were started and are in none of these states were running: they count as requeued, "restart".
+
+A trainer that is lost alone, and started again while the queue goes on, changes only the leases (`reopen`): those from k on are replayed by
+the same rule, and what they had trained or skipped counts as leased again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -131,6 +134,25 @@ class Recovered:
         return frozenset({*leased, *(group.number for group in self.queued), *(start.number for start in self.starts)})
 
 
+@dataclass(frozen=True)
+class Reopened:
+    """What changes in a queue that goes on when its trainer goes back to a checkpoint.
+
+    Attributes:
+        step: of the checkpoint.
+        replays: leases that are answered again, by step.
+        trained: episodes of these that count as trained.
+        skipped: episodes of these that count as skipped, by reason.
+        lineage: number of restarts that replayed, this one included.
+    """
+
+    step: int
+    replays: Mapping[int, RecordedLease]
+    trained: int
+    skipped: Mapping[str, int]
+    lineage: int
+
+
 def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) -> Recovered:
     """Return the state in which the queue of a trainer that has taken `step` steps begins.
 
@@ -143,22 +165,14 @@ def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) 
         DataError: the journal begins after the checkpoint, or ends before it.
         InvariantBroken: the rows contradict each other.
     """
-    reached = max(step, base)
-    first = reached if recorded.first is None else recorded.first
-    leases = [recorded.leases[one] for one in sorted(recorded.leases) if one >= first]
-    if [lease.step for lease in leases] != list(range(first, first + len(leases))):
-        raise InvariantBroken(f"{name}: leases of steps {[lease.step for lease in leases]}, expected all from {first} on")
-    hint = f"delete {name}: what was queued or under way is then sampled again; or bring back the checkpoint that belongs to it"
-    if not first <= reached <= first + len(leases):
-        held = f"steps {first} to {first + len(leases)}" if leases else f"step {first}"
-        raise DataError(name, got=f"a journal of {held}", expected=f"step {reached}, where the checkpoint is", hint=hint)
-    replays = {lease.step: lease for lease in leases if lease.step >= reached}
+    replays = _replays(recorded, max(step, base), name)
     groups = sorted(recorded.groups.values(), key=lambda group: group.order)
     queued = tuple(group for group in groups if group.state == "queued")
-    _check(recorded, replays.values(), queued, name)
+    if bare := [group.number for group in queued if group.place is None]:
+        raise InvariantBroken(f"{name}: groups {bare[:5]} are queued without a payload")
     pending = [group for group in groups if group.state in ("begun", "waiting")]
     return Recovered(
-        _accounts(recorded.accounts, (reached - base) * batch, replays.values(), sum(group.episodes for group in queued), name),
+        _accounts(recorded.accounts, (max(step, base) - base) * batch, replays.values(), sum(group.episodes for group in queued), name),
         replays,
         queued,
         tuple(Start(group.number, group.attempt, group.failures) for group in pending),
@@ -168,14 +182,40 @@ def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) 
     )
 
 
-def _check(recorded: JournalRows, replays: Iterable[RecordedLease], queued: Sequence[RecordedGroup], name: str) -> None:
-    for lease in replays:
+def reopen(recorded: JournalRows, step: int, base: int, name: str) -> Reopened:
+    """Return what the trainer of a queue that goes on gets again, when it is started again in place and has taken `step` steps.
+
+    Args:
+        recorded: the rows as they are, while nothing is leased or committed.
+        base, name: as for `recover`, like the errors.
+    """
+    replays = _replays(recorded, max(step, base), name)
+    over = [lease for lease in replays.values() if lease.committed]
+    skipped: Counter[str] = Counter()
+    for lease in over:
+        if lease.skipped:
+            skipped[lease.skipped] += lease.count
+    trained = sum(lease.count for lease in over if not lease.skipped)
+    return Reopened(step, replays, trained, dict(skipped), recorded.lineage + bool(replays))
+
+
+def _replays(recorded: JournalRows, reached: int, name: str) -> dict[int, RecordedLease]:
+    """Return the leases of steps from `reached` on, by step. Raises as `recover`."""
+    first = reached if recorded.first is None else recorded.first
+    leases = [recorded.leases[one] for one in sorted(recorded.leases) if one >= first]
+    if [lease.step for lease in leases] != list(range(first, first + len(leases))):
+        raise InvariantBroken(f"{name}: leases of steps {[lease.step for lease in leases]}, expected all from {first} on")
+    hint = f"delete {name}: what was queued or under way is then sampled again; or bring back the checkpoint that belongs to it"
+    if not first <= reached <= first + len(leases):
+        held = f"steps {first} to {first + len(leases)}" if leases else f"step {first}"
+        raise DataError(name, got=f"a journal of {held}", expected=f"step {reached}, where the checkpoint is", hint=hint)
+    replays = {lease.step: lease for lease in leases if lease.step >= reached}
+    for lease in replays.values():
         for one in lease.groups:
             group = recorded.groups.get(one.number)
             if group is None or group.state != "leased" or group.step != lease.step or group.place is None:
                 raise InvariantBroken(f"{name}: group {one.number} of the lease of step {lease.step} is recorded as {group}")
-    if bare := [group.number for group in queued if group.place is None]:
-        raise InvariantBroken(f"{name}: groups {bare[:5]} are queued without a payload")
+    return replays
 
 
 def _accounts(before: Accounts | None, over: int, replays: Collection[RecordedLease], queued: int, name: str) -> Accounts:

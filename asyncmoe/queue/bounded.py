@@ -23,6 +23,7 @@ from dataclasses import replace
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.journal.journal import Unjournaled
+from asyncmoe.journal.recovery import Reopened
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
@@ -174,7 +175,7 @@ class BoundedQueue:
                 raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
         group = self._pack(trajectories)
         await self._journal.finished(group)
-        await self._insert("rl", group, wait_s)
+        await self._insert(self._lanes["rl"], group, wait_s)
 
     async def put_demonstrations(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
         """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness.
@@ -184,11 +185,12 @@ class BoundedQueue:
             ConfigError: the queue has no warm-up lane.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
         """
-        if not self._lanes["warmup"].capacity:
+        lane = self._lanes["warmup"]
+        if not lane.capacity:
             raise ConfigError("warmup.steps", got=0, expected="a warm-up, because there are demonstrations")
         for trajectory in trajectories:
             validate(trajectory, self._recording)
-            await self._insert("warmup", self._pack([trajectory]), wait_s)
+            await self._insert(lane, self._pack([trajectory]), wait_s)
 
     # ------------------------------------------------------------ trainer side
 
@@ -215,7 +217,7 @@ class BoundedQueue:
             raise ProtocolError(f"lease of step {step}: got count {count} and wait_s {wait_s}, expected a positive and a finite number")
         if phase == "rl" and count % self._group_size:
             raise ProtocolError(f"lease of step {step}: got count {count}, expected whole groups of {self._group_size}")
-        if phase == "rl" and version < self._version:
+        if phase == "rl" and version < self._version and not self._is_replay(step):
             raise ProtocolError(f"lease of step {step}: got version {version}, expected at least {self._version}, which the engines serve")
         terms = LeaseTerms(phase, count, version)
         self._leases = self._leases.ask(step, terms, self._lanes[phase].capacity)
@@ -284,6 +286,30 @@ class BoundedQueue:
 
     # ------------------------------------------------------------ controller side
 
+    def trainer_lost(self) -> None:
+        """Record that the trainer is lost: nothing is leased to it any more, and what it still waits for is refused."""
+        self._leases = self._leases.undecided_forgotten()
+        self._changes.wake()
+
+    def reopen(self, found: Reopened) -> None:
+        """Go back to a checkpoint with a trainer that was started again; follows `trainer_lost`.
+
+        The leases since the checkpoint are answered again, as they were. Everything else stays: what is queued or running, the versions
+        and the capacity law. Demonstrations are forgotten, those that are leased too: they are put again from the checkpoint's on.
+
+        Raises:
+            InvariantBroken: the leases are not those of this queue.
+        """
+        self._leases = self._leases.reopen(found.step)
+        self._accounts = self._accounts.untrain(found.trained, found.skipped)
+        if self.ledger.leased != (leased := sum(lease.count for lease in found.replays.values())):
+            raise InvariantBroken(f"queue: {leased} episodes of the journal are leased again, the ledger says {self.ledger}")
+        self._lanes["rl"].forget_leases()
+        self._lanes["warmup"].clear()  # so that whoever waits for space puts what is forgotten with it
+        self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
+        self._journal.reopened(found)
+        self._changes.wake()
+
     def stop(self) -> None:
         """Ask the trainer to stop: every undecided lease is answered with `stop`."""
         self._stopping = True
@@ -329,16 +355,21 @@ class BoundedQueue:
             self._journal.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)
 
+    def _is_replay(self, step: int) -> bool:
+        """Whether a step is answered with an older trainer's lease, which has the version of then."""
+        answer = self._leases.answers.get(step)
+        return self._resumed.holds(step) or (answer is not None and answer.replayed)
+
     def _replay(self, step: int, groups: tuple[Group, ...], weights: Sequence[float]) -> None:
-        """Answer a step with a lease that an earlier process granted; the ledger counts it as leased already."""
+        """Answer a step with a lease that was granted to an earlier trainer; the ledger counts it as leased already."""
         if step in self._leases.answers:
             return  # the run is stopping, and a rank has been told so
         self._lanes["rl"].hold(step, groups)
-        self._decide(step, "rl", groups, weights)
+        self._decide(step, "rl", groups, weights, replayed=True)
 
-    def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float]) -> None:
+    def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float], *, replayed: bool = False) -> None:
         items = tuple(item for group, weight in zip(groups, weights, strict=True) for item in weighed(group, weight))
-        self._leases = self._leases.decide(step, self._answer(step, phase, items))
+        self._leases = self._leases.decide(step, self._answer(step, phase, items, replayed=replayed))
         self._changes.wake()
 
     def _refuse(self, stale: Sequence[Group], version: int) -> None:
@@ -362,22 +393,21 @@ class BoundedQueue:
     def _count(self, ledger: Ledger) -> None:
         self._accounts = replace(self._accounts, ledger=ledger)
 
-    def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False) -> Leased:
-        return Leased(step, items, self._lanes[phase].depth, self._accounts.all_dropped, stop, self._journal.lineage)
+    def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
+        return Leased(step, items, self._lanes[phase].depth, self._accounts.all_dropped, stop, self._journal.lineage, replayed)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> Group:
         self._arrivals += 1
         return pack(trajectories, self._arrivals)
 
-    async def _insert(self, phase: Phase, group: Group, wait_s: float | None) -> None:
-        lane = self._lanes[phase]
+    async def _insert(self, lane: GroupBuffer, group: Group, wait_s: float | None) -> None:
         lane.putting.append(group.arrival)
         try:
             fits = await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None, wait_s)
             if fits is None:
                 raise WaitTimeout("the trainer", f"space in the queue, which holds {lane.capacity} trajectories", wait_s or 0.0)
             lane.insert(group)
-            if phase == "rl":
+            if lane is self._lanes["rl"]:
                 self._count(self.ledger.accept(len(group)))
         finally:
             lane.putting.remove(group.arrival)

@@ -163,6 +163,16 @@ class GroupBuffer:
         self._forget(groups)
         return groups
 
+    def forget_leases(self) -> None:
+        """Delete the groups of all leases."""
+        for groups in self._leased.values():
+            self._forget(groups)
+        self._leased = {}
+
+    def clear(self) -> None:
+        """Delete all groups."""
+        self._queued, self._leased, self._keys = [], {}, set()
+
     def frames(self, step: int) -> dict[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""
         return {key: frames for group in self._leased[step] for key, frames in group.frames.items()}

@@ -1,7 +1,8 @@
 """The leases of all steps: asked for, answered, committed or released. Pure.
 
 A step is asked for when the first rank names its terms, and answered once: with a batch (a grant), or with `stop`. Every rank that asks
-gets this answer until the step is committed or released. A committed step is never leased again; a released step may be.
+gets this answer until the step is committed or released. A committed step is never leased again, unless the trainer goes back to before it;
+a released step may be.
 """
 
 from __future__ import annotations
@@ -95,6 +96,14 @@ class Leases:
         """End the lease of an untrained step. Raises ProtocolError if it holds no lease."""
         self.phase(step)
         return replace(self, asked=_without(self.asked, step), answers=_without(self.answers, step))
+
+    def undecided_forgotten(self) -> Leases:
+        """Return the leases without the steps that are asked for and not answered; whoever waits for them is refused (`answer_to`)."""
+        return replace(self, asked={step: terms for step, terms in self.asked.items() if step in self.answers})
+
+    def reopen(self, step: int) -> Leases:
+        """Return the leases of a trainer that goes back to `step`: none is asked for or answered, and steps from `step` on may be."""
+        return Leases(step, min(self.last_commit, step - 1))
 
 
 def _without(steps: Mapping[int, T], step: int) -> Mapping[int, T]:

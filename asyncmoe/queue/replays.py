@@ -1,4 +1,5 @@
-"""What an earlier process left to the queue, and its leases, which are read from disk only when the trainer asks for them."""
+"""What an earlier process left to the queue, and the leases of a trainer that is lost, which are read from disk only when the next trainer
+asks for them."""
 
 from __future__ import annotations
 
@@ -36,8 +37,12 @@ class Resumption:
     journal: Journal | None = None
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def holds(self, step: int) -> bool:
+        """Whether the lease of a step is still to be read."""
+        return self.journal is not None and self.journal.replay(step) is not None
+
     async def load(self, step: int, terms: LeaseTerms, hold: Hold) -> None:
-        """Grant the lease of a step again if an earlier process had granted it. Any number of ranks may ask at the same time.
+        """Grant the lease of a step again if an earlier trainer was granted it. Any number of ranks may ask at the same time.
 
         Raises:
             DataError: the trainer asks for other terms than then, or a payload is damaged.
@@ -57,6 +62,8 @@ class Resumption:
                 if tuple(item.key for item in group.items) != one.keys:
                     got = f"other trajectories in group {one.number}"
                     raise DataError(f"journal {journal.folder}: lease of step {step}", got=got, expected=f"{one.keys}")
+            if journal.replay(step) is not lease:
+                return  # the trainer that asked is lost, and the leases of the next one are others
             journal.replayed(step)
             hold(step, groups, [one.weight for one in lease.groups])
 

@@ -13,11 +13,11 @@ QueueRequest = Hello | Lease | Fetch | Commit | Saved | Goodbye
 
 
 class QueueService:
-    """Answers every `QueueRequest`; must be constructed inside the controller's event loop.
+    """Answers every `QueueRequest` of one start of the trainer; must be constructed inside the controller's event loop.
 
     Args:
         run: name of the run, sent to the trainer.
-        config_digest: `Config.digest` of the controller; a trainer with a different digest is refused.
+        config_digest: `Config.digest` that all ranks must have; one with a different digest is refused.
 
     Attributes:
         finished: resolves once every rank has sent `Goodbye`: True if the trainer is done, False if it stops early and will resume.
@@ -51,7 +51,7 @@ class QueueService:
         return Done()
 
     def _welcome(self, hello: Hello) -> Welcome:
-        check_digest(hello, self._digest)
+        check_digest(hello.config_digest, self._digest)
         if self._world is None:
             self._world = hello.world
         if hello.world != self._world or not 0 <= hello.rank < hello.world:
@@ -60,7 +60,7 @@ class QueueService:
             raise ProtocolError(
                 f"hello: rank {hello.rank} has taken {hello.step} steps, the controller counts {self._queue.trained_steps}; restart both"
             )
-        return Welcome(self._run)
+        return Welcome(self._run, self._queue.version)
 
     def _goodbye(self, goodbye: Goodbye) -> None:
         if self._world is None or not 0 <= goodbye.rank < self._world:
@@ -72,12 +72,12 @@ class QueueService:
             self.finished.set_result(goodbye.finished)
 
 
-def check_digest(hello: Hello, config_digest: str) -> None:
-    """Refuse a trainer with another configuration than the controller's. Raises ConfigError."""
-    if hello.config_digest != config_digest:
+def check_digest(theirs: str, ours: str) -> None:
+    """Refuse a trainer with another configuration than the controller's, by their digests. Raises ConfigError."""
+    if theirs != ours:
         raise ConfigError(
             "configuration of the trainer",
-            got=f"digest {hello.config_digest[:12]}",
-            expected=f"the controller's, {config_digest[:12]}",
+            got=f"digest {theirs[:12]}",
+            expected=f"the controller's, {ours[:12]}",
             hint="start both with the same file and the same key=value overrides",
         )

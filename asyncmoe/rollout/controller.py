@@ -29,6 +29,7 @@ from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, 
 from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environments.tools import WithTools
+from asyncmoe.rollout.epochs import TrainerEpochs
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
@@ -39,7 +40,7 @@ from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saved, Saving
+from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saved, Saving, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.telemetry import heartbeats
@@ -147,6 +148,7 @@ class Controller:
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
         self._service: QueueService | None = None
+        self._epochs, self._went_back = TrainerEpochs(), asyncio.Event()
         self._met, self._served, self._meeting = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         if config.adapter is None or config.adapter.start is None:
             self._served.set()  # engines start with the weights that the trainer starts with
@@ -156,6 +158,8 @@ class Controller:
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
+        if isinstance(request, TrainerMessage):
+            self._epochs.check(request)
         if isinstance(request, WeightsRequest):
             turns.check(request, self._pool.version, None if self._queue is None else self._queue.trained_steps)
             return await self._coordinator.handle(request)
@@ -164,13 +168,10 @@ class Controller:
         if isinstance(request, Probe):
             self._keeper.prober.take(request)
             return Done()
-        if isinstance(request, Hello) and request.facts is not None:
-            check(facts("controller"), request.facts, self._config.cluster.max_clock_skew_s)
+        if isinstance(request, Hello):
+            await self._greet(request)
         if self._service is None:
-            async with self._meeting:  # the first of the trainer's ranks makes the queue, which reads the journal
-                if self._service is None:
-                    await self._meet(request)
-        assert self._service is not None
+            raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
         if isinstance(request, Saving):
             return await self._save(request.step)
         reply = await self._service(request)
@@ -222,8 +223,13 @@ class Controller:
     async def _demonstrate(self) -> None:
         await self._met.wait()
         warmup = self._config.warmup
-        assert self._queue is not None
-        await demonstrate(self._queue, self._demonstrations, self._queue.trained_steps * warmup.batch, warmup.steps * warmup.batch)
+        queue = self._queue
+        assert queue is not None
+        while True:
+            back = self._went_back
+            first, total = queue.trained_steps * warmup.batch, warmup.steps * warmup.batch
+            await demonstrate(queue, self._demonstrations, first, total, back.is_set)
+            await back.wait()
 
     async def _produce(self) -> None:
         await self._coordinator.wait_started()
@@ -303,12 +309,25 @@ class Controller:
         """Trajectories to finish before a version lands: in one_step_off, where versions land between batches, all that have started."""
         return self._queue.stats().running if self._queue is not None and self._config.run.mode == "one_step_off" else 0
 
-    async def _meet(self, request: Request) -> None:
-        if not isinstance(request, Hello):
-            raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
+    async def _greet(self, hello: Hello) -> None:
+        """Meet the trainer with the first of its ranks: its first start makes the queue, a later one has it go back to a checkpoint."""
+        if hello.facts is not None:
+            check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
+        async with self._meeting:
+            self._epochs.check(hello)  # a newer one may have been met meanwhile
+            if hello.epoch == self._epochs.served:
+                return
+            if self._queue is None:
+                await self._meet(hello)
+                self._epochs = self._epochs.meeting(hello.epoch)
+            else:
+                await self._meet_again(hello, self._queue)
+            self._epochs = self._epochs.met()
+
+    async def _meet(self, request: Hello) -> None:
         config = self._config
         journaling = self._journaling
-        check_digest(request, config.digest)
+        check_digest(request.config_digest, config.digest)
         if self._curriculum is not None:
             curriculum_file.follow(self._curriculum, config.run.dir, request.step)
         resumed = await journaling.resume(request.step)
@@ -317,7 +336,27 @@ class Controller:
         await service(request)
         self._queue, self._service = queue, service
         self._samples = samples_of(config, Pieces(self._tokenizer), request.step)
+        self._pool.lineage = journaling.journal.lineage
         self._met.set()
+
+    async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:
+        """Serve a trainer that was started again in place; the one before it is lost. Engines and producer go on all the time.
+
+        Raises:
+            UserError: it has another configuration (its parallel layout may differ), or its checkpoint is not the journal's.
+            AsyncmoeError: there is no journal, or engines did not end what the lost trainer had asked of them.
+        """
+        config = self._config
+        check_digest(hello.without_layout, config.digest_without_layout)
+        self._journaling.check_reopen(hello.step, queue)
+        log.warning("the trainer was lost, and started again (start %d): it goes on from step %d", hello.epoch, hello.step)
+        self._epochs = self._epochs.meeting(hello.epoch)
+        queue.trainer_lost()
+        await self._coordinator.forget_sender("the trainer was lost")
+        self._pool.lineage = await self._journaling.reopen(queue, hello.step)
+        went_back, self._went_back = self._went_back, asyncio.Event()
+        went_back.set()
+        self._service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)
 
     def _interrupt(self) -> None:
         if self._queue is None:

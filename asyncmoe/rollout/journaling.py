@@ -12,10 +12,12 @@ from typing import Any
 
 from asyncmoe import checkpoints
 from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal, Unjournaled
 from asyncmoe.journal.recovery import Recovered, recover
+from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.tasks import Curriculum
@@ -93,6 +95,34 @@ class Journaling:
         if found.replays or queued or starts:
             log.info("journal: %s", told(found))
         return Resumption(found.accounts, queued, starts, found.arrivals, journal)
+
+    def check_reopen(self, step: int, queue: BoundedQueue) -> None:
+        """Refuse a trainer that was started again in place and has taken `step` steps, if it cannot be given the steps since then.
+
+        Raises:
+            AsyncmoeError: there is no journal.
+            ProtocolError: it is ahead of the queue.
+        """
+        if self._held is None:
+            raise AsyncmoeError("a trainer was started again in place, which needs the journal, and journal.enabled is false")
+        if step > queue.trained_steps:
+            raise ProtocolError(f"hello: the trainer has taken {step} steps, the controller counts {queue.trained_steps}; restart both")
+
+    async def reopen(self, queue: BoundedQueue, step: int) -> int:
+        """Have a queue that goes on answer a trainer that was started again in place and has taken `step` steps; return the lineage.
+
+        Nothing may be leased or committed meanwhile.
+
+        Raises:
+            DataError: the journal does not belong to this checkpoint.
+        """
+        config, journal = self._config, self._held
+        assert journal is not None  # `check_reopen`
+        found = await journal.now(step, config.warmup.steps)
+        queue.reopen(found)
+        steps = f"steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else "no step is trained again"
+        log.info("journal: lineage %d, %s", found.lineage, steps)
+        return found.lineage
 
     def saving(self, step: int) -> None:
         """Note that a checkpoint holds the curriculum as it is now."""

@@ -266,7 +266,10 @@ Demonstrate = Callable[[int], Awaitable[Sequence[Trajectory]]]
 """Returns the demonstration with this number."""
 
 
-async def demonstrate(queue: BoundedQueue, made: Demonstrate, first: int, total: int) -> None:
-    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full."""
+async def demonstrate(queue: BoundedQueue, made: Demonstrate, first: int, total: int, over: Callable[[], bool] = lambda: False) -> None:
+    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full, until `over` is true."""
     for index in range(first, total):
-        await queue.put_demonstrations(await made(index))
+        made_now = await made(index)
+        if over():
+            return
+        await queue.put_demonstrations(made_now)

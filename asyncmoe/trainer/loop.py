@@ -21,7 +21,8 @@ from asyncmoe.platform import kernels
 from asyncmoe.process import freeze
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving
+from asyncmoe.rpc.environment import trainer_epoch
+from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving, Welcome
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.records import JsonLines, Spans
@@ -75,7 +76,8 @@ def run(config: Config) -> None:
     adam = optimizer.build(config, built)
     done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
-    client, weights = Client(rendezvous, f"trainer.{place.rank}"), Client(rendezvous, f"trainer.{place.rank}.weights")
+    name, epoch = f"trainer.{place.rank}", trainer_epoch()
+    client, weights = Client(rendezvous, name, epoch), Client(rendezvous, f"{name}.weights", epoch)
     Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins).run()
     # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
     weights.close()
@@ -102,6 +104,7 @@ class Trainer:
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
         self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples, AnomalyWatch(config, place, done))
         self._step = self._saved = done
+        self._served, self._behind = 0, True  # until this trainer's first version, which may have to catch up with the engines'
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
         self._sync = sync
@@ -114,7 +117,11 @@ class Trainer:
         """Train until all steps are done or a lease asks to stop."""
         config = self._config
         ours = facts(f"trainer.{self._mesh.rank}")
-        self._client.ask(Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours), ANSWER_S)
+        hello = Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours, config.digest_without_layout)
+        # The controller first ends what a trainer before this one had under way with the engines.
+        welcome = self._client.ask(hello, ANSWER_S + config.sync.timeout_s)[0]
+        assert isinstance(welcome, Welcome)
+        self._served = welcome.version
         if self._metrics is not None:
             self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
         freeze()
@@ -135,7 +142,7 @@ class Trainer:
         config = self._config
         try:
             if config.warmup.steps <= self._step < self._total:
-                self._begin_sync()
+                self._begin_sync_if_due()
             while self._step < self._total:
                 begin = time.time()
                 leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
@@ -170,10 +177,9 @@ class Trainer:
         dropped = f"{SKIPPED}{learned.untrained}" if learned.untrained else ""
         self._client.ask(Commit(leased.step, dropped), ANSWER_S)
         self._step += 1
-        rl_steps = self._step - self._config.warmup.steps
-        warm = rl_steps == 0
+        warm = self._step == self._config.warmup.steps
         published: Published | None = None
-        if 0 < rl_steps < self._config.run.steps and rl_steps % self._config.sync.every == 0:
+        if self._config.warmup.steps < self._step < self._total and self._due:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
@@ -183,11 +189,22 @@ class Trainer:
             self._save()
         if warm:
             with self._waiting_for_sync(), mark("publish"):
-                self._begin_sync()
+                self._begin_sync_if_due()
+
+    @property
+    def _due(self) -> bool:
+        """Whether the weights are to be published: every `sync.every` steps, and first as soon as they are not behind the engines'."""
+        every = self._config.sync.every
+        return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
+
+    def _begin_sync_if_due(self) -> None:
+        if self._due:
+            self._begin_sync()
 
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)
         self._sync.begin(self._step)
+        self._behind = False
 
     def _before_update(self) -> None:
         with self._waiting_for_sync(), mark("wait for weight sync"):

@@ -1,7 +1,8 @@
-"""Recovery against a model of it, on random schedules with kills; and real files, cut at every record."""
+"""Recovery against a model of it, on random schedules with kills of everything and of the trainer; and real files, cut at every record."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 import tempfile
@@ -67,6 +68,8 @@ class Program:
             )()
             if self.draw.random() < 0.08:
                 await self.killed()
+            if self.draw.random() < 0.08:
+                await self.trainer_lost()
         self.check_once()
         self.life.journal.close()
 
@@ -129,7 +132,7 @@ class Program:
         if chance < 0.1:
             await self.killed()
             return
-        if chance < 0.2 and max(self.model.leases) == step:
+        if chance < 0.2 and max(self.model.leases) == step >= self.life.queue.version:
             self.life.queue.release(step)
             del self.model.leases[step], self.model.frames[step]
             self.model.queued |= {item.group for item in leased.items}
@@ -139,7 +142,7 @@ class Program:
         if why:
             self.model.skips[step] = why
         self.model.step += 1
-        self.life.queue.set_version(self.model.step)
+        self.life.queue.set_version(max(self.model.step, self.life.queue.version))
         self.check_skips()
 
     async def save(self) -> None:
@@ -168,6 +171,43 @@ class Program:
         self.check_once()
         if self.draw.random() < 0.4:
             await self.killed()  # before anything is leased again
+
+    async def trainer_lost(self) -> None:
+        """The trainer alone is lost, perhaps with a lease that it holds, and goes back to a checkpoint; queue and producer go on."""
+        model, life = self.model, self.life
+        if self.draw.random() < 0.5:
+            await self.train()  # perhaps killed meanwhile, which begins another life
+            life = self.life
+        if self.draw.random() < 0.5 and model.step not in model.leases:
+            await self.leased_only()
+        back = self.draw.choice(model.saved)
+        life.queue.trainer_lost()
+        found, *_ = await asyncio.gather(life.journal.now(back, 0), self.finish(), self.start())
+        before, lineage = life.queue.stats(), life.journal.lineage
+        life.queue.reopen(found)
+        model.step = back
+        model.saved = [step for step in model.saved if step <= back]
+        model.skips = {step: why for step, why in model.skips.items() if step < back}
+        ahead, after = [step for step in model.leases if step >= back], life.queue.stats()
+        assert life.journal.lineage == lineage + bool(ahead)
+        assert (after.started, after.running, after.depth, after.version) == (before.started, before.running, before.depth, before.version)
+        assert after.depth == SIZE * len(model.queued)
+        assert after.leased == BATCH * len(ahead)
+        assert life.queue.trained_steps == back
+        self.check_skips()
+        self.check_once()
+
+    async def leased_only(self) -> None:
+        """The trainer is given a batch, and is lost before it has trained on it."""
+        step, held = self.model.step, self.life.queue
+        leased = await held.lease(step, "rl", BATCH, step, 0.0)
+        late = held.take_requeued()
+        self.model.waiting += late
+        self.model.order += late
+        self.model.queued -= {one.number for one in late} | {item.group for item in leased.items}
+        if leased.items:
+            self.model.leases[step] = tuple((item.key, item.weight) for item in leased.items)
+            self.model.frames[step] = b"".join(bytes(one) for one in held.fetch(step, [item.key for item in leased.items]))
 
     def check_skips(self) -> None:
         """Every step that is over was trained or skipped, under the reason of the newest lineage."""

@@ -34,10 +34,17 @@ class ServedBy:
     Attributes:
         version: version of the weights.
         adapter: name of the adapter in the request; None: the base model alone is that version.
+        lineage: of the version; see `asyncmoe.rollout.engines.pool.Pool`.
     """
 
     version: int
     adapter: str | None
+    lineage: int = 0
+
+    @property
+    def salt(self) -> str:
+        """The salt of prefixes that this version computes: one version of two lineages has other weights in each."""
+        return str(self.version) if not self.lineage else f"{self.version}.{self.lineage}"
 
 
 @dataclass
@@ -94,11 +101,12 @@ class TwoSlots:
             if not slot.users:
                 slot.free.set()
 
-    async def publish(self, version: int, folder: Path) -> None:
+    async def publish(self, version: int, folder: Path, lineage: int = 0) -> None:
         """Switch new requests to a version; returns when the switch is done.
 
         Args:
-            version: higher than every earlier version; or 0 as the first, if training starts from an adapter.
+            version: higher than every earlier version of its lineage; or 0 as the first, if training starts from an adapter.
+            lineage: at least that of every earlier version.
             folder: as for `AdapterHost.load_adapter`.
 
         Raises:
@@ -107,15 +115,15 @@ class TwoSlots:
             EngineError, WaitTimeout: the engine refused or did not answer. Some of its ranks may hold the version: fence the engine.
         """
         async with self._exchanging:
-            started = self._serving.adapter is not None
-            if version < 0 or (started and version <= self._serving.version):
+            started, now = self._serving.adapter is not None, self._serving
+            if version < 0 or (started and (lineage, version) <= (now.lineage, now.version)):
                 expected = f"above {self._serving.version}" if started else "at least 0"
                 raise WeightSyncError(f"{self._server.name}: got adapter version {version}, expected {expected}")
             slot = await self._vacated()
-            serving = ServedBy(version, f"v{version}")
+            serving = ServedBy(version, f"v{ServedBy(version, None, lineage).salt}", lineage)
             self.loading = True
             try:
-                await self._server.load_adapter(f"v{version}", folder, self._timeout_s)
+                await self._server.load_adapter(serving.adapter or "", folder, self._timeout_s)
             finally:
                 self.loading = False
             slot.serving = self._serving = serving

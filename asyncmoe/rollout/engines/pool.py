@@ -42,7 +42,7 @@ class Member:
     Attributes:
         adapter: name of the adapter in its requests, or None.
         slots: its adapter slots if every version is an adapter, else None.
-        version: version the engine serves.
+        version, lineage: version the engine serves.
         in_flight: number of requests sent but not answered.
         fenced: why it takes no more requests, or None.
         waiting: True if it has joined but not received a version.
@@ -56,6 +56,7 @@ class Member:
     adapter: str | None = None
     slots: TwoSlots | None = None
     version: int = 0
+    lineage: int = 0
     in_flight: int = 0
     fenced: str | None = None
     waiting: bool = False
@@ -66,7 +67,11 @@ class Member:
 
     def serving(self) -> AbstractContextManager[ServedBy]:
         """Return a context for one request; it yields the version and adapter that sample the request."""
-        return nullcontext(ServedBy(self.version, self.adapter)) if self.slots is None else self.slots.use()
+        return nullcontext(ServedBy(self.version, self.adapter, self.lineage)) if self.slots is None else self.slots.use()
+
+    def serve(self, version: int, lineage: int) -> None:
+        """Note that the engine serves a version."""
+        self.version, self.lineage, self.waiting = version, lineage, False
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Pool:
         generated_tokens: tokens sampled by all engines so far.
         lost_tokens: sampled tokens that were discarded because a response restarted.
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
+        lineage: of the versions that land from now on: how often steps were trained again (`asyncmoe.journal.recovery`).
 
     Args:
         limit: maximum number of requests in flight over all engines.
@@ -108,7 +114,7 @@ class Pool:
         slots: bool = False,
     ) -> None:
         self._adapter, self._has_slots = adapter, slots
-        self.generated_tokens = self.lost_tokens = self.recomputed_tokens = 0
+        self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.lineage = 0
         self._timeout_s, self._record = timeout_s, record
         self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
@@ -252,7 +258,7 @@ class Pool:
             with self._asking(member), member.serving() as serving:
                 salt = serving.version
                 client = member.engine.client
-                generation = await client.generate(tokens, sampling, str(salt), self._timeout_s, routed, serving.adapter, listener)
+                generation = await client.generate(tokens, sampling, serving.salt, self._timeout_s, routed, serving.adapter, listener)
                 if member.slots is not None:
                     generation = attributed(generation, serving)
         finally:

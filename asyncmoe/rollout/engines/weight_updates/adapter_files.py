@@ -26,8 +26,8 @@ async def publish(driver: UpdateDriver, request: WeightsAdapter) -> tuple[int, F
 
     async def load(member: Member) -> None:
         assert member.slots is not None
-        await member.slots.publish(request.version, Path(request.folder))
-        member.version, member.waiting = request.version, False
+        await member.slots.publish(request.version, Path(request.folder), driver.pool.lineage)
+        member.serve(request.version, driver.pool.lineage)
 
     failed = await on_each(members, load)
     for member, error in failed:

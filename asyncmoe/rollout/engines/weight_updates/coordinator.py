@@ -61,6 +61,7 @@ class WeightUpdateCoordinator:
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
+        self._under_way: set[asyncio.Future[Engines | Committed | Done]] = set()
 
     def engines_started(self) -> None:
         """Report that all engines accept requests, so that `EnginesAsk` is answered."""
@@ -96,6 +97,24 @@ class WeightUpdateCoordinator:
             return True
         return self.driver.current is not None and member.engine.name in self.driver.current.paused
 
+    async def forget_sender(self, why: str) -> None:
+        """Abandon what a sender that is lost has under way: nothing more comes from it. The next sender meets the engines anew.
+
+        An update that it had open ends as every broken-off one does (`state.ending`); one that it had asked to commit lands.
+
+        Raises:
+            WaitTimeout: engines did not end what it had asked for within the limit of a request.
+        """
+        late = (await asyncio.wait(self._under_way, timeout=self._timeout_s))[1] if self._under_way else ()
+        if late:
+            raise WaitTimeout("the engines", "the end of what a trainer that is lost had asked them for", self._timeout_s)
+        self._listen(False)
+        if self._ending is not None:
+            await self._ending
+        if (update := self.driver.current) is not None:
+            await self.driver.end(update, why)
+        self.driver.roster = self.driver.roster.anew(self._pool)
+
     async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:
         """Answer one request.
 
@@ -104,9 +123,15 @@ class WeightUpdateCoordinator:
             RunStopping: see `stop`.
             WaitTimeout: the engines did not start, or responses did not end, in time.
         """
+        if isinstance(request, EnginesAsk):
+            return await self._engines(request)  # which changes no engine
+        answering = asyncio.ensure_future(self._drive(request))
+        self._under_way.add(answering)
+        answering.add_done_callback(self._under_way.discard)
+        return await answering
+
+    async def _drive(self, request: WeightsRequest) -> Engines | Committed | Done:
         match request:
-            case EnginesAsk():
-                return await self._engines(request)
             case WeightsAbort():
                 await self._abort(request)
             case WeightsJoin():
@@ -173,7 +198,7 @@ class WeightUpdateCoordinator:
                     await member.engine.client.set_version(update.version)
                 await member.engine.client.resume()
             pauses.append(self.driver.pause_ended(update, member))
-            member.version, member.waiting = update.version, False
+            member.serve(update.version, self._pool.lineage)
 
         failed += await self.driver.fencing(update, resume)
         self.driver.close(update)

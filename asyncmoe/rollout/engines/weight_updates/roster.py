@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from asyncmoe.rollout.engines.pool import Member, Pool
@@ -36,3 +36,7 @@ class EngineSet:
         """Return this set, or the next-numbered one if the present engines that are not leaving differ from its members."""
         members = tuple(m for m in pool.present if not m.leaving)
         return self if members == self.members else EngineSet(self.number + 1, members)
+
+    def anew(self, pool: Pool) -> EngineSet:
+        """Return the present engines under the next number, whether or not they differ: what was made for this set is gone."""
+        return replace(self.now(pool), number=self.number + 1)

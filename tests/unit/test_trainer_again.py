@@ -1,0 +1,318 @@
+"""A trainer that is lost and started again, at a real controller with a journal and engines that are not SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncmoe import config as configuration
+from asyncmoe import models
+from asyncmoe.config import Config
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout import parts
+from asyncmoe.rollout.controller import Controller
+from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.epochs import TrainerEpochs
+from asyncmoe.rollout.journaling import Journaling
+from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import (
+    Commit,
+    Engines,
+    EnginesAsk,
+    Fetch,
+    Goodbye,
+    Hello,
+    Lease,
+    Leased,
+    Reply,
+    Request,
+    Saved,
+    TrainerMessage,
+    WeightsBegin,
+    WeightsBucket,
+    WeightsCommit,
+    WeightsStage,
+    Welcome,
+)
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.server import Server
+from tests.unit.fake_engine import FakeEngine, FakeHandle
+
+RANKS = 2
+
+
+class Process(FakeHandle):
+    """A fake engine as the controller starts it."""
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.client.dead = True
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, MadeModel(layers=2), seed=0)
+    return path
+
+
+def config_of(model: Path, run_dir: Path, **more: Any) -> Config:
+    values = {
+        "run": {"dir": str(run_dir), "steps": 8},
+        "model": {"path": str(model)},
+        "task": {"kind": "arithmetic"},
+        "rollout": {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 4},
+        "queue": {"staleness": {"max_staleness": 1}},
+        "keep": {"routing": "off"},
+        "engines": {"count": 2},
+        "sync": {"timeout_s": 20.0},
+        "telemetry": {"samples": {"groups": 0}},
+    }
+    return configuration.parse({**values, **more})
+
+
+@dataclass
+class Running:
+    """A controller that serves, its engines, and where it is."""
+
+    config: Config
+    engines: list[FakeEngine]
+    rendezvous: Rendezvous
+    serving: asyncio.Task[None]
+    clients: list[Client] = field(default_factory=list)
+
+    def trainer(self, epoch: int, config: Config | None = None) -> StandIn:
+        ranks = [Client(self.rendezvous, f"trainer.{rank}", epoch) for rank in range(RANKS)]
+        self.clients += ranks
+        return StandIn(config or self.config, ranks)
+
+
+@dataclass
+class StandIn:
+    """The requests of a trainer's ranks, in their order; no weights are trained or moved.
+
+    Attributes:
+        batches: those that it trained on, by step.
+    """
+
+    config: Config
+    ranks: list[Client]
+    step: int = 0
+    updates: int = 0
+    batches: dict[int, Leased] = field(default_factory=dict)
+
+    async def ask(self, request: Request, rank: int = 0) -> Reply:
+        return (await asyncio.to_thread(self.ranks[rank].ask, request, 30.0))[0]
+
+    async def hello(self, step: int) -> Welcome:
+        self.step, digests = step, (self.config.digest, self.config.digest_without_layout)
+        said = await asyncio.gather(*(self.ask(Hello(rank, RANKS, digests[0], step, None, digests[1]), rank) for rank in range(RANKS)))
+        assert isinstance(said[0], Welcome)
+        assert said[0] == said[1]
+        return said[0]
+
+    async def lease(self) -> Leased:
+        asked = Lease(self.step, "rl", self.config.rollout.batch, self.step, 20.0)
+        said = await asyncio.gather(*(self.ask(asked, rank) for rank in range(RANKS)))
+        assert isinstance(said[0], Leased)
+        assert said[0] == said[1]
+        return said[0]
+
+    async def train(self) -> Leased:
+        leased = await self.lease()
+        assert leased.items
+        await self.ask(Fetch(self.step, tuple(item.key for item in leased.items)))
+        await asyncio.gather(*(self.ask(Commit(self.step), rank) for rank in range(RANKS)))
+        self.batches[self.step] = leased
+        self.step += 1
+        return leased
+
+    async def publish(self) -> None:
+        engines = await self.ask(EnginesAsk(10.0))
+        assert isinstance(engines, Engines)
+        self.updates += 1
+        await self.ask(WeightsStage(self.step))
+        await self.ask(WeightsCommit(self.step, update=self.updates))
+
+    async def goodbye(self, finished: bool = True) -> None:
+        await asyncio.gather(*(self.ask(Goodbye(rank, finished), rank) for rank in range(RANKS)))
+
+
+@asynccontextmanager
+async def controller(config: Config) -> AsyncIterator[Running]:
+    hf, loaded = models.hf_config_of(config), parts.load(config)
+    config.run.dir.mkdir(parents=True)
+    journaling = Journaling.open(config, hf, models.recording(config, hf), None)
+    engines: list[EngineProcess] = [Process(f"engine.{index}") for index in range(config.engines.count)]
+    made = Controller(config, engines, lambda index, attempt: Process(f"engine.{index}"), Recorder(config.run.dir), loaded, journaling)
+    async with Server(made.answer) as server:
+        fakes = [engine.client for engine in engines if isinstance(engine.client, FakeEngine)]
+        rendezvous = await server.start()
+        serving = asyncio.create_task(made.run(server))
+        running = Running(config, fakes, rendezvous, serving)
+        try:
+            yield running
+        finally:
+            for client in running.clients:
+                client.close()
+            if not serving.done():
+                made._over.set()
+            await serving
+            await journaling.close()
+            await loaded.close()
+
+
+def in_loop(body: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await body
+
+    asyncio.run(bounded())
+
+
+def keys(leased: Leased) -> list[str]:
+    return [item.key for item in leased.items]
+
+
+async def refused(asked: Coroutine[Any, Any, Reply]) -> None:
+    with pytest.raises(ProtocolError, match="which has taken its place: this process is left over and must end"):
+        await asked
+
+
+def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_wakes_up(model: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with controller(config_of(model, tmp_path / "run")) as running:
+            first = running.trainer(0)
+            assert (await first.hello(0)).version == 0
+            await first.publish()
+            for _ in range(4):
+                await first.train()
+                await first.publish()
+            first.batches[4] = await first.lease()
+            await first.ask(WeightsBegin(4))
+            assert all(engine.paused for engine in running.engines)  # it is lost now
+
+            second = running.trainer(1)
+            assert (await second.hello(2)).version == 4
+            assert not any(engine.paused or engine.updating for engine in running.engines)
+            digest = first.config.digest
+            for request in (
+                Hello(0, RANKS, digest, 4, None, first.config.digest_without_layout),
+                Commit(4),
+                Fetch(4, tuple(keys(first.batches[4])[:1])),
+                Saved(4),
+                WeightsStage(4),
+                EnginesAsk(1.0),
+                Goodbye(0, True),
+                Lease(4, "rl", 4, 4, 1.0),
+            ):
+                await refused(first.ask(request))
+            for step in (2, 3, 4):
+                if step == 4:
+                    await second.publish()  # it has caught up with the engines
+                again = await second.train()
+                assert (again.items, again.lineage, again.replayed) == (first.batches[step].items, 1, True)
+            await second.publish()
+            await second.train()
+            new = await second.train()
+            assert not new.replayed
+            everything = [*first.batches.values(), second.batches[5], new]
+            trained = [key for leased in everything for key in keys(leased)]
+            assert len(trained) == len(set(trained)) == 7 * running.config.rollout.batch
+            assert [engine.version for engine in running.engines] == [5, 5]
+            assert [engine.wrong for engine in running.engines] == [[], []]
+            await second.goodbye()
+
+    in_loop(body())
+
+
+def test_one_that_is_lost_while_engines_hold_part_of_a_version_ends_the_run_with_that_cause(model: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with controller(config_of(model, tmp_path / "run")) as running:
+            first = running.trainer(0)
+            await first.hello(0)
+            await first.ask(EnginesAsk(10.0))
+            await first.ask(WeightsBegin(0))
+            await first.ask(WeightsBucket(0, ("w",), ("float32",), ((1,),)))
+            await running.trainer(1).hello(0)
+            await running.serving
+
+    with pytest.raises(AsyncmoeError, match=r"no engine is left: .*it may hold part of version 0: the trainer was lost"):
+        in_loop(body())
+
+
+def test_another_layout_may_come_and_another_configuration_may_not(model: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        config = config_of(model, tmp_path / "run")
+        async with controller(config) as running:
+            await running.trainer(0).hello(0)
+            other = config_of(model, tmp_path / "run", trainer={"optimizer": {"lr": 1.0}})
+            with pytest.raises(ConfigError, match="configuration of the trainer"):
+                await running.trainer(1, other).hello(0)
+            await running.trainer(1, config_of(model, tmp_path / "run", trainer={"ranks": 2, "tp": 2})).hello(0)
+            with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 0"):
+                await running.trainer(2).hello(3)
+
+    in_loop(body())
+
+
+def test_without_a_journal_it_is_refused(model: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with controller(config_of(model, tmp_path / "run", journal={"enabled": False})) as running:
+            await running.trainer(0).hello(0)
+            with pytest.raises(AsyncmoeError, match=r"needs the journal, and journal\.enabled is false"):
+                await running.trainer(1).hello(0)
+
+    in_loop(body())
+
+
+def test_the_first_that_says_hello_may_be_a_later_start(model: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with controller(config_of(model, tmp_path / "run")) as running:
+            late = running.trainer(2)
+            await late.hello(0)
+            await refused(running.trainer(1).ask(Saved(0)))
+            await late.publish()
+            assert not (await late.train()).replayed
+
+    in_loop(body())
+
+
+ASKED: list[Callable[[int], TrainerMessage]] = [
+    lambda epoch: Hello(0, 1, "", 0, epoch=epoch),
+    lambda epoch: Commit(0, epoch=epoch),
+    lambda epoch: Saved(0, epoch=epoch),
+]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(range(len(ASKED))), st.booleans()), max_size=30))
+def test_only_the_newest_start_that_said_hello_is_served(asked: list[tuple[int, int, bool]]) -> None:
+    """Whatever order requests come in; a meeting may fail, and be tried again."""
+    epochs, newest = TrainerEpochs(), -1
+    for epoch, kind, fails in asked:
+        request = ASKED[kind](epoch)
+        hello = isinstance(request, Hello)
+        try:
+            epochs.check(request)
+        except ProtocolError:
+            assert epoch < newest or (not hello and epoch != epochs.served)
+            continue
+        assert epoch >= newest
+        if hello and epoch != epochs.served:
+            epochs, newest = epochs.meeting(epoch), epoch
+            epochs = epochs if fails else epochs.met()
+        elif not hello:
+            assert epochs.served in (-1, epoch)

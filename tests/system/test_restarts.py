@@ -1,4 +1,7 @@
-"""A trainer that is lost starts again in place: controller and engine go on, and everything is trained once. `pytest -s` shows the times."""
+"""A trainer that is lost starts again in place: controller and engine go on, and everything is trained once.
+
+`pytest -s` shows the times.
+"""
 
 from __future__ import annotations
 

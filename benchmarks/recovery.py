@@ -1,6 +1,6 @@
 """How long a run stands after a trainer rank is killed: the trainer started again in place, next to everything started again.
 
-A run of the demo with a real engine, in which a rank is killed again and again, with the same number of steps since the checkpoint each time.
+A run of the demo with a real engine, in which a rank is killed again and again, each time as many steps after a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Recovery:
 def run(rounds: int = 3) -> dict[str, Any]:
     """Kill a rank `rounds` times in each way, in turn.
 
-    Everything started again: a rank and the run's supervisor are killed, and the same command is started as soon as all processes have ended.
-    A run that ends by itself after the loss of a rank takes longer, because it waits for the reasons of all processes.
+    Everything started again: a rank and the run's supervisor are killed, and the same command is started when all processes have ended. A
+    run that ends by itself after the loss of a rank takes longer, because it waits for the reasons of all processes.
 
     Returns:
         {"date", "machine", "load", "steps_replayed", "in_place", "everything", "ratio"}; of a way: "seconds" (median, kill to the step that
@@ -95,7 +95,7 @@ class _Rig:
             "run",
             str(_CHECKOUT / "examples" / "demo.yaml"),
             f"run.dir={self._dir}",
-            f"model.path={folder / 'model'}",
+            f"model.path={self._dir / 'model'}",
             *_SHAPE,
         ]
         self._process = self._start()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from signal import Signals
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from asyncmoe.launch.failures import Ended
 
+Started = TypeVar("Started", covariant=True)
 STOP_GRACE_S = 20.0
 """Seconds between asking a process to end and killing it."""
 
@@ -22,14 +23,14 @@ class Process(Ended, Protocol):
         """Wait for the process; true if it ended within `seconds`."""
 
 
-class TrainerStarter(Protocol):
-    """Starts the trainer of a run, again and again, while the other processes go on."""
+class TrainerStarter(Protocol[Started]):
+    """Starts the trainer of a run, again and again, while the other processes go on. `Started`: how the launcher presents a start."""
 
     def end(self) -> None:
-        """End all processes of the trainer: ask them, and kill what has not ended after `STOP_GRACE_S`."""
+        """End all processes of the trainer: ask them, and kill those that do not end in time."""
 
-    def start(self, epoch: int) -> tuple[Process, ...]:
-        """Start the trainer for the `epoch`-th time, counted from 0, and return its processes. None of an earlier start may run.
+    def start(self, epoch: int) -> Started:
+        """Start the trainer for the `epoch`-th time, counted from 0. None of its earlier processes may run.
 
         Raises:
             AsyncmoeError: it cannot be started.
@@ -48,7 +49,7 @@ class Processes:
     controller: Process
     trainers: tuple[Process, ...]
     engines: tuple[Process, ...] = ()
-    starter: TrainerStarter | None = None
+    starter: TrainerStarter[tuple[Process, ...]] | None = None
 
     @property
     def all(self) -> tuple[Process, ...]:
@@ -63,3 +64,8 @@ class Processes:
     def finished(self) -> bool:
         """True if controller and trainer ended with status 0; how an engine ends after that does not matter."""
         return all(process.returncode == 0 for process in (self.controller, *self.trainers))
+
+    @property
+    def others_go_on(self) -> bool:
+        """True if the controller runs and no engine has failed."""
+        return self.controller.returncode is None and all(engine.returncode in (None, 0) for engine in self.engines)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from typing import TypeVar
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch.run_processes import Processes
-from asyncmoe.launch.stop_signals import StopOnSignal
+from asyncmoe.launch.run_processes import TrainerStarter
 from asyncmoe.launch.trainer_starts import Allowance, EndRun, StartAgain, TrainerFailure, decide
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.schema import Step
 
+T = TypeVar("T")
 _POLL_S = 0.25
 
 
@@ -36,11 +36,19 @@ class TrainerRestarts:
     def close(self) -> None:
         """Nothing: it holds nothing."""
 
-    def after(self, processes: Processes, error: AsyncmoeError, view: LiveView, stop: StopOnSignal) -> Processes:
-        """Return the processes of the run after a failure, with a trainer that was started again.
+    def again(
+        self, error: AsyncmoeError, starter: TrainerStarter[T] | None, others: Callable[[], bool], stopping: Callable[[], bool], view: LiveView
+    ) -> T | None:
+        """Start the trainer again after a failure of the run.
 
         Args:
-            error: the root cause of the failure of `processes`.
+            error: the root cause of the failure.
+            starter: None: the launcher cannot start a trainer again.
+            others: whether controller and engines go on.
+            stopping: whether the user has asked the run to stop.
+
+        Returns:
+            The trainer; None if it was not started after all, because the run began to stop or lost its controller too.
 
         Raises:
             AsyncmoeError: the run ends; names the root cause.
@@ -48,19 +56,23 @@ class TrainerRestarts:
         with suppress(ProcessSilent):
             view.refresh()  # the last steps that the trainer recorded
         failed = TrainerFailure(str(error), error.exit_code, self._step)
-        went_on = _others_go_on(processes) and not (isinstance(error, ProcessSilent) and error.controller)
+        went_on = others() and not (isinstance(error, ProcessSilent) and error.controller)
         section, journal = self._config.trainer, self._config.journal.enabled
-        decision = decide(self._history, failed, Allowance(section.max_restarts, journal, went_on, stop.count > 0))
-        if isinstance(decision, EndRun) or processes.starter is None:
+        decision = decide(self._history, failed, Allowance(section.max_restarts, journal, went_on, stopping()))
+        if isinstance(decision, EndRun) or starter is None:
             raise self._in_context(error, decision, went_on)
         self._say(decision, error, view)
         self._history.append(failed)
         self._step = 0
-        processes.starter.end()
+        starter.end()
         self._watcher.forget_trainer()
-        if not self._waited(decision.after_s, processes, view, stop):
-            return replace(processes, trainers=())
-        return replace(processes, trainers=processes.starter.start(decision.epoch))
+        until = time.monotonic() + decision.after_s
+        while others() and not stopping():
+            if time.monotonic() >= until:
+                return starter.start(decision.epoch)
+            view.refresh()
+            time.sleep(_POLL_S)
+        return None
 
     def _in_context(self, error: AsyncmoeError, decision: StartAgain | EndRun, went_on: bool) -> AsyncmoeError:
         """Return the error that ends the run, with the loss of the trainer from which it may follow."""
@@ -79,17 +91,3 @@ class TrainerRestarts:
         text = f"the trainer starts again{when}, {times}: {self._watcher.named(error)}"
         view.say(text)
         self._watcher.trainer_lost(text)
-
-    def _waited(self, seconds: float, processes: Processes, view: LiveView, stop: StopOnSignal) -> bool:
-        """Wait before a start; false if the trainer is not to be started any more: the run is stopping, or has lost its controller too."""
-        until = time.monotonic() + seconds
-        while not stop.count and _others_go_on(processes):
-            if time.monotonic() >= until:
-                return True
-            view.refresh()
-            time.sleep(_POLL_S)
-        return False
-
-
-def _others_go_on(processes: Processes) -> bool:
-    return processes.controller.returncode is None and all(engine.returncode in (None, 0) for engine in processes.engines)

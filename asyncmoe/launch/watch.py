@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from asyncmoe import checkpoints, storage
@@ -120,7 +121,7 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
         try:
             view.refresh()
         except ProcessSilent as silent:
-            processes = restarts.after(processes, silent, view, stop)
+            processes = _again(processes, silent, view, stop, restarts)
         if stop.count > told:
             told = stop.count
             if told > 1:
@@ -139,7 +140,7 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
             if stop.count and controller.returncode is None and only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
                 continue  # the trainer noticed the controller's end before this process did
             _settle(processes)
-            processes = restarts.after(processes, failure(processes.failed), view, stop)
+            processes = _again(processes, failure(processes.failed), view, stop, restarts)
             continue
         if all(trainer.returncode == 0 for trainer in processes.trainers) and not controller.wait(STOP_GRACE_S):
             raise AsyncmoeError(f"the controller did not end within {STOP_GRACE_S:.0f} s of the trainer; its log is {controller.log}")
@@ -149,6 +150,11 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
     _late(processes.engines)
     view.refresh()
+
+
+def _again(processes: Processes, error: AsyncmoeError, view: LiveView, stop: StopOnSignal, restarts: TrainerRestarts) -> Processes:
+    trainers = restarts.again(error, processes.starter, lambda: processes.others_go_on, lambda: stop.count > 0, view)
+    return replace(processes, trainers=trainers or ())
 
 
 def _late(processes: tuple[Process, ...]) -> list[Process]:

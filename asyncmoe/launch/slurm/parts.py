@@ -104,6 +104,29 @@ class Part:
             return file.read().decode(errors="replace")
 
 
+class TrainerStep:
+    """A `TrainerStarter`: the trainer's step of a job.
+
+    Args:
+        planned: returns the step of the start with a number.
+        started: parts to be ended with the run, of which each start becomes one.
+    """
+
+    def __init__(self, planned: Callable[[int], JobStep], started: list[Part]) -> None:
+        self._planned, self._started = planned, started
+        self.part = self.start(0)
+
+    def end(self) -> None:
+        """End the step on all its nodes."""
+        end_all([self.part])
+
+    def start(self, epoch: int) -> Part:
+        """Start the step, and append it to the parts of the run."""
+        self.part = Part(self._planned(epoch))
+        self._started.append(self.part)
+        return self.part
+
+
 def start(steps: Sequence[JobStep], into: list[Part]) -> None:
     """Start steps one after the other, and append each to `into` so that the started ones are known if a later one fails."""
     for step in steps:

@@ -37,7 +37,12 @@ class TrainerRestarts:
         """Nothing: it holds nothing."""
 
     def again(
-        self, error: AsyncmoeError, starter: TrainerStarter[T] | None, others: Callable[[], bool], stopping: Callable[[], bool], view: LiveView
+        self,
+        error: AsyncmoeError,
+        starter: TrainerStarter[T] | None,
+        others: Callable[[], bool],
+        stopping: Callable[[], bool],
+        view: LiveView,
     ) -> T | None:
         """Start the trainer again after a failure of the run.
 

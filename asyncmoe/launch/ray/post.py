@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -70,6 +70,16 @@ class Post:
             if silent > self._timeout_s:
                 raise
         return self._ended
+
+    def start(self, launches: Sequence[Launch]) -> None:
+        """Start processes on the node. Ends of earlier processes with their names are forgotten.
+
+        Raises:
+            AsyncmoeError: see `call`.
+        """
+        self.call("start", launches)
+        # An unanswered question of before would be answered with those ends, and its time was spent on ending them.
+        self._ended, self._asked, self._since = {}, None, 0.0
 
     def check(self) -> None:
         """Check that the actor answers.

@@ -133,7 +133,9 @@ class _Job:
 
 
 def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> AsyncmoeError | None:
-    controller, saving, end_by = job.controller, None, float("inf")
+    controller = job.controller
+    saving: _Saving | None = None
+    end_by = float("inf")
     while controller.status is None or job.trainer.status is None:
         cause = _refresh(view)
         now = time.monotonic()
@@ -143,6 +145,8 @@ def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> Asyncmoe
             try:
                 if not job.again(cause or parts.first_cause(job.everyone), view, stop) and stop.save:
                     return None
+            except ProcessSilent:
+                raise  # the watcher names the process
             except AsyncmoeError as ended:
                 return ended
             continue

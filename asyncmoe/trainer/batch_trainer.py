@@ -14,7 +14,7 @@ from asyncmoe.errors import Disagreement
 from asyncmoe.platform import megatron
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Leased, Phase, Probe
-from asyncmoe.trainer import logprob_mismatch, probe
+from asyncmoe.trainer import logprob_mismatch, probe, replay_drift
 from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch import MicroBatch, pack, schedule
@@ -49,11 +49,13 @@ class Learned:
         updates: metrics of each optimizer update, also of one that was refused.
         anomalies: by broken rule of `verify.anomalies`, the value that broke it.
         skipped: the rules that refused the batch, joined by commas; "" if none did.
+        replay_drift: see `asyncmoe.trainer.replay_drift`; None: not trained again, or nothing to compare.
     """
 
     updates: Sequence[StepMetrics]
     anomalies: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""
+    replay_drift: float | None = None
 
     @property
     def untrained(self) -> str:
@@ -89,6 +91,7 @@ class Learner:
         self._plugins, self._samples, self._watch = plugins, samples, watch
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh = model.mesh
+        self._drift: float | None = None
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:
@@ -110,14 +113,15 @@ class Learner:
         if phase == "warmup":
             return Learned(self._warm_up(updates, trajectories, leased, before_update))
         others = batch_client.fetch(self._client, leased, relatives(leased.items, wanted, self._config.objective), (), masks=False)
-        if probe.due(self._config, step):
+        if probe.due(self._config, step) and not leased.replayed:  # engines serve no version of a step that is trained again
             self._probe(leased, step)
         guard = None if self._watch is None else self._watch.batch(leased.items, trajectories, step)
+        self._drift = None
         metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard)
         if guard is None:
-            return Learned(metrics)
+            return Learned(metrics, replay_drift=self._drift)
         guard.end()
-        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, guard.skipped)
+        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, guard.skipped, self._drift)
 
     def _probe(self, leased: Leased, step: int) -> None:
         """Score probe tokens under the weights of version `step`, and send them to the controller."""
@@ -199,7 +203,7 @@ class Learner:
         """
         config = self._config
         every = config.verify.logprobs_every
-        verify = every > 0 and (step - config.warmup.steps) % every == 0
+        verify = leased.replayed or (every > 0 and (step - config.warmup.steps) % every == 0)
         recompute = len(updates) > 1 and config.objective.proximal == "recompute"
         before: LogProbs = {}
         reference: LogProbs = {}
@@ -215,10 +219,10 @@ class Learner:
                     found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay)
                 reference |= {update.members[i]: values for i, values in found.items()}
         if verify:
-            self._verify(trajectories, before, step)
+            self._verify(trajectories, before, step, leased.replayed)
         return before if recompute else None, reference if self._reference is not None else None
 
-    def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
+    def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int, replayed: bool) -> None:
         limits = self._config.verify
         mine = trajectories if self._mesh.reports else {}
         part = logprob_mismatch.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)
@@ -226,6 +230,9 @@ class Learner:
         if self._mesh.rank == 0:
             for line in logprob_mismatch.describe(whole, version):
                 log.info("%s", line)
+        if replayed:  # the engines had the weights of the first time
+            self._drift = replay_drift.drift(whole, version, limits.max_replay_drift)
+            return
         for what, got, limit in (("max_logprob_diff", whole.largest, limits.max_logprob_diff), ("max_kl", whole.kl, limits.max_kl)):
             if limit is not None and not got <= limit:
                 raise Disagreement(

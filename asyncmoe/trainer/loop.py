@@ -243,7 +243,8 @@ class Trainer:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)
             refused = sum(update.refused for update in learned.updates)
-            record = step_record(self._step, leased, phase, learned.updates, published, waited, times, learned.anomalies, refused)
+            said = (learned.anomalies, refused, learned.replay_drift)
+            record = step_record(self._step, leased, phase, learned.updates, published, waited, times, *said)
             self._metrics.write(record)
 
 

@@ -35,6 +35,7 @@ def step_record(
     times: tuple[float, float, float],
     anomalies: Mapping[str, float] | None = None,
     refused: int = 0,
+    replay_drift: float | None = None,
 ) -> Step:
     """Build the metrics.jsonl record of a step.
 
@@ -45,6 +46,7 @@ def step_record(
         waited: seconds the step waited for weight sync.
         anomalies: by broken rule of `verify.anomalies`, the value that broke it.
         refused: updates that the rules refused.
+        replay_drift: see `asyncmoe.trainer.replay_drift`.
         times: Unix times at which the step began, received its batch and finished training.
 
     Raises:
@@ -67,6 +69,7 @@ def step_record(
         pause_ms=published.pause_ms if published else None,
         version=step,
         lineage=leased.lineage,
+        replay_drift=replay_drift,
         loss=sum(u.loss for u in updates) / len(updates),
         grad_norm=last.grad_norm,
         lr=last.lr,

@@ -122,14 +122,30 @@ class _Job:
     def everyone(self) -> list[Part]:
         return [*self.others, self.trainer]
 
-    def again(self, error: AsyncmoeError, view: LiveView, stop: Stop) -> bool:
-        """Start the trainer again; see `TrainerRestarts.again`. Return whether it was started."""
-        others = [part for part in self.others if part is not self.controller]
+    def again(self, silent: ProcessSilent | None, view: LiveView, stop: Stop) -> AsyncmoeError | None:
+        """Start the trainer again after a failure of the job; see `TrainerRestarts.again`.
+
+        Args:
+            silent: the failure, if a process hangs.
+
+        Returns:
+            The root cause if the job ends; None if the trainer was started, or is not because the job began to stop.
+
+        Raises:
+            ProcessSilent: the job ends because of it.
+        """
+        engines = self.others[1:]
 
         def go_on() -> bool:
-            return self.controller.status is None and not any(part.failed for part in others)
+            return self.controller.status is None and not any(part.failed for part in engines)
 
-        return self._restarts.again(error, self._starter, go_on, lambda: stop.save or stop.now, view) is not None
+        try:
+            self._restarts.again(silent or parts.first_cause(self.everyone), self._starter, go_on, lambda: stop.save or stop.now, view)
+        except ProcessSilent:
+            raise  # the watcher names the process
+        except AsyncmoeError as ended:
+            return ended
+        return None
 
 
 def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> AsyncmoeError | None:
@@ -137,17 +153,13 @@ def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> Asyncmoe
     saving: _Saving | None = None
     end_by = float("inf")
     while controller.status is None or job.trainer.status is None:
-        cause = _refresh(view)
+        silent = _refresh(view)
         now = time.monotonic()
         if stop.now:
             raise outcome.told_to_end(where)
-        if cause is not None or any(_bad(part, stop) for part in job.everyone):
-            try:
-                if not job.again(cause or parts.first_cause(job.everyone), view, stop) and stop.save:
-                    return None
-            except ProcessSilent:
-                raise  # the watcher names the process
-            except AsyncmoeError as ended:
+        if silent is not None or any(_bad(part, stop) for part in job.everyone):
+            ended = job.again(silent, view, stop)
+            if ended is not None or (stop.save and job.trainer.failed):
                 return ended
             continue
         if stop.save and saving is None:

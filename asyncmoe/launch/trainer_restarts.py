@@ -92,7 +92,7 @@ class TrainerRestarts:
 
     def _say(self, decision: StartAgain, error: AsyncmoeError, view: LiveView) -> None:
         when = f" in {decision.after_s:.0f} s" if decision.after_s else ""
-        times = f"restart {decision.row} of {self._config.trainer.max_restarts} without a new step"
-        text = f"the trainer starts again{when}, {times}: {self._watcher.named(error)}"
+        most, why = self._config.trainer.max_restarts, self._watcher.named(error)
+        text = f"the trainer starts again{when}, restart {decision.row} of {most} without a new step: {why}"
         view.say(text)
         self._watcher.trainer_lost(text)

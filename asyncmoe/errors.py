@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+RECURRING = (2, 3)
+"""Exit codes of failures that starting again does not help: mistakes that the user can fix, and wrong numbers or programs."""
+
 
 class AsyncmoeError(Exception):
     """Base class of all errors raised on purpose by asyncmoe."""
 
     exit_code = 1
+    """Exit status of a command or process that ends with the error; see `RECURRING`."""
     where = ""
     """Role and node of the process that raised the error, in a run of several processes; see `asyncmoe.process.named`."""
 
@@ -151,9 +155,13 @@ class TrajectoryRejected(AsyncmoeError):
 class Disagreement(AsyncmoeError):
     """The log-probabilities of engine and trainer differ by more than `verify` allows; nothing was trained on these samples."""
 
+    exit_code = 3
+
 
 class AnomalyFound(AsyncmoeError):
     """A rule of `verify.anomalies` stops the run; nothing was trained on the batch, and its evidence is kept."""
+
+    exit_code = 3
 
 
 class WaitTimeout(AsyncmoeError):
@@ -166,3 +174,5 @@ class WaitTimeout(AsyncmoeError):
 
 class InvariantBroken(AsyncmoeError):
     """An invariant of asyncmoe is violated. The run stops rather than train on wrong data."""
+
+    exit_code = 3

@@ -189,6 +189,19 @@ def interruption_(
     typer.echo(interruption.table(results))
 
 
+@bench.command("recovery")
+def recovery_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    rounds: Annotated[int, typer.Option(help="Kills in each way, in turn.", min=3)] = 3,
+) -> None:
+    """How long a run stands after a rank is killed: its trainer started again in place, next to everything started again."""
+    from benchmarks import recovery
+
+    results = recovery.run(rounds)
+    _show(results, json_path)
+    typer.echo(recovery.table(results))
+
+
 def _show(results: dict[str, Any], path: Path | None) -> None:
     """Print results, and write them where they are wanted."""
     import json

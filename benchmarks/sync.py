@@ -21,7 +21,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import EngineError, WaitTimeout
-from asyncmoe.launch.local import trainer_command
+from asyncmoe.launch.local_trainer import trainer_command
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines import adapters, backend
 from asyncmoe.rollout.engines.engine import EngineProcess

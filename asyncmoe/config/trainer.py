@@ -126,8 +126,9 @@ class TrainerSection(Section):
     timeout_s: PositiveFloat = Field(600.0, description="Seconds a collective of the trainer ranks may wait before the run fails.")
     max_restarts: NonNegative = Field(
         2,
-        description="How often a trainer whose rank was lost (killed, crashed, out of memory) is started again in place, from its newest "
-        "checkpoint, while controller and engines go on; it needs the journal (journal.enabled). 0: a lost trainer ends the run.",
+        description="How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is "
+        "started again in place, from its newest checkpoint, while controller and engines go on; it needs the journal (journal.enabled). "
+        "0: a lost trainer ends the run.",
     )
 
     @property

@@ -9,7 +9,8 @@ from asyncmoe import checkpoints, models
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import intact
 from asyncmoe.errors import AsyncmoeError, DataError, UserError
-from asyncmoe.launch.local import TRAINER_ENVIRONMENT, trainer_command
+from asyncmoe.launch.local_trainer import trainer_command
+from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.process import Child
 

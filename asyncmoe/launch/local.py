@@ -28,9 +28,9 @@ from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT as TRAINER_ENVIRONMENT
-from asyncmoe.launch.torchrun import free_port, torchrun
-from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
+from asyncmoe.launch.local_trainer import LocalTrainer
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Processes
+from asyncmoe.launch.watch import supervise
 from asyncmoe.models import resume
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
@@ -215,9 +215,9 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
         "controller", [sys.executable, "-m", "asyncmoe", "rollout", str(file)], logs / "controller.log", bounds=config.telemetry.logs.bounds
     )
     ending.callback(controller.end, STOP_GRACE_S)
-    trainer = Child("trainer", trainer_command(config, file), logs / "trainer.log", TRAINER_ENVIRONMENT, config.telemetry.logs.bounds)
-    ending.callback(trainer.end, STOP_GRACE_S)
-    return Processes(controller, (trainer,))
+    trainer = LocalTrainer(config, file)
+    ending.callback(trainer.end)
+    return Processes(controller, trainer.start(0), starter=trainer)
 
 
 def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
@@ -229,8 +229,3 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     check_rank(kind, kind.rank if limit is None else limit)
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)
-
-
-def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trainer", *arguments: str) -> list[str]:
-    """Return the torchrun command for all trainer ranks on this machine."""
-    return [sys.executable, *torchrun(config.trainer.ranks, ("127.0.0.1", free_port("127.0.0.1")), module, str(resolved), *arguments)]

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
 from asyncmoe.process import KILLED, say
 from asyncmoe.scratch import Scratch
 
@@ -81,15 +81,19 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def first(failed: Sequence[FailedRank]) -> FailedRank:
-    """Return the root cause among failed ranks: a user error, else the earliest failure.
+    """Return the root cause among failed ranks: a failure that would recur, else the earliest.
 
     At the same time a signal precedes an error, because the error may report the loss of that rank. SIGTERM comes last: torchrun sends it
     to the remaining ranks.
     """
     return min(
         failed,
-        key=lambda one: (one.exitcode != UserError.exit_code, one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank),
+        key=lambda one: (_recurring(one.exitcode), one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank),
     )
+
+
+def _recurring(exitcode: int) -> int:
+    return RECURRING.index(exitcode) if exitcode in RECURRING else len(RECURRING)
 
 
 def status(exitcode: int) -> int:

@@ -6,25 +6,24 @@ checkpoint. A second Ctrl-C ends all processes at once.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from signal import Signals
-from types import FrameType
-from typing import Protocol
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
-from asyncmoe.launch.watching import Watcher
-from asyncmoe.process import KILLED
-from asyncmoe.telemetry import processes
+from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.launch.failures import explained, failure, only_lost
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
+from asyncmoe.launch.stop_signals import StopOnSignal
+from asyncmoe.launch.trainer_restarts import TrainerRestarts
+from asyncmoe.launch.watching import ProcessSilent, Watcher
+from asyncmoe.telemetry import processes as recorded
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.report import command
@@ -32,8 +31,6 @@ from asyncmoe.telemetry.samples.records import FOLDER as SAMPLES
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
-STOP_GRACE_S = 20.0
-"""Seconds between asking a process to end and killing it."""
 PROFILE = "profile"
 """Folder of a run that the trainer writes profiles to."""
 _POLL_S = 0.25
@@ -41,70 +38,6 @@ _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
 _INTERRUPTED = (-signal.SIGINT, 130)
 """Exit statuses of a command that received SIGINT before it installed its handler: while Python started, and later."""
-_FOLLOWS = ("waited", "was ended by the controller")
-"""Words in the reason of a process that failed because it lost another one."""
-_MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
-"""Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
-_CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
-"""Signals that a process raises by a fault of its own, in contrast to those that another process or the kernel sends it."""
-_UNEXPLAINED, _LOST = 5, 6
-"""Sort keys (`_rank`) of a failure without a reason, and of one that the loss of another process explains."""
-
-
-class Ended(Protocol):
-    """How a process of a run ended, for error messages."""
-
-    @property
-    def name(self) -> str:
-        """Name of the process in messages."""
-
-    @property
-    def log(self) -> Path:
-        """Log file of the process."""
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, negative signal number, or None while it runs."""
-
-    @property
-    def reason(self) -> str | None:
-        """The reason that the process gave for its end; None if it gave none."""
-
-    def why(self) -> str:
-        """The reason that the process gave for its end; without one, its status and its log."""
-
-
-class Process(Ended, Protocol):
-    """A process of a run; `asyncmoe.process.Child` implements it for this machine."""
-
-    def signal(self, number: Signals) -> None:
-        """Send the process a signal; do nothing if it has ended."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the process; true if it ended within `seconds`."""
-
-
-@dataclass(frozen=True)
-class Processes:
-    """All processes of a run that its launcher started. `engines` is empty if the controller starts the engines itself."""
-
-    controller: Process
-    trainers: tuple[Process, ...]
-    engines: tuple[Process, ...] = ()
-
-    @property
-    def all(self) -> tuple[Process, ...]:
-        return (self.controller, *self.trainers, *self.engines)
-
-    @property
-    def failed(self) -> list[Process]:
-        """The processes that ended with a status different from 0."""
-        return [process for process in self.all if process.returncode not in (None, 0)]
-
-    @property
-    def finished(self) -> bool:
-        """True if controller and trainer ended with status 0; how an engine ends after that does not matter."""
-        return all(process.returncode == 0 for process in (self.controller, *self.trainers))
 
 
 def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[str, object]:
@@ -119,16 +52,17 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     """
     stop = StopOnSignal()
     try:
-        processes.record(config.run.dir, "supervisor")
+        recorded.record(config.run.dir, "supervisor")
         watcher = Watcher(config)
+        restarts = TrainerRestarts(config, watcher)
         with (
             Copier(config, lambda: stop.count),
             watcher,
-            LiveView(config, sinks=(watcher,), health=watcher.health) as view,
+            LiveView(config, sinks=(restarts, watcher), health=watcher.health) as view,
             ExitStack() as ending,
         ):
             watcher.say = view.say
-            _watch(config, start(ending), view, stop)
+            _watch(config, start(ending), view, stop, restarts)
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), stop.number) from None
     finally:
@@ -180,11 +114,14 @@ def _conclude(run_dir: Path) -> dict[str, object]:
     return summary
 
 
-def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSignal) -> None:
-    controller, trainers = processes.controller, processes.trainers
+def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSignal, restarts: TrainerRestarts) -> None:
+    controller = processes.controller
     told = 0
     while not processes.finished:
-        view.refresh()
+        try:
+            view.refresh()
+        except ProcessSilent as silent:
+            processes = _again(processes, silent, view, stop, restarts)
         if stop.count > told:
             told = stop.count
             if told > 1:
@@ -195,21 +132,29 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
             view.refresh()
             return
         if stop.count and controller.returncode == 0:  # the trainer has the request, or never joined
-            _late(trainers)
+            _late(processes.trainers)
             break
+        if stop.count and not processes.trainers:  # a lost trainer that was not started again: there is none to save a checkpoint
+            return
         if processes.failed:
-            if stop.count and controller.returncode is None and _only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
+            if stop.count and controller.returncode is None and only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
                 continue  # the trainer noticed the controller's end before this process did
             _settle(processes)
-            raise failure(processes.failed)
-        if all(trainer.returncode == 0 for trainer in trainers) and not controller.wait(STOP_GRACE_S):
+            processes = _again(processes, failure(processes.failed), view, stop, restarts)
+            continue
+        if all(trainer.returncode == 0 for trainer in processes.trainers) and not controller.wait(STOP_GRACE_S):
             raise AsyncmoeError(f"the controller did not end within {STOP_GRACE_S:.0f} s of the trainer; its log is {controller.log}")
-        if controller.returncode == 0 and _late(trainers):
+        if controller.returncode == 0 and _late(processes.trainers):
             raise AsyncmoeError(f"the controller ended before the trainer; its log is {controller.log}")
         time.sleep(_POLL_S)
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
     _late(processes.engines)
     view.refresh()
+
+
+def _again(processes: Processes, error: AsyncmoeError, view: LiveView, stop: StopOnSignal, restarts: TrainerRestarts) -> Processes:
+    trainers = restarts.again(error, processes.starter, lambda: processes.others_go_on, lambda: stop.count > 0, view)
+    return replace(processes, trainers=trainers or ())
 
 
 def _late(processes: tuple[Process, ...]) -> list[Process]:
@@ -221,74 +166,6 @@ def _late(processes: tuple[Process, ...]) -> list[Process]:
 def _settle(processes: Processes) -> None:
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < _UNEXPLAINED_S:
-        if waited > _SETTLE_S and min(map(_rank, processes.failed)) < _UNEXPLAINED:
+        if waited > _SETTLE_S and explained(processes.failed):
             return
         time.sleep(_POLL_S)
-
-
-def failure(failed: Sequence[Ended]) -> AsyncmoeError:
-    """Return the error of the root-cause failure, with the exit code of a user error if it is one. `failed` must not be empty."""
-    first = min(failed, key=_rank)
-    if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # a full disk keeps reasons out of the logs
-        named = storage.explain(full, f"log of {first.name}, which ended with status {first.returncode}", first.log)
-        return named or AsyncmoeError(str(full))
-    error = AsyncmoeError(first.why())
-    error.exit_code = UserError.exit_code if first.returncode == UserError.exit_code else AsyncmoeError.exit_code
-    return error
-
-
-def _only_lost(failed: Sequence[Process]) -> bool:
-    """Whether all failures are the loss of another process."""
-    return all(_rank(process) == _LOST for process in failed)
-
-
-def _rank(ended: Ended) -> int:
-    """Sort key of a failure: a user error is lowest, then a kill, the controller's own reason, a crash, another own reason, no reason,
-    and the loss of another process.
-
-    The controller's own reason precedes a crash, because a rank may crash while it ends for lack of a controller; a kill has another cause.
-    """
-    status, reason = ended.returncode, ended.reason or ""
-    if status == UserError.exit_code:
-        return 0
-    if (status is not None and status < 0) or reason.startswith(KILLED):
-        named = reason.startswith(tuple(f"{KILLED} {number.name}" for number in _CRASHES))
-        return 3 if named or (not reason.startswith(KILLED) and -(status or 0) in _CRASHES) else 1
-    if not reason:
-        return _UNEXPLAINED
-    if ended.name.split()[0] == "controller" and not any(words in reason for words in _MAY_FOLLOW_A_CRASH):
-        return 2
-    return _LOST if any(words in reason for words in _FOLLOWS) else 4
-
-
-class StopOnSignal:
-    """Counts SIGINT, SIGTERM and SIGHUP, so that none ends the program at an arbitrary point before the user insists.
-
-    After SIGHUP, what is written to the terminal that is gone is dropped: a write to it fails. SIGHUP stays ignored where it is (nohup).
-
-    Attributes:
-        count: signals so far. From the third on each raises KeyboardInterrupt, which ends a wait for processes that do not end.
-        number: the first signal.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.number = 0, int(signal.SIGINT)
-        self._terminal = [number for number in (1, 2) if os.isatty(number)]
-        hears = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        numbers = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hears else ()))
-        self._old = {n: signal.signal(n, self._handle) for n in numbers}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for terminal in self._terminal:
-                os.dup2(nowhere, terminal)
-            os.close(nowhere)
-        self.number = self.number if self.count else number
-        self.count += 1
-        if self.count > 2:
-            raise KeyboardInterrupt
-
-    def restore(self) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)

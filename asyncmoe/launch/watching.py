@@ -18,11 +18,19 @@ from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.alerts import Alert, Told, tell
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.health import Health, health
-from asyncmoe.telemetry.heartbeats import BeatListener, Silence
+from asyncmoe.telemetry.heartbeats import TRAINER, BeatListener, Silence
 
 _KEPT = 20
 _DUMPING_S = 60.0
 """Seconds that the stacks of all processes may take; those that come later are left out."""
+
+
+class ProcessSilent(AsyncmoeError):
+    """A process has been silent for watch.end_after_s. `controller`: whether the controller has been silent too."""
+
+    def __init__(self, limit_s: float, controller: bool) -> None:
+        self.controller = controller
+        super().__init__(f"waited {limit_s:g} s (watch.end_after_s) for a heartbeat")
 
 
 class Watcher:
@@ -48,7 +56,7 @@ class Watcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        named = self._with_the_silent(error) if isinstance(error, AsyncmoeError) and not isinstance(error, Interrupted) else error
+        named = self.named(error) if isinstance(error, AsyncmoeError) and not isinstance(error, Interrupted) else error
         if isinstance(named, Exception) and not isinstance(named, Interrupted):
             self._alarm.send(Alert("failed", f"the run has failed: {named}", self._told.step))
         self._alarm.close()
@@ -63,7 +71,7 @@ class Watcher:
         """Consume new records, and look after every process.
 
         Raises:
-            AsyncmoeError: the controller or a trainer rank has been silent for watch.end_after_s; names it.
+            ProcessSilent: the controller or a trainer rank has been silent for watch.end_after_s.
         """
         now = self._clock()
         limit = self._config.verify.anomalies.kl_engine.above
@@ -89,9 +97,20 @@ class Watcher:
             self._alarm.send(Alert("silent", text, self._told.step))
         for one in silent:
             if self._watch.end_after_s is not None and one.seconds > self._watch.end_after_s and heartbeats.ends_the_run(one.role):
-                raise AsyncmoeError(f"waited {self._watch.end_after_s:g} s (watch.end_after_s) for a heartbeat")
+                raise ProcessSilent(self._watch.end_after_s, any(other.role == "controller" for other in silent))
 
-    def _with_the_silent(self, error: AsyncmoeError) -> AsyncmoeError:
+    def trainer_lost(self, text: str) -> None:
+        """Tell that the trainer was lost and starts again."""
+        self._alarm.send(Alert("trainer_lost", text, self._told.step))
+
+    def forget_trainer(self) -> None:
+        """Forget the ranks of a trainer whose processes have ended, until those of its next start are heard."""
+        heartbeats.forget(self._config.run.dir, TRAINER)
+        self._listener.forget(TRAINER)
+        self._silences = [one for one in self._silences if not one.role.startswith(TRAINER)]
+        self._dumped = {role: path for role, path in self._dumped.items() if not role.startswith(TRAINER)}
+
+    def named(self, error: AsyncmoeError) -> AsyncmoeError:
         """Return an error that names the process that was silent longest, if one was: other processes fail for lack of it."""
         first = next((one for one in self._silences if one.role in self._dumped), None)
         if first is None:

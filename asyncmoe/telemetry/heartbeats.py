@@ -21,6 +21,8 @@ import msgspec
 FOLDER = "heartbeats"
 DUMP_SIGNAL = signal.SIGUSR2
 """A process that says `Beat.dumps` writes its stacks to `stacks_file` when it gets this signal."""
+TRAINER = "trainer."
+"""Beginning of the roles of trainer ranks."""
 ENDED = "ended"
 """`Beat.does` of a process that has ended well, and is expected to be silent."""
 
@@ -108,9 +110,9 @@ def read(run_dir: Path) -> dict[str, Beat]:
     return found
 
 
-def forget(run_dir: Path) -> None:
-    """Delete the heartbeats of an earlier start."""
-    for path in (run_dir / FOLDER).glob("*"):
+def forget(run_dir: Path, roles: str = "") -> None:
+    """Delete the heartbeats of an earlier start, of the roles that begin with `roles`."""
+    for path in (run_dir / FOLDER).glob(f"{roles}*"):
         path.unlink(missing_ok=True)
 
 
@@ -140,7 +142,11 @@ class BeatListener:
         found = [Silence(role, now - since, one.does) for role, (one, since) in self._heard.items() if one.does != ENDED]
         return sorted(found, key=lambda one: -one.seconds)
 
+    def forget(self, roles: str) -> None:
+        """Measure roles that begin with `roles` from their next heartbeat on."""
+        self._heard = {role: heard for role, heard in self._heard.items() if not role.startswith(roles)}
+
 
 def ends_the_run(role: str) -> bool:
     """Whether a run cannot go on without this role; an engine is fenced by the controller instead."""
-    return role == "controller" or role.startswith("trainer.")
+    return role == "controller" or role.startswith(TRAINER)

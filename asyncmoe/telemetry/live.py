@@ -21,7 +21,7 @@ from asyncmoe.telemetry.health import Health
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.supervised import DOWN_S, LoggerProcess
 from asyncmoe.telemetry.prometheus import Prometheus, key_for
-from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.records import sessions, trainer_restarts
 from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
@@ -51,6 +51,7 @@ class LiveView:
         )
         self._follower = Follower(config.run.dir)
         self._view = View(config.run.dir.name, config.warmup.steps, config.warmup.steps + config.run.steps)
+        self._starts: list[Resume] = []
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
         self._sinks: list[Sink] = []
         self._loggers: list[LoggerProcess] = []
@@ -136,8 +137,9 @@ class LiveView:
         self._rollout.extend(record for record in records if isinstance(record, Rollout))
         steps = [record for record in records if isinstance(record, Step | Resume)]
         if steps:
+            self._starts += [record for record in steps if isinstance(record, Resume)]
             kept = list(chain.from_iterable(sessions([*self._view.steps, *steps])))
-            self._view = replace(self._view, steps=kept)
+            self._view = replace(self._view, steps=kept, trainer_restarts=trainer_restarts(self._starts))
         evaluations = [record for record in records if isinstance(record, Evaluation)]
         newest = evaluations[-1] if evaluations else self._view.evaluation
         self._view = replace(self._view, rollout=tuple(self._rollout), evaluation=newest)

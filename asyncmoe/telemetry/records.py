@@ -264,6 +264,16 @@ def sessions(records: Iterable[Step | Resume]) -> list[list[Step]]:
     return [session for session in found if session]
 
 
+def trainer_restarts(records: Iterable[Step | Resume]) -> int:
+    """Return how often the trainer was started again in place, over all starts of the run, as far as its starts came to train."""
+    count = before = 0
+    for record in records:
+        if isinstance(record, Resume):
+            count += max(0, record.epoch - before)
+            before = record.epoch
+    return count
+
+
 def _until(found: list[list[Step]], last: int) -> list[list[Step]]:
     return [[step for step in session if step.step <= last] for session in found]
 

@@ -12,14 +12,15 @@ from asyncmoe import config as configuration
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.telemetry.overlap import Interval
 from asyncmoe.telemetry.records import (
+    Tail,
     as_record,
     read_evaluations,
     read_rollout,
-    read_sessions,
     read_spans,
     readable,
     sessions,
     step_or_resume,
+    trainer_restarts,
     valid_evaluations,
 )
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
@@ -34,6 +35,7 @@ class RunRecords:
     Attributes:
         sessions: the valid steps, one list per start of the trainer (`records.sessions`).
         notes: which lines were left out, a sentence for each file.
+        trainer_restarts: how often the trainer was started again in place (`records.trainer_restarts`).
     """
 
     name: str
@@ -42,6 +44,7 @@ class RunRecords:
     spans: Sequence[Span]
     evaluations: Sequence[Evaluation] = ()
     notes: Sequence[str] = ()
+    trainer_restarts: int = 0
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -97,11 +100,18 @@ def load(run_dir: Path) -> RunRecords:
     Raises:
         DataError: no step is recorded, or a line is malformed (see `records.read_spans`).
     """
-    found = read_sessions(run_dir / METRICS)
+    records = Tail(run_dir / METRICS).poll_steps()
+    found = sessions(records)
     if not found:
         raise _no_step(run_dir)
-    spans = read_spans(run_dir / TRAINER_SPANS) + read_spans(run_dir / CONTROLLER_SPANS)
-    return RunRecords(run_dir.resolve().name, found, read_rollout(run_dir / ROLLOUT), spans, read_evaluations(run_dir / EVALUATION))
+    return RunRecords(
+        run_dir.resolve().name,
+        found,
+        read_rollout(run_dir / ROLLOUT),
+        read_spans(run_dir / TRAINER_SPANS) + read_spans(run_dir / CONTROLLER_SPANS),
+        read_evaluations(run_dir / EVALUATION),
+        trainer_restarts=trainer_restarts(records),
+    )
 
 
 def load_readable(run_dir: Path) -> RunRecords:
@@ -111,13 +121,14 @@ def load_readable(run_dir: Path) -> RunRecords:
         DataError: nothing is recorded, or a path is no file.
     """
     notes: list[str] = []
-    steps = sessions(readable(run_dir / METRICS, step_or_resume, notes))
+    records = readable(run_dir / METRICS, step_or_resume, notes)
+    steps = sessions(records)
     rollout = readable(run_dir / ROLLOUT, as_record(Rollout), notes)
     if not (steps or rollout or (run_dir / FOLDER / ROLLOUT_SAMPLES).is_file()):
         raise _no_step(run_dir)
     spans = [span for name in (TRAINER_SPANS, CONTROLLER_SPANS) for span in readable(run_dir / name, as_record(Span), notes)]
     evaluations = valid_evaluations(readable(run_dir / EVALUATION, as_record(Evaluation), notes))
-    return RunRecords(run_dir.resolve().name, steps, rollout, spans, evaluations, notes)
+    return RunRecords(run_dir.resolve().name, steps, rollout, spans, evaluations, notes, trainer_restarts(records))
 
 
 def _no_step(run_dir: Path) -> DataError:

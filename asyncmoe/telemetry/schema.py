@@ -284,6 +284,8 @@ class Resume(msgspec.Struct, frozen=True):
 
     resumed_at: int
     time: float = 0.0
+    epoch: int = 0
+    """Number of times this trainer was started again in place before: 0 for each start of the whole run."""
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ class View:
     message: str = ""
     evaluation: Evaluation | None = None
     """The latest evaluation."""
+    trainer_restarts: int = 0
 
     @property
     def done(self) -> int:
@@ -87,6 +88,8 @@ def panel(view: View) -> RenderableType:
     rows |= _scoring(view)
     if view.evaluation is not None:
         rows["evaluated"] = evaluated(view.evaluation)
+    if view.trainer_restarts:
+        rows["restarts"] = f"trainer {view.trainer_restarts}"
     if view.message:
         rows["note"] = view.message
     grid = Table.grid(padding=(0, 2))

@@ -85,6 +85,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rejected share of the started trajectories, over all starts of the controller; None if none was started."""
     rejected: dict[str, int] | None
     """Rejected trajectories by reason, over all starts of the controller; None without rollout records."""
+    trainer_restarts: int = 0
+    """Number of times that the trainer was lost and started again in place, over all starts of the run."""
     loggers: Mapping[str, Logged] | None = None
     """What W&B, MLflow and Trackio got, by name; None without any."""
 
@@ -149,6 +151,7 @@ def summary_of(run: RunRecords) -> Summary:
         evaluation_last=next((one for one in reversed(run.evaluations) if one.name == run.evaluations[0].name), None),
         rejected_share=gone.share,
         rejected=dict(gone.by_reason) if run.rollout else None,
+        trainer_restarts=run.trainer_restarts,
     )
 
 

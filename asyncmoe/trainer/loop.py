@@ -123,7 +123,7 @@ class Trainer:
         assert isinstance(welcome, Welcome)
         self._served = welcome.version
         if self._metrics is not None:
-            self._metrics.write(Resume(resumed_at=self._step, time=time.time()))
+            self._metrics.write(Resume(resumed_at=self._step, time=time.time(), epoch=trainer_epoch()))
         freeze()
         stopped = self._train()
         if self._saved != self._step:

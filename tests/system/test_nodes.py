@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.launch.local import TRAINER_ENVIRONMENT
+from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT
 from tests.system.runs import SMALL, Command, logs, metrics, wait_for
 
 pytestmark = pytest.mark.system

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -140,13 +141,27 @@ def rank(number: int, command: Command) -> int:
 
 @pytest.mark.thorough
 def test_a_rank_that_is_killed_is_named_with_its_node(cluster: Nodes, tmp_path: Path) -> None:
-    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000")
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=2000", "trainer.max_restarts=0")
     assert wait_for(lambda: len(metrics(tmp_path / "run")) > 4, 240), logs(tmp_path / "run")
     os.kill(rank(1, command), signal.SIGKILL)
     status, _, error = command.finish()
     assert status == 1
     assert re.search(r"^error: trainer\.1 on 127\.0\.0\..*: a rank was ended by SIGKILL", error, re.MULTILINE), error
     assert error.count("error: ") == 1, error
+    assert command.gone(), command.alive()
+
+
+@pytest.mark.thorough
+def test_a_trainer_whose_rank_is_killed_starts_again_on_its_nodes(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=12")
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > 6, 240), logs(tmp_path / "run")
+    os.kill(rank(1, command), signal.SIGKILL)
+    status, out, error = command.finish()
+    assert status == 0, error[-3000:] + logs(tmp_path / "run")
+    assert re.search(
+        r"^the trainer starts again, restart 1 of 2 .*: trainer\.1 on 127\.0\.0\..*: a rank was ended by SIGKILL", out, re.MULTILINE
+    )
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["trainer_restarts"] == 1
     assert command.gone(), command.alive()
 
 

@@ -117,7 +117,7 @@ def test_a_training_runs_to_its_end_over_three_nodes(jobs: Jobs) -> None:
 
 def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -> None:
     steps = 20
-    job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10", "cluster.requeues=1")
+    job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10", "cluster.requeues=1", "trainer.max_restarts=0")
     jobs.wait(job, "a checkpoint", START_S, lambda: checkpoints.newest(jobs.run) is not None)
     kept = checkpoints.newest(jobs.run)
     assert kept is not None
@@ -135,6 +135,23 @@ def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -
     assert before == list(range(1, len(before) + 1))
     assert again <= len(before)
     assert after == list(range(again + 1, steps + 5))
+
+
+def test_a_trainer_that_is_killed_starts_again_in_the_same_job(jobs: Jobs) -> None:
+    steps = 20
+    job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10")
+    jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 6)
+    before = {step: number for step, number in jobs.slurm.steps(job).items() if step != "trainer"}
+    jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer"])
+    jobs.wait(job, "another start", START_S, lambda: len(jobs.sessions()) == 2)
+    assert {step: number for step, number in jobs.slurm.steps(job).items() if step != "trainer"} == before
+    assert jobs.ended(job) == "COMPLETED", jobs.everything()
+    assert jobs.slurm.fact(job, "Restarts") == "0"
+    assert "the trainer starts again, restart 1 of 2 without a new step: trainer on n" in jobs.story(job)
+    (_, first), (again, after) = jobs.sessions()
+    assert again <= len(first)
+    assert after == list(range(again + 1, steps + 5))
+    assert json.loads((jobs.run / "summary.json").read_text())["trainer_restarts"] == 1
 
 
 def test_engines_of_another_job_join_and_leave_and_the_time_limit_requeues(jobs: Jobs) -> None:

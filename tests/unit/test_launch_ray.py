@@ -14,9 +14,9 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.launch.failures import failure
 from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, nodes_words, spread, strategy, wanted_words
-from asyncmoe.launch.watch import failure
 from asyncmoe.process import Child
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.test_queue_model import make_group
 
 
 def test_it_is_the_mean_difference_on_trajectories_of_the_version_alone() -> None:
-    made = [*make_group(0, 2, [3, 3]), *make_group(1, 2, [2, 2])]
+    made = [replace(t, prefix_version=t.oldest_version) for t in (*make_group(0, 2, [3, 3]), *make_group(1, 2, [2, 2]))]
     off = [np.where(t.loss_mask, t.logprobs + by, t.logprobs) for t, by in zip(made, (0.1, -0.3, 9.0, 9.0), strict=True)]
     found = compare(made, off, 3, 1)
     assert drift(found, 3, 0.5) == pytest.approx(0.2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.errors import UserError
-from asyncmoe.launch import local, torchrun, watch
+from asyncmoe.launch import failures, local, torchrun
 from asyncmoe.launch.slurm import outcome, parts
 from asyncmoe.launch.slurm.parts import EndedStep
 
@@ -81,7 +81,7 @@ def test_the_end_that_the_others_follow_from(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("logs").mkdir()  # where there is none, the disk is the cause
-    error = watch.failure(ended[::order])
+    error = failures.failure(ended[::order])
     assert str(error) == cause.why()
     assert error.exit_code == (2 if cause is MISTAKE else 1)
 

@@ -150,12 +150,15 @@ def test_a_job_that_starts_again_meets_at_another_port(number: int, restarts: in
     assert 1024 < port < 32768
     assert port != next_port
     assert port != steps.master_port(number + 1, restarts)
+    assert len({steps.master_port(number, restarts, epoch) for epoch in range(4)} | {next_port}) == 5
 
 
 def test_every_part_is_a_step_of_its_own() -> None:
     options = config("engines.count=2", "cluster.trainer_nodes=2")
     where = job(3)
-    planned = steps.all_steps(where, steps.place(where, options), options, Path("/runs/mine/config.yaml"), ("10.0.0.2", 23456), OUTSIDE)
+    placed, file = steps.place(where, options), Path("/runs/mine/config.yaml")
+    again = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE, epoch=2)
+    planned = [*steps.without_trainer(where, placed, options, file, OUTSIDE), again]
     assert [step.name for step in planned] == ["controller", "engine.0", "engine.1", "trainer"]
     controller, first, second, trainer = planned
     for step in planned:
@@ -168,14 +171,16 @@ def test_every_part_is_a_step_of_its_own() -> None:
     assert first.nodes == second.nodes == ("n1",)
     assert trainer.nodes == ("n2", "n3")
     assert "--nodelist=n2,n3" in trainer.command
-    assert trainer.command[-11:] == (*start, "trainer", "trainer", "/runs/mine/config.yaml", "n2,n3", "1", "10.0.0.2", "23456")
+    assert trainer.command[-12:] == (*start, "trainer", "trainer", "/runs/mine/config.yaml", "n2,n3", "1", "10.0.0.2", "23456", "2")
     assert trainer.logs == {"n2": Path("/runs/mine/logs/trainer.n2.log"), "n3": Path("/runs/mine/logs/trainer.n3.log")}
 
 
 def test_steps_of_the_second_component_say_so() -> None:
     options = config("cluster.trainer_nodes=2")
     where = allocation.read(HETEROGENEOUS, expand)
-    planned = steps.all_steps(where, steps.place(where, options), options, Path("c"), ("10.0.0.2", 23456), OUTSIDE)
+    placed, file = steps.place(where, options), Path("c")
+    trainer = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE)
+    planned = [*steps.without_trainer(where, placed, options, file, OUTSIDE), trainer]
     assert [(step.name, step.job) for step in planned] == [("controller", "5"), ("engine.0", "5"), ("trainer", "6")]
     assert ["--het-group=0" in step.command for step in planned] == [True, True, False]
     assert "--het-group=1" in planned[-1].command

@@ -34,7 +34,7 @@ def test_ranks_that_meet_a_mistake_of_the_user_end_the_step_with_its_status(tmp_
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = start(tmp_path, "trainer", "trainer", str(tmp_path / "none.yaml"), "n7", "1", "127.0.0.1", str(port))
+    process = start(tmp_path, "trainer", "trainer", str(tmp_path / "none.yaml"), "n7", "1", "127.0.0.1", str(port), "0")
     printed = process.communicate(timeout=120)[0]
     said = (tmp_path / "trainer.n7.log").read_text()
     assert process.returncode == 2, said

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from asyncmoe import storage
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, StorageError, UserError
-from asyncmoe.launch import watch
+from asyncmoe.launch import failures
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child, named, say
 from asyncmoe.rpc import keys
@@ -163,7 +163,7 @@ def test_a_process_whose_log_takes_no_reason_is_explained_by_the_disk(disk: Path
     fill(disk)
     child = Child("trainer", [sys.executable, "-c", program], disk / "logs" / "trainer.log")
     assert child.wait(30)
-    error = watch.failure([child])
+    error = failures.failure([child])
     assert isinstance(error, StorageError)
     assert str(error).startswith(
         f"log of trainer, which ended with status {child.returncode}: cannot write {child.log} on {NODE}: No space"

@@ -104,6 +104,7 @@ def test_every_number(run_dir: Path) -> None:
         "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
         "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
         "loggers": None,
+        "trainer_restarts": 0,
         "rejected_share": pytest.approx((4 + 10) / (90 + 50 + 10)),
         "rejected": {"scorer_error": 8, "scorer_nan": 6},
     }
@@ -123,7 +124,7 @@ def test_written_summary_is_what_is_returned(run_dir: Path) -> None:
 def test_only_warmup_gives_nulls(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=5, rl=0)
     summary = summarise(tmp_path)
-    assert (summary.pop("steps"), summary.pop("wall_seconds")) == (0, 0)
+    assert [summary.pop(name) for name in ("steps", "wall_seconds", "trainer_restarts")] == [0, 0, 0]
     assert set(summary.values()) == {None}
 
 

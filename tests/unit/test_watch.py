@@ -20,6 +20,7 @@ from asyncmoe import config
 from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
 from asyncmoe.launch import local, preflight, watch
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Processes
 from asyncmoe.process import Child
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
@@ -42,7 +43,7 @@ def checkpoint(run_dir: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["exec sleep 600", 'trap "exit 130" INT; sleep 600 & wait'], ids=["python starts", "it imports"])
 def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path, how: str) -> None:
-    def start(ending: ExitStack) -> watch.Processes:
+    def start(ending: ExitStack) -> Processes:
         controller = Child("controller", ["sh", "-c", f"echo ready; {how}"], tmp_path / "controller.log")
         ending.callback(controller.end, 5.0)
         trainer = Child("trainer", ["sleep", "600"], tmp_path / "trainer.log")
@@ -50,13 +51,13 @@ def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path
         while "ready" not in controller.log.read_text():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-        return watch.Processes(controller, (trainer,))
+        return Processes(controller, (trainer,))
 
     began = time.monotonic()
     with pytest.raises(Interrupted, match=r"^stopped before the first step; the same command starts over$") as caught:
         watch.supervise(configured, start)
     assert caught.value.exit_code == 130
-    assert time.monotonic() - began < watch.STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
+    assert time.monotonic() - began < STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
 
 
 def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -> None:
@@ -78,7 +79,7 @@ def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -
 def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int) -> Interrupted:
     """Supervise shell scripts as a run that receives signals; what it says in the end. Each script says `ready` when it listens."""
 
-    def start(ending: ExitStack) -> watch.Processes:
+    def start(ending: ExitStack) -> Processes:
         children = []
         for name, script in (("controller", controls), ("trainer", trains)):
             children.append(Child(name, ["sh", "-c", script], tmp_path / f"{name}.log"))
@@ -87,7 +88,7 @@ def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signa
             time.sleep(0.01)
         for number in signals:
             os.kill(os.getpid(), number)
-        return watch.Processes(children[0], (children[1],))
+        return Processes(children[0], (children[1],))
 
     with pytest.raises(Interrupted) as caught:
         watch.supervise(configured, start)
@@ -111,6 +112,7 @@ import sys
 from pathlib import Path
 from asyncmoe import config
 from asyncmoe.launch import watch
+from asyncmoe.launch.run_processes import Processes
 from asyncmoe.launch.part import main
 from asyncmoe.process import Child
 
@@ -123,7 +125,7 @@ def start(ending):
     ending.callback(controller.end, 1.0)
     trainer = Child("trainer", ["sh", "-c", f"while [ ! -e {folder}/saved ]; do sleep 0.1; done"], folder / "trainer.log")
     ending.callback(trainer.end, 1.0)
-    return watch.Processes(controller, (trainer,))
+    return Processes(controller, (trainer,))
 
 main(lambda: watch.supervise(settings, start))
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
 from asyncmoe.launch.ray.planning import Bundle
 from asyncmoe.launch.ray.post import Post, Remote
-from asyncmoe.launch.watch import STOP_GRACE_S, Processes, supervise
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
+from asyncmoe.launch.watch import supervise
+from asyncmoe.rpc.environment import TRAINER_EPOCH
 
 _END_S = STOP_GRACE_S + 15.0
 """Seconds for a node to end all its processes."""
@@ -84,16 +86,39 @@ def _start(ray: Any, config: Config, posts: Sequence[Post], ending: ExitStack) -
     file = local.prepare(planning.joining(config, addresses)).absolute()
     _check_shared(posts, file)
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
-    master = next(post.place for post in posts if post.bundle.part == "trainer")
     ending.callback(_end, ray, posts)
-    started: dict[str, list[Remote]] = {"trainer": [], "engines": []}
-    for post in posts:
-        variables = planning.environment(config, post.place.address, addresses, os.environ)
-        launches = planning.launches(config, file, post.bundle, (master.address, master.port), variables)
-        post.call("start", launches)
-        started[post.bundle.part] += [Remote(post, launch) for launch in launches]
-    controller, *engines = started["engines"]
-    return Processes(controller, tuple(started["trainer"]), tuple(engines))
+
+    def launched(post: Post, master: tuple[str, int], epoch: int) -> tuple[Remote, ...]:
+        variables = planning.environment(config, post.place.address, addresses, os.environ) | {TRAINER_EPOCH: str(epoch)}
+        launches = planning.launches(config, file, post.bundle, master, variables)
+        post.start(launches)
+        return tuple(Remote(post, launch) for launch in launches)
+
+    trainer = _RayTrainer(ray, [post for post in posts if post.bundle.part == "trainer"], launched)
+    others = [post for post in posts if post.bundle.part != "trainer"]
+    controller, *engines = (remote for post in others for remote in launched(post, trainer.master, 0))
+    return Processes(controller, trainer.start(0), tuple(engines), trainer)
+
+
+class _RayTrainer:
+    """A `TrainerStarter`: the trainer's processes on their nodes. `master`: where its ranks meet first."""
+
+    def __init__(self, ray: Any, posts: Sequence[Post], launched: Callable[[Post, tuple[str, int], int], tuple[Remote, ...]]) -> None:
+        self._ray, self._posts, self._launched = ray, posts, launched
+        self.master = (posts[0].place.address, posts[0].place.port)
+
+    def end(self) -> None:
+        """End the processes of all trainer nodes."""
+        _end(self._ray, self._posts)
+
+    def start(self, epoch: int) -> tuple[Process, ...]:
+        """Start the ranks of every node; later starts meet at another port.
+
+        Raises:
+            AsyncmoeError: a node is lost.
+        """
+        master = (self.master[0], self._posts[0].call("port")) if epoch else self.master
+        return tuple(remote for post in self._posts for remote in self._launched(post, master, epoch))
 
 
 def _check_shared(posts: Sequence[Post], file: Path) -> None:

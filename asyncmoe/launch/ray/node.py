@@ -57,6 +57,10 @@ class Node:
 
         return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname(), free_port(""))
 
+    def port(self) -> int:
+        """Return a free TCP port."""
+        return free_port("")
+
     def seen(self, directory: str, file: str) -> str:
         """Change to `directory` and return the SHA-256 of `file` in hex; empty if the node lacks either."""
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -71,6 +71,16 @@ class Post:
                 raise
         return self._ended
 
+    def start(self, launches: Sequence[Launch]) -> None:
+        """Start processes on the node. Ends of earlier processes with their names are forgotten.
+
+        Raises:
+            AsyncmoeError: see `call`.
+        """
+        self.call("start", launches)
+        # An unanswered question of before would be answered with those ends, and its time was spent on ending them.
+        self._ended, self._asked, self._since = {}, None, 0.0
+
     def check(self) -> None:
         """Check that the actor answers.
 
@@ -85,7 +95,7 @@ class Post:
 
 
 class Remote:
-    """A process on a node, as an `asyncmoe.launch.watch.Process`."""
+    """A process on a node, as an `asyncmoe.launch.run_processes.Process`."""
 
     def __init__(self, post: Post, launch: Launch) -> None:
         self._post, self._launch = post, launch

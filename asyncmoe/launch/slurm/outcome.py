@@ -9,7 +9,7 @@ import msgspec
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
+from asyncmoe.errors import RECURRING, AsyncmoeError, Interrupted
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
@@ -85,7 +85,7 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
     """Requeue the job, or raise the cause of its failure.
 
     Raises:
-        AsyncmoeError: the job is not requeued. `exit_code` is 2 for a user error.
+        AsyncmoeError: the job is not requeued; `exit_code` is that of the cause.
     """
     path, limit = config.run.dir / _LOST, config.cluster.requeues
     count = lost_before(path, where.name)
@@ -108,7 +108,7 @@ def decide(exit_code: int, lost: int, requeues: int) -> Action:
         lost: number of requeues so far because of a lost process.
         requeues: highest number of such requeues.
     """
-    return "fail" if exit_code == UserError.exit_code or lost >= requeues else "requeue"
+    return "fail" if exit_code in RECURRING or lost >= requeues else "requeue"
 
 
 def lost_before(path: Path, job: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch import watch
+from asyncmoe.launch import failures
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.steps import JobStep
 from asyncmoe.process import ERROR_PREFIX, KILLED, Child
@@ -37,7 +37,7 @@ _NAMED = re.compile(r"[\w.-]+ on \S+: ")
 
 @dataclass(frozen=True)
 class EndedStep:
-    """A failed step, as an `asyncmoe.launch.watch.Ended`.
+    """A failed step, as an `asyncmoe.launch.failures.Ended`.
 
     Attributes:
         name: name of the step.
@@ -104,6 +104,29 @@ class Part:
             return file.read().decode(errors="replace")
 
 
+class TrainerStep:
+    """A `TrainerStarter`: the trainer's step of a job.
+
+    Args:
+        planned: returns the step of the start with a number.
+        started: parts to be ended with the run, of which each start becomes one.
+    """
+
+    def __init__(self, planned: Callable[[int], JobStep], started: list[Part]) -> None:
+        self._planned, self._started = planned, started
+        self.part = self.start(0)
+
+    def end(self) -> None:
+        """End the step on all its nodes."""
+        end_all([self.part])
+
+    def start(self, epoch: int) -> Part:
+        """Start the step, and append it to the parts of the run."""
+        self.part = Part(self._planned(epoch))
+        self._started.append(self.part)
+        return self.part
+
+
 def start(steps: Sequence[JobStep], into: list[Part]) -> None:
     """Start steps one after the other, and append each to `into` so that the started ones are known if a later one fails."""
     for step in steps:
@@ -121,7 +144,7 @@ def ask_to_stop(parts: Sequence[Part]) -> bool:
 def first_cause(parts: Sequence[Part]) -> AsyncmoeError:
     """Return the root cause. Requires that at least one part has failed."""
     time.sleep(_SETTLE_S)
-    return watch.failure([part.ended() for part in parts if part.failed])
+    return failures.failure([part.ended() for part in parts if part.failed])
 
 
 def end_all(parts: Sequence[Part]) -> None:

@@ -148,9 +148,10 @@ def check_gpus(placed: Placement, config: Config, gpus: int) -> None:
         devices.place(asked, gpus)
 
 
-def master_port(job: int, restarts: int) -> int:
-    """Return the rendezvous port of the trainer's ranks. It differs between jobs that share a node and between starts of a job."""
-    return _PORTS[(job * 7 + restarts * 1009) % len(_PORTS)]
+def master_port(job: int, restarts: int, epoch: int = 0) -> int:
+    """Return the rendezvous port of the trainer's ranks. It differs between jobs that share a node, between starts of a job, and between
+    starts of a trainer."""
+    return _PORTS[(job * 7 + restarts * 1009 + epoch * 3001) % len(_PORTS)]
 
 
 def container(environ: Mapping[str, str], executable: str) -> Container:
@@ -184,24 +185,35 @@ def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, wh
     return JobStep(name, group.job, tuple(nodes), ("srun", *flags, *program), logs / f"srun.{name}.log", files)
 
 
-def all_steps(
-    allocation: Allocation, placement: Placement, config: Config, resolved: Path, master: tuple[str, int], where: Container
-) -> list[JobStep]:
-    """Return the steps of controller, engines and trainer, in this order.
-
-    Args:
-        master: rendezvous address and port of the trainer's ranks.
-    """
+def without_trainer(allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container) -> list[JobStep]:
+    """Return the steps of controller and engines, in this order."""
     logs = config.run.dir / "logs"
     steps = [srun(allocation, CONTROLLER, [placement.controller], logs, where, ["rollout", str(resolved)])]
     for node, numbers in placement.engines:
         for index, number in enumerate(numbers):
             name = f"engine.{number}"
             steps.append(srun(allocation, name, [node], logs, where, engine(resolved, name, index)))
-    address, port = master
-    shape = [",".join(placement.trainers), str(placement.ranks), address, str(port)]
-    steps.append(srun(allocation, TRAINER, placement.trainers, logs, where, ["trainer", str(resolved), *shape]))
     return steps
+
+
+def trainer(
+    allocation: Allocation,
+    placement: Placement,
+    config: Config,
+    resolved: Path,
+    master: tuple[str, int],
+    where: Container,
+    epoch: int = 0,
+) -> JobStep:
+    """Return the step of the trainer.
+
+    Args:
+        master: rendezvous address and port of the trainer's ranks.
+        epoch: how often the trainer was started before.
+    """
+    address, port = master
+    shape = [",".join(placement.trainers), str(placement.ranks), address, str(port), str(epoch)]
+    return srun(allocation, TRAINER, placement.trainers, config.run.dir / "logs", where, ["trainer", str(resolved), *shape])
 
 
 def engine(resolved: Path, name: str, index: int) -> list[str]:

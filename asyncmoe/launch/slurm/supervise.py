@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncmoe import checkpoints
@@ -17,8 +17,9 @@ from asyncmoe.launch import local
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.launch.slurm.parts import Part
-from asyncmoe.launch.watching import Watcher
+from asyncmoe.launch.slurm.parts import Part, TrainerStep
+from asyncmoe.launch.trainer_restarts import TrainerRestarts
+from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.models.hub import with_local_model
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
@@ -56,13 +57,16 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
         steps.check_gpus(placed, config, int(gpus))
     with local.claim(config.run.dir):
         resolved = local.prepare(config)
-        port = steps.master_port(where.job, where.restarts)
-        master = (control.address(placed.trainers[0]), port)
-        program = steps.container(os.environ, sys.executable)
-        planned = steps.all_steps(where, placed, config, resolved, master, program)
+        address, program = control.address(placed.trainers[0]), steps.container(os.environ, sys.executable)
+
+        def trainer(epoch: int) -> steps.JobStep:
+            master = (address, steps.master_port(where.job, where.restarts, epoch))
+            return steps.trainer(where, placed, config, resolved, master, program, epoch)
+
+        planned = steps.without_trainer(where, placed, config, resolved, program)
         before = checkpoints.newest(config.run.dir)
         print(_describe(where, placed, config, before), flush=True)
-        cause = _supervise(where, config, planned, stop)
+        cause = _supervise(where, config, planned, trainer, stop)
         outcome.conclude(where, config, before, cause, stop)
 
 
@@ -76,55 +80,116 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
     )
 
 
-def _supervise(where: Allocation, config: Config, planned: Sequence[steps.JobStep], stop: Stop) -> AsyncmoeError | None:
+def _supervise(
+    where: Allocation, config: Config, planned: Sequence[steps.JobStep], trainer: Callable[[int], steps.JobStep], stop: Stop
+) -> AsyncmoeError | None:
     """Start and supervise all steps; return the root cause of a failure, or None if all ended well or on request."""
     started: list[Part] = []
     processes.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
+    restarts = TrainerRestarts(config, watcher)
     # The view ends after the parts: loggers are sent the last records.
     with (
         Copier(config, lambda: int(stop.now)),
         watcher,
-        LiveView(config, sinks=(watcher,), health=watcher.health) as view,
+        LiveView(config, sinks=(restarts, watcher), health=watcher.health) as view,
     ):
         watcher.say = view.say
         try:
             parts.start(planned, started)
-            return _watch(where, {part.step.name: part for part in started}, view, stop)
+            return _watch(where, _Job(started, TrainerStep(trainer, started), restarts), view, stop)
         finally:
             parts.end_all(started)
 
 
-def _watch(where: Allocation, started: Mapping[str, Part], view: LiveView, stop: Stop) -> AsyncmoeError | None:
-    controller, trainer, everyone = started[steps.CONTROLLER], started[steps.TRAINER], list(started.values())
+class _Job:
+    """The parts of a running job.
+
+    Attributes:
+        controller, trainer: the parts of this name; `trainer` is that of the newest start.
+        others: controller and engines.
+    """
+
+    def __init__(self, others: Sequence[Part], starter: TrainerStep, restarts: TrainerRestarts) -> None:
+        self.others = [part for part in others if part is not starter.part]
+        self.controller, self._starter, self._restarts = self.others[0], starter, restarts
+
+    @property
+    def trainer(self) -> Part:
+        return self._starter.part
+
+    @property
+    def everyone(self) -> list[Part]:
+        return [*self.others, self.trainer]
+
+    def again(self, silent: ProcessSilent | None, view: LiveView, stop: Stop) -> AsyncmoeError | None:
+        """Start the trainer again after a failure of the job; see `TrainerRestarts.again`.
+
+        Args:
+            silent: the failure, if a process hangs.
+
+        Returns:
+            The root cause if the job ends; None if the trainer was started, or is not because the job began to stop.
+
+        Raises:
+            ProcessSilent: the job ends because of it.
+        """
+        engines = self.others[1:]
+
+        def go_on() -> bool:
+            return self.controller.status is None and not any(part.failed for part in engines)
+
+        try:
+            self._restarts.again(silent or parts.first_cause(self.everyone), self._starter, go_on, lambda: stop.save or stop.now, view)
+        except ProcessSilent:
+            raise  # the watcher names the process
+        except AsyncmoeError as ended:
+            return ended
+        return None
+
+
+def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> AsyncmoeError | None:
+    controller = job.controller
     saving: _Saving | None = None
     end_by = float("inf")
-    while controller.status is None or trainer.status is None:
-        view.refresh()
+    while controller.status is None or job.trainer.status is None:
+        silent = _refresh(view)
         now = time.monotonic()
         if stop.now:
             raise outcome.told_to_end(where)
-        if any(_bad(part, stop) for part in everyone):
-            return parts.first_cause(everyone)
+        if silent is not None or any(_bad(part, stop) for part in job.everyone):
+            ended = job.again(silent, view, stop)
+            if ended is not None or (stop.save and job.trainer.failed):
+                return ended
+            continue
         if stop.save and saving is None:
             saving = _Saving(controller, now + _time_to_save(where))
             view.say(f"stopping: {saving.by - now:.0f} s for a checkpoint")
         if saving is not None and saving.over(now):
             return None
-        if controller.status is not None or trainer.status is not None:
+        if controller.status is not None or job.trainer.status is not None:
             end_by = min(end_by, now + _END_GRACE_S)
         if now > end_by:
             if saving is not None:
                 return None
-            late = trainer if trainer.status is None else controller
+            late = job.trainer if job.trainer.status is None else controller
             what = f"{late.step.name} on {','.join(late.step.nodes)} did not end within {_END_GRACE_S:.0f} s of the others"
             raise AsyncmoeError(f"{what}; its log is {late.step.logs[late.step.nodes[0]]}")
         time.sleep(_POLL_S)
     view.refresh()
-    if any(_bad(part, stop) for part in (controller, trainer)):
-        return parts.first_cause(everyone)
+    if any(_bad(part, stop) for part in (controller, job.trainer)):
+        return parts.first_cause(job.everyone)
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
-    parts.wait_until(lambda: all(part.status is not None for part in everyone), _LEAVE_S)
+    parts.wait_until(lambda: all(part.status is not None for part in job.everyone), _LEAVE_S)
+    return None
+
+
+def _refresh(view: LiveView) -> ProcessSilent | None:
+    """Show new records; return the error of a process that hangs."""
+    try:
+        view.refresh()
+    except ProcessSilent as silent:
+        return silent
     return None
 
 

@@ -18,6 +18,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import part, torchrun
 from asyncmoe.launch.slurm.steps import log_of
 from asyncmoe.process import say
+from asyncmoe.rpc.environment import TRAINER_EPOCH
 from asyncmoe.storage import writing
 
 
@@ -47,7 +48,8 @@ def _engine(node: str, arguments: list[str]) -> None:
 
 
 def _trainer(node: str, arguments: list[str]) -> None:
-    config, nodes, ranks, address, port = arguments
+    config, nodes, ranks, address, port, epoch = arguments
+    os.environ[TRAINER_EPOCH] = epoch
     names = nodes.split(",")
     # SLURM sorts the nodes of a step, but the rendezvous is on the first node of the argument.
     run_ranks(names.index(node), len(names), int(ranks), address, int(port), config)

@@ -71,6 +71,10 @@ def rows(run: RunRecords, summary: Summary) -> Sequence[Row]:
     if summary.evaluation_first is not None and summary.evaluation_last is not None:
         found.insert(1, _evaluation(summary.evaluation_first, summary.evaluation_last))
     found += [(f"Scoring: {name}", number(stage.scored), describe(stage)) for name, stage in scored(run.rollout).items()]
+    if summary.trainer_restarts:
+        found.append(
+            ("Trainer restarts", number(summary.trainer_restarts), "starts in place after the trainer was lost (trainer.max_restarts)")
+        )
     if run.rollout:
         found.append(("Rejected", percent(summary.rejected_share), f"trajectories: {rejected(run.rollout)}"))
     return found

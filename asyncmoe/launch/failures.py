@@ -1,0 +1,86 @@
+"""Which of several failed processes is the root cause, and the error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from signal import Signals
+from typing import Protocol
+
+from asyncmoe import storage
+from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
+from asyncmoe.process import KILLED
+
+_FOLLOWS = ("waited", "was ended by the controller")
+"""Words in the reason of a process that failed because it lost another one."""
+_MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
+"""Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
+_CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
+"""Signals that a process raises by a fault of its own, in contrast to those that another process or the kernel sends it."""
+_UNEXPLAINED, _LOST = 6, 7
+"""Sort keys (`_rank`) of a failure without a reason, and of one that the loss of another process explains."""
+
+
+class Ended(Protocol):
+    """How a process of a run ended, for error messages."""
+
+    @property
+    def name(self) -> str:
+        """Name of the process in messages."""
+
+    @property
+    def log(self) -> Path:
+        """Log file of the process."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative signal number, or None while it runs."""
+
+    @property
+    def reason(self) -> str | None:
+        """The reason that the process gave for its end; None if it gave none."""
+
+    def why(self) -> str:
+        """The reason that the process gave for its end; without one, its status and its log."""
+
+
+def failure(failed: Sequence[Ended]) -> AsyncmoeError:
+    """Return the error of the root-cause failure, with its exit code if the failure would recur. `failed` must not be empty."""
+    first = min(failed, key=_rank)
+    if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # a full disk keeps reasons out of the logs
+        named = storage.explain(full, f"log of {first.name}, which ended with status {first.returncode}", first.log)
+        return named or AsyncmoeError(str(full))
+    error = AsyncmoeError(first.why())
+    error.exit_code = first.returncode if first.returncode in RECURRING else AsyncmoeError.exit_code
+    return error
+
+
+def explained(failed: Sequence[Ended]) -> bool:
+    """Whether a failure among them has a reason of its own."""
+    return min(map(_rank, failed)) < _UNEXPLAINED
+
+
+def only_lost(failed: Sequence[Ended]) -> bool:
+    """Whether all failures are the loss of another process."""
+    return all(_rank(process) == _LOST for process in failed)
+
+
+def _rank(ended: Ended) -> int:
+    """Sort key of a failure: a user error is lowest, then a kill, the controller's own reason, wrong numbers or programs, a crash, another
+    own reason, no reason, and the loss of another process.
+
+    The controller's own reason precedes a crash, because a rank may crash while it ends for lack of a controller; a kill has another cause.
+    """
+    status, reason = ended.returncode, ended.reason or ""
+    if status == UserError.exit_code:
+        return 0
+    if (status is not None and status < 0) or reason.startswith(KILLED):
+        named = reason.startswith(tuple(f"{KILLED} {number.name}" for number in _CRASHES))
+        return 4 if named or (not reason.startswith(KILLED) and -(status or 0) in _CRASHES) else 1
+    if not reason:
+        return _UNEXPLAINED
+    if ended.name.split()[0] == "controller" and not any(words in reason for words in _MAY_FOLLOW_A_CRASH):
+        return 2
+    if status in RECURRING:
+        return 3
+    return _LOST if any(words in reason for words in _FOLLOWS) else 5

@@ -1,0 +1,71 @@
+"""The processes of a run, as their launcher presents them to the supervision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from signal import Signals
+from typing import Protocol, TypeVar
+
+from asyncmoe.launch.failures import Ended
+
+Started = TypeVar("Started", covariant=True)
+STOP_GRACE_S = 20.0
+"""Seconds between asking a process to end and killing it."""
+
+
+class Process(Ended, Protocol):
+    """A process of a run; `asyncmoe.process.Child` implements it for this machine."""
+
+    def signal(self, number: Signals) -> None:
+        """Send the process a signal; do nothing if it has ended."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the process; true if it ended within `seconds`."""
+
+
+class TrainerStarter(Protocol[Started]):
+    """Starts the trainer of a run, again and again, while the other processes go on. `Started`: how the launcher presents a start."""
+
+    def end(self) -> None:
+        """End all processes of the trainer: ask them, and kill those that do not end in time."""
+
+    def start(self, epoch: int) -> Started:
+        """Start the trainer for the `epoch`-th time, counted from 0. None of its earlier processes may run.
+
+        Raises:
+            AsyncmoeError: it cannot be started.
+        """
+
+
+@dataclass(frozen=True)
+class Processes:
+    """All processes of a run that its launcher started.
+
+    Attributes:
+        engines: empty if the controller starts the engines itself.
+        starter: starts the trainer again; None: this launcher cannot.
+    """
+
+    controller: Process
+    trainers: tuple[Process, ...]
+    engines: tuple[Process, ...] = ()
+    starter: TrainerStarter[tuple[Process, ...]] | None = None
+
+    @property
+    def all(self) -> tuple[Process, ...]:
+        return (self.controller, *self.trainers, *self.engines)
+
+    @property
+    def failed(self) -> list[Process]:
+        """The processes that ended with a status different from 0."""
+        return [process for process in self.all if process.returncode not in (None, 0)]
+
+    @property
+    def finished(self) -> bool:
+        """True if controller and trainer ended with status 0; how an engine ends after that does not matter."""
+        return all(process.returncode == 0 for process in (self.controller, *self.trainers))
+
+    @property
+    def others_go_on(self) -> bool:
+        """True if the controller runs and no engine has failed."""
+        return self.controller.returncode is None and all(engine.returncode in (None, 0) for engine in self.engines)

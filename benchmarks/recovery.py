@@ -1,0 +1,162 @@
+"""How long a run stands after a trainer rank is killed: the trainer started again in place, next to everything started again.
+
+A run of the demo with a real engine, in which a rank is killed again and again, each time as many steps after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.telemetry import processes
+from benchmarks.provenance import here
+
+EVERY, LOST = 4, 2
+"""Steps between checkpoints, and steps since the newest one when a rank is killed."""
+WARM = 4
+LIMIT_S = 300.0
+_CHECKOUT = Path(__file__).parents[1]
+_SHAPE = (
+    f"warmup.steps={WARM}",
+    "warmup.batch=16",
+    "run.steps=100000",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    f"trainer.checkpoint_every={EVERY}",
+    "telemetry.live=off",
+)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Seconds from the kill until the trainer has loaded its checkpoint and met the controller (`met`), and until it has trained the step
+    that was under way (`trained`)."""
+
+    met: float
+    trained: float
+
+
+def run(rounds: int = 3) -> dict[str, Any]:
+    """Kill a rank `rounds` times in each way, in turn.
+
+    Everything started again: a rank and the run's supervisor are killed, and the same command is started when all processes have ended. A
+    run that ends by itself after the loss of a rank takes longer, because it waits for the reasons of all processes.
+
+    Returns:
+        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "ratio"}; of a way: "seconds" (median, kill to the step that
+        was under way), "met" (median, kill to the trainer's first request) and "each". ratio: of the two medians, everything / in_place.
+
+    Raises:
+        InvariantBroken: the run ended.
+        WaitTimeout: a step took longer than `LIMIT_S`.
+    """
+    measured_at = here()
+    found: dict[str, list[Recovery]] = {"in_place": [], "everything": []}
+    with tempfile.TemporaryDirectory() as folder:
+        rig = _Rig(Path(folder))
+        try:
+            for _ in range(rounds):
+                found["in_place"].append(rig.recovery(rig.kill_rank))
+                found["everything"].append(rig.recovery(rig.start_over))
+        finally:
+            rig.end()
+    ways = {way: _figures(recoveries) for way, recoveries in found.items()}
+    ratio = round(ways["everything"]["seconds"] / ways["in_place"]["seconds"], 2)
+    return {**measured_at, "steps_replayed": LOST, **ways, "ratio": ratio}
+
+
+def _figures(found: list[Recovery]) -> dict[str, Any]:
+    return {
+        "seconds": round(median(one.trained for one in found), 2),
+        "met": round(median(one.met for one in found), 2),
+        "each": [round(one.trained, 2) for one in found],
+    }
+
+
+class _Rig:
+    """A run in a folder, as `asyncmoe run` starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._dir, self._output = folder / "run", folder / "output"
+        self._command = [
+            "run",
+            str(_CHECKOUT / "examples" / "demo.yaml"),
+            f"run.dir={self._dir}",
+            f"model.path={self._dir / 'model'}",
+            *_SHAPE,
+        ]
+        self._process = self._start()
+
+    def recovery(self, lose: Callable[[], None]) -> Recovery:
+        """Lose the trainer at the next step that is `LOST` after a checkpoint, and measure what follows."""
+        before = len(self._records())
+        self._wait(lambda: any(one.get("step", 0) > WARM and one["step"] % EVERY == LOST for one in self._records()[before:][-1:]))
+        last, begin = self._records()[-1]["step"], time.time()
+        before = len(self._records())
+        lose()
+        self._wait(lambda: any(one.get("step", 0) == last + 1 for one in self._records()[before:]))
+        after = self._records()[before:]
+        met = next(one["time"] for one in after if "resumed_at" in one)
+        trained = next(one["time"] for one in after if one.get("step") == last + 1 and one["time"] > met)
+        return Recovery(met - begin, trained - begin)
+
+    def kill_rank(self) -> None:
+        """Kill the last rank; the run starts the trainer again."""
+        ranks = [one for one in processes.read(self._dir) if one.role.startswith("trainer.") and processes.runs(one)]
+        os.kill(ranks[-1].pid, signal.SIGKILL)
+
+    def start_over(self) -> None:
+        """Kill a rank and the supervisor, and start the same command when all processes have ended."""
+        every = psutil.Process(self._process.pid).children(recursive=True)
+        self.kill_rank()
+        self._process.kill()
+        self._process.wait()
+        _, left = psutil.wait_procs(every, timeout=60.0)
+        if left:
+            raise WaitTimeout("the end of a killed run", f"{len(left)} processes are left", 60.0)
+        self._process = self._start()
+
+    def end(self) -> None:
+        """End the run, without a last checkpoint."""
+        for number in (signal.SIGINT, signal.SIGINT):
+            if self._process.poll() is None:
+                self._process.send_signal(number)
+                time.sleep(0.5)
+        self._process.wait(90.0)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._output.open("ab") as output:
+            return subprocess.Popen([sys.executable, "-m", "asyncmoe", *self._command], stdout=output, stderr=output)
+
+    def _records(self) -> list[dict[str, Any]]:
+        path = self._dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        begin = time.monotonic()
+        while not condition():
+            if self._process.poll() is not None:
+                raise InvariantBroken(f"bench recovery: the run has ended: {self._output.read_text()[-2000:]}")
+            if time.monotonic() - begin > LIMIT_S:
+                raise WaitTimeout("the run of bench recovery", f"no step; its output: {self._output.read_text()[-2000:]}", LIMIT_S)
+            time.sleep(0.02)
+
+
+def table(found: dict[str, Any]) -> str:
+    """A line a way."""
+    lines = [f"{'':<12}{'trainer met':>12}{'step trained':>14}   s after the kill"]
+    lines += [f"{way:<12}{found[way]['met']:>12.1f}{found[way]['seconds']:>14.1f}" for way in ("in_place", "everything")]
+    return "\n".join([*lines, f"{found['ratio']:g} times as fast in place, {found['steps_replayed']} steps trained again"])

@@ -1,0 +1,93 @@
+"""A trainer that is lost starts again in place: controller and engine go on, and everything is trained once.
+
+`pytest -s` shows the times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.telemetry import processes
+from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
+from tests.system.test_journal import SHAPE, WARM, check, trained
+
+pytestmark = pytest.mark.system
+ENGINE = "sglang"
+
+
+def pid_of(directory: Path, role: str) -> int:
+    """Of a process that the run has recorded, and that runs."""
+    (found,) = [one for one in processes.read(directory) if one.role == role]
+    assert processes.runs(found), f"{role} does not run"
+    return found.pid
+
+
+def lose(directory: Path, command: Command, role: str, number: signal.Signals) -> float:
+    """Send a rank a signal, and wait until the trainer has trained beyond what it had; returns the seconds."""
+    lines, last = len(metrics(directory)), metrics(directory)[-1]["step"]
+    others = (pid_of(directory, "controller"), marked_pids(command.mark, ENGINE))
+    begin = time.monotonic()
+    os.kill(pid_of(directory, role), number)
+    assert wait_for(partial(trained, directory, lines + 1, last + 1), 150), logs(directory)
+    seconds = time.monotonic() - begin
+    assert (pid_of(directory, "controller"), marked_pids(command.mark, ENGINE)) == others, "they were left alone"
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("losses", "every"),
+    [
+        ((("trainer.1", signal.SIGKILL),), 0),
+        pytest.param(
+            (("trainer.0", signal.SIGKILL), ("trainer.1", signal.SIGSEGV), ("trainer.1", signal.SIGSTOP)), 3, marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_costs_neither_the_engine_nor_a_sample(
+    tmp_path: Path, losses: tuple[tuple[str, signal.Signals], ...], every: int
+) -> None:
+    draw, at = random.Random(len(losses)), WARM + 2
+    directory = tmp_path / "run"
+    command = start(directory, *SHAPE, f"trainer.checkpoint_every={every}", "trainer.timeout_s=20")
+    for role, number in losses:
+        before = len(metrics(directory))
+        assert wait_for(partial(trained, directory, before, at), 150), logs(directory)
+        seconds = lose(directory, command, role, number)
+        print(json.dumps({"lost": role, "by": number.name, "seconds_to_a_new_step": round(seconds, 2)}))
+        at = min(metrics(directory)[-1]["step"] + draw.randrange(0, 2), WARM + 7)
+    status, out, error = command.finish()
+    assert status == 0, error[-3000:] + logs(directory)
+    assert command.gone(), command.alive()
+    said = [line.partition(": ")[2] for line in out.splitlines() if line.startswith("the trainer starts again, restart 1 of 2 ")]
+    print(*said, sep="\n")
+    causes = {signal.SIGSTOP: "took no part in a collective for 20 s"}
+    assert [causes.get(number, f"a rank was ended by {number.name}") in why for (_, number), why in zip(losses, said, strict=True)] == [
+        True
+    ] * len(losses)
+    check(directory)
+    assert json.loads((directory / "summary.json").read_text())["trainer_restarts"] == len(losses)
+
+
+@pytest.mark.thorough
+def test_a_trainer_that_dies_again_and_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    command = start(directory, *SHAPE, "trainer.max_restarts=2")
+    assert wait_for(partial(trained, directory, 0, WARM + 1), 150), logs(directory)
+    for _ in range(3):
+        assert wait_for(lambda: any(one.role == "trainer.1" and processes.runs(one) for one in processes.read(directory)), 60)
+        os.kill(pid_of(directory, "trainer.1"), signal.SIGKILL)
+        time.sleep(1.0)
+    status, _, error = command.finish()
+    assert status == 1
+    assert command.gone(), command.alive()
+    (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: a rank was ended by SIGKILL, as when memory runs out: rank 1 on ")
+    assert line.endswith("the trainer was lost 3 times without a new step; trainer.max_restarts is 2")

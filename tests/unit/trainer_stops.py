@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncmoe.config import load
 from asyncmoe.errors import RunStopping, WeightSyncError
-from asyncmoe.rpc.messages import Lease, Leased
+from asyncmoe.rpc.messages import Hello, Lease, Leased, Welcome
 from asyncmoe.trainer import loop
 from asyncmoe.trainer.batch_trainer import Learned
 
@@ -29,7 +29,7 @@ class Client:
     def ask(self, request: Any, timeout_s: float) -> tuple[Any, list[Any]]:
         if not isinstance(request, Lease):
             self._did.append(type(request).__name__)
-            return None, []
+            return Welcome("r") if isinstance(request, Hello) else None, []
         stop = self._stops and "begin" in self._did
         return Leased(request.step, () if stop else (1,), 0, {}, stop), []  # type: ignore[arg-type]
 
@@ -76,6 +76,7 @@ def run(kind: type[Publisher], stops: bool, done: int = 0) -> list[str]:
     trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
     trainer._record = lambda *_: did.append("record")
     trainer._step = trainer._saved = done
+    trainer._served, trainer._behind = 0, True
     trainer._total, trainer._first, trainer._waits = 5, True, []
     trainer._metrics = trainer._spans = trainer._model = trainer._optimizer = None
     try:

@@ -89,7 +89,7 @@ def plan(
         else:
             shards.append(Shard(item.index.fqn, tuple(item.index.offset), value.detach()))
     memory = list(_memory(modules, optimizer))
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + _nbytes(tensor)) for tensor in memory)
+    spans = _joined((tensor.data_ptr(), tensor.data_ptr() + _nbytes(tensor)) for tensor in memory)
     repeats = (
         all(_within(shard.live, spans) for shard in shards)
         and all(_CONSTANT in name for name, _ in objects)
@@ -185,8 +185,19 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of spans of memory, sorted, none of which touch: a rank's part of a parameter lies within the parameter."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found
+
+
 def _within(view: torch.Tensor, spans: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a view lies in the memory of `spans`, sorted (first byte, byte after the last)."""
+    """Return whether a view lies in the memory of `spans`, which `_joined` made: (first byte, byte after the last)."""
     if not view.numel():
         return True
     first = view.data_ptr()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from asyncmoe.platform.megatron.patch import module
 from asyncmoe.platform.megatron.reader import COMMON
 from asyncmoe.platform.megatron.snapshot import Planned, index_of
 from asyncmoe.trainer.model.checkpoint_progress import PlacedShard, Written
@@ -58,16 +60,13 @@ def write_shards(folder: Path, rank: int, planned: Planned, copies: Sequence[tor
 def write_common(folder: Path, metadata: Metadata, common: Mapping[str, Any], reports: Iterable[Written]) -> None:
     """Write what rank 0 writes besides its shards; `asyncmoe.checkpoints.finish` syncs it."""
     torch.save(dict(common), folder / COMMON)
-    (folder / _CONFIG).write_text(json.dumps({"sharded_backend": FORMAT[0], "sharded_backend_version": FORMAT[1], **_COMMON_BACKEND}))
+    (folder / _CONFIG).write_text(json.dumps(asdict(module("dist_checkpointing.core").CheckpointingConfig(*FORMAT))))
     results = [
         WriteResult(index_of(one.name, one.offset), one.nbytes, _StorageInfo(report.file, one.begin, one.nbytes))
         for report in reports
         for one in report.shards
     ]
     FileSystemWriter(folder).finish(metadata, [results])
-
-
-_COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}
 
 
 class _Digested(io.RawIOBase):

@@ -15,6 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from asyncmoe import checkpoints, storage
+from asyncmoe.config import Config
+from asyncmoe.errors import StorageError
 from asyncmoe.platform.megatron.patch import module
 from asyncmoe.platform.megatron.reader import COMMON
 from asyncmoe.platform.megatron.snapshot import Planned, index_of
@@ -67,6 +70,14 @@ def write_common(folder: Path, metadata: Metadata, common: Mapping[str, Any], re
         for one in report.shards
     ]
     FileSystemWriter(folder).finish(metadata, [results])
+
+
+def explain(config: Config, step: int, error: BaseException) -> StorageError | None:
+    """Return the error for the user if storage is the cause of a failed save. Call it before anything is removed: torch gives no reason, so
+    this checks the disk."""
+    newest = checkpoints.newest(config.run.dir)
+    then = f"the run resumes from {newest.name}" if newest else "the run starts from step 0"
+    return storage.explain(error, f"checkpoint of step {step}", checkpoints.temporary(config.run.dir, step), then)
 
 
 class _Digested(io.RawIOBase):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe import checkpoints, storage
+from asyncmoe import checkpoints
 from asyncmoe.checkpoints.manifest import Sealed
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, StorageError
@@ -107,7 +107,7 @@ class SaveThread:
 
     def _report_of(self, error: Exception) -> Written:
         """Say why a file could not be written. Before anything is removed, because the free space is part of it."""
-        explained = explain(self._task.config, self._task.step, error)
+        explained = checkpoint_files.explain(self._task.config, self._task.step, error)
         if explained is not None:
             return Written(failure=str(explained), storage=True)
         return Written(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
@@ -136,11 +136,3 @@ class SaveThread:
         checkpoint_files.write_common(task.folder, task.planned.metadata, task.common, [reports[rank] for rank in sorted(reports)])
         sealed = {report.file: Sealed(report.nbytes, report.crc32c) for report in reports.values()}
         checkpoints.finish(task.config.run.dir, task.step, task.facts, section.keep_checkpoints, section.keep_every, sealed)
-
-
-def explain(config: Config, step: int, error: BaseException) -> StorageError | None:
-    """Return the error for the user if storage is the cause of a failed save. Call it before anything is removed: torch gives no reason, so
-    this checks the disk."""
-    newest = checkpoints.newest(config.run.dir)
-    then = f"the run resumes from {newest.name}" if newest else "the run starts from step 0"
-    return storage.explain(error, f"checkpoint of step {step}", checkpoints.temporary(config.run.dir, step), then)

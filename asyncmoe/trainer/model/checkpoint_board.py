@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.trainer.model.checkpoint_progress import Patience, Verdict, Written, state_of
 
-_POLL_S, _MOVED_S = 0.02, 1.0
+_POLL_S, _POLL_RANK_S, _MOVED_S = 0.02, 0.002, 1.0
 
 
 class Board:
@@ -65,7 +65,7 @@ class Board:
             if patience.over((len(found), [self._read(f"moved/{rank}") for rank in missing]), time.monotonic()):
                 raise AsyncmoeError(f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} wrote nothing for {self._limit_s:g} s")
             self.moved()
-            time.sleep(_POLL_S if missing else 0)
+            time.sleep(_POLL_S + len(missing) * _POLL_RANK_S)
         return found
 
     def decide(self, verdict: Verdict) -> None:

@@ -89,8 +89,9 @@ class Saver:
             checkpoint.save(self._config, step, self._model, self._optimizer, others_part)
             self._saved.append((step, time.monotonic() - begin))
         else:
-            self.settle()
-            waited = time.monotonic() - begin
+            if self._under_way is not None:
+                self.settle()
+                waited = time.monotonic() - begin
             self._begin(step, others_part)
         self._stood = Stood(self._stood.seconds + time.monotonic() - begin, self._stood.waited + waited)
 

@@ -63,7 +63,8 @@ class Board:
                     found[rank] = msgspec.json.decode(payload, type=Written)
             missing = sorted(set(range(self._world)) - found.keys())
             if patience.over((len(found), [self._read(f"moved/{rank}") for rank in missing]), time.monotonic()):
-                raise AsyncmoeError(f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} wrote nothing for {self._limit_s:g} s")
+                named = ", ".join(map(str, missing[:8]))
+                raise AsyncmoeError(f"rank{'s' * (len(missing) > 1)} {named} wrote nothing for {self._limit_s:g} s (trainer.timeout_s)")
             self.moved()
             time.sleep(_POLL_S + len(missing) * _POLL_RANK_S)
         return found
@@ -86,7 +87,7 @@ class Board:
         patience = Patience(self._limit_s, time.monotonic())
         while (found := self._read(name)) is None:
             if patience.over(self._read("moved/0"), time.monotonic()):
-                raise AsyncmoeError(f"rank 0 has not {what} for {self._limit_s:g} s")
+                raise AsyncmoeError(f"rank 0 has not {what} for {self._limit_s:g} s (trainer.timeout_s)")
             time.sleep(_POLL_S)
         return found
 

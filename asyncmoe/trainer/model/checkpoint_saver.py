@@ -136,7 +136,7 @@ class Saver:
                 seen = thread.moved
                 heartbeats.beat(f"waiting for the checkpoint of step {self._under_way.step}")
             if patience.over(thread.moved, time.monotonic()):
-                raise AsyncmoeError(f"checkpoint of step {self._under_way.step}: nothing was written for {limit:g} s; is its disk hung?")
+                raise AsyncmoeError(f"checkpoint of step {self._under_way.step}: nothing was written for {limit:g} s; does its disk hang?")
         self._saved = self.saved()
 
     def _begin(self, step: int, others_part: Callable[[], None]) -> None:

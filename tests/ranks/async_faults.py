@@ -35,9 +35,7 @@ def main(result: Path, path: Path) -> None:
     logging.disable(logging.ERROR)
     run = result.parent / "run"
     trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 1, "async_save": True}
-    config = parse(
-        {"run": {"dir": str(run), "steps": 9}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}, "trainer": trainer}
-    )
+    config = parse({"run": {"dir": str(run), "steps": 9}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}, "trainer": trainer})
     place = mesh.start(config.trainer)
     built = gpt.build(models.load_hf_config(path), config, place)
     adam = optimizer.build(config, built)

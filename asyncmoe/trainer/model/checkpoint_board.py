@@ -26,7 +26,8 @@ class Board:
 
     def __init__(self, number: int, rank: int, world: int, limit_s: float) -> None:
         # A connection of its own: a request that waits in the training thread must not hold up this one.
-        self._store: Any = distributed_c10d._get_default_store().clone()
+        store: Any = distributed_c10d._get_default_store()
+        self._store = store.clone()
         self._number, self._rank, self._world, self._limit_s = number, rank, world, limit_s
         self._moved, self._next = 0, 0.0
 

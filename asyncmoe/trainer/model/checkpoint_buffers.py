@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from asyncmoe.platform.megatron.snapshot import Shard
 
+_cuda: Any = torch.cuda
 _ALIGNED = 64
 """Bytes; a shard begins at a multiple of it, as in the files of torch.save."""
 
@@ -28,13 +30,14 @@ class Buffers:
         self._live = [shard.live for shard in shards]
         places, self.nbytes = _places(self._live)
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
+        self._stream: Any = _cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: Any = None
         self._registered = False
         if self._stream is not None and self.nbytes:
             # Memory that pin_memory=True allocates is rounded up to a power of two. Unregistered, the copies are slower, and as exact.
-            self._registered = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.nbytes, 0)) == 0
-        held = memoryview(self._memory.numpy()) if self.nbytes else memoryview(bytearray(0))
+            self._registered = int(_cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.nbytes, 0)) == 0
+        array: Any = self._memory.numpy()
+        held = memoryview(array) if self.nbytes else memoryview(b"")
         self.copies = [_own(held, place, live) for place, live in zip(places, self._live, strict=True)]
 
     def copy(self) -> None:
@@ -45,7 +48,7 @@ class Buffers:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(self.copies, self._live, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = _cuda.Event()
             self._copied.record(self._stream)
 
     def wait_on_device(self) -> None:
@@ -61,7 +64,7 @@ class Buffers:
     def close(self) -> None:
         """Give the memory back; no thread may use `copies` any more."""
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            _cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self._registered = False
         self._live, self.copies, self._memory = [], [], torch.empty(0, dtype=torch.uint8)
 

@@ -16,6 +16,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +32,9 @@ from asyncmoe.trainer.model.checkpoint_buffers import Buffers
 from asyncmoe.trainer.model.checkpoint_progress import Patience
 from asyncmoe.trainer.model.checkpoint_thread import SaveThread, Task
 from asyncmoe.trainer.model.gpt import Model, gather_weights
-from asyncmoe.trainer.model.optimizer import MegatronOptimizer
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
 
 _NUMBERS = itertools.count(1)
 """Of the asynchronous saves of this process group, the same on every rank."""

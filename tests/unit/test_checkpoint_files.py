@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def planned(*tensors: torch.Tensor) -> Planned:
         )
         for shard in shards
     }
-    return Planned(shards, (("made._extra_state", b"nothing"),), Metadata(of_tensors), {}, (), True)
+    return Planned(shards, (("made._extra_state", b"nothing"),), Metadata(of_tensors), {}, {"sharded_backend": "torch_dist"}, (), True)
 
 
 def test_the_copy_is_of_its_moment_and_is_what_torch_reads(tmp_path: Path) -> None:
@@ -54,11 +55,12 @@ def test_the_copy_is_of_its_moment_and_is_what_torch_reads(tmp_path: Path) -> No
     assert moves
     assert plan.metadata is not None
     plan.metadata.state_dict_metadata.pop("tensor3")  # torch's reader has nothing to read of an empty one
-    checkpoint_files.write_common(tmp_path, plan.metadata, {"step": 3}, [written])
+    checkpoint_files.write_common(tmp_path, plan, {"step": 3}, [written])
     state = {f"tensor{number}": torch.empty_like(tensor) for number, tensor in enumerate(live[:3])}
     loader.load(state, storage_reader=FileSystemReader(tmp_path), no_dist=True)
     for number, tensor in enumerate(expected[:3]):
         assert torch.equal(state[f"tensor{number}"], tensor)
+    assert json.loads((tmp_path / "metadata.json").read_text()) == {"sharded_backend": "torch_dist"}
     assert torch.load(tmp_path / "common.pt", weights_only=True) == {"step": 3}
 
 
@@ -79,7 +81,7 @@ def test_buffers_are_used_again() -> None:
 def test_a_full_disk_is_named_whatever_torch_makes_of_it(tmp_path: Path) -> None:
     plan = planned(torch.ones(4 << 20, dtype=torch.uint8))
     with mounted(tmp_path / "full", "1m") as folder:
-        with pytest.raises(OSError) as refused:
+        with pytest.raises(OSError, match="No space left") as refused:
             checkpoint_files.write_shards(folder, 0, plan, [shard.live for shard in plan.shards], lambda: None)
         assert refused.value.errno == errno.ENOSPC
         said = storage.explain(refused.value, "checkpoint of step 1", folder)
@@ -125,7 +127,7 @@ def test_a_value_that_might_change_unseen_is_found() -> None:
 def test_memory_that_is_no_longer_where_it_was_is_planned_anew() -> None:
     module = torch.nn.Linear(3, 2)
     one = Stepped(module.weight)
-    plan = Planned((), (), None, {}, snapshot._identity(snapshot._memory([module], one)), True)
+    plan = Planned((), (), None, {}, {}, snapshot._identity(snapshot._memory([module], one)), True)
     assert snapshot.holds(plan, [module], one)
     module.weight.grad = torch.ones(2, 3)
     one.optimizer.step()  # makes the optimizer's state

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from asyncmoe.platform.megatron import state_boxes
 from asyncmoe.platform.megatron.patch import gone, module
 
+FORMAT = ("torch_dist", 1)
+"""The only format that is written and loaded: `reader` checks its files."""
 _CONSTANT = "_extra_state"
 """Suffix of the objects that never change: `reader` refuses any that says something."""
 
@@ -41,6 +43,7 @@ class Planned:
         shards: tensors; `objects`: by name, the bytes of what is no tensor.
         metadata: of all ranks' shards, without their places in files; None but on rank 0.
         common: what all ranks have in common, as of the save that was planned.
+        format: what `metadata.json` says of the files.
         identity: addresses of everything that could be saved: the plan holds while they are the same.
         repeats: False if later saves must be planned anew, because something may change that is not copied.
     """
@@ -49,6 +52,7 @@ class Planned:
     objects: tuple[tuple[str, bytes], ...]
     metadata: Metadata | None
     common: dict[str, Any]
+    format: Mapping[str, Any]
     identity: tuple[tuple[int, int], ...]
     repeats: bool
 
@@ -88,6 +92,7 @@ def plan(
             objects.append((item.index.fqn, value.getvalue()))
         else:
             shards.append(Shard(item.index.fqn, tuple(item.index.offset), value.detach()))
+    described = asdict(module("dist_checkpointing.core").CheckpointingConfig(*FORMAT))
     memory = list(_memory(modules, optimizer))
     spans = _joined((tensor.data_ptr(), tensor.data_ptr() + _nbytes(tensor)) for tensor in memory)
     repeats = (
@@ -96,7 +101,7 @@ def plan(
         and _same(common, refreshed(common, optimizer))
         and not list(_unknown(common))
     )
-    return Planned(tuple(shards), tuple(objects), metadata, common, _identity(memory), repeats)
+    return Planned(tuple(shards), tuple(objects), metadata, common, described, _identity(memory), repeats)
 
 
 def holds(planned: Planned, modules: Iterable[torch.nn.Module], optimizer: Any) -> bool:

@@ -21,8 +21,9 @@ from asyncmoe.models import family_of
 from asyncmoe.models.resume import facts_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import reader, writer
+from asyncmoe.platform.megatron.snapshot import FORMAT
 from asyncmoe.trainer.model import collectives
-from asyncmoe.trainer.model.checkpoint_files import FORMAT, explain
+from asyncmoe.trainer.model.checkpoint_files import explain
 from asyncmoe.trainer.model.gpt import Model, gather_weights
 from asyncmoe.trainer.model.optimizer import fuse
 

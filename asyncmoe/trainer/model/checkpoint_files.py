@@ -6,26 +6,21 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import StorageError
-from asyncmoe.platform.megatron.patch import module
 from asyncmoe.platform.megatron.reader import COMMON
 from asyncmoe.platform.megatron.snapshot import Planned, index_of
 from asyncmoe.trainer.model.checkpoint_progress import PlacedShard, Written
 from asyncmoe.trajectory.native import crc32c
 
-FORMAT = ("torch_dist", 1)
-"""The only format that is written and loaded: `asyncmoe.platform.megatron.reader` checks its files."""
 _CONFIG = "metadata.json"
 
 
@@ -60,16 +55,17 @@ def write_shards(folder: Path, rank: int, planned: Planned, copies: Sequence[tor
     return Written(name, stream.tell(), stream.digest, tuple(placed))
 
 
-def write_common(folder: Path, metadata: Metadata, common: Mapping[str, Any], reports: Iterable[Written]) -> None:
+def write_common(folder: Path, planned: Planned, common: Mapping[str, Any], reports: Iterable[Written]) -> None:
     """Write what rank 0 writes besides its shards; `asyncmoe.checkpoints.finish` syncs it."""
+    assert planned.metadata is not None
     torch.save(dict(common), folder / COMMON)
-    (folder / _CONFIG).write_text(json.dumps(asdict(module("dist_checkpointing.core").CheckpointingConfig(*FORMAT))))
+    (folder / _CONFIG).write_text(json.dumps(dict(planned.format)))
     results = [
         WriteResult(index_of(one.name, one.offset), one.nbytes, _StorageInfo(report.file, one.begin, one.nbytes))
         for report in reports
         for one in report.shards
     ]
-    FileSystemWriter(folder).finish(metadata, [results])
+    FileSystemWriter(folder).finish(planned.metadata, [results])
 
 
 def explain(config: Config, step: int, error: BaseException) -> StorageError | None:

@@ -132,7 +132,6 @@ class SaveThread:
 
     def _publish(self, reports: Mapping[int, Written]) -> None:
         task, section = self._task, self._task.config.trainer
-        assert task.planned.metadata is not None
-        checkpoint_files.write_common(task.folder, task.planned.metadata, task.common, [reports[rank] for rank in sorted(reports)])
+        checkpoint_files.write_common(task.folder, task.planned, task.common, [reports[rank] for rank in sorted(reports)])
         sealed = {report.file: Sealed(report.nbytes, report.crc32c) for report in reports.values()}
         checkpoints.finish(task.config.run.dir, task.step, task.facts, section.keep_checkpoints, section.keep_every, sealed)

@@ -35,7 +35,9 @@ def planned(*tensors: torch.Tensor) -> Planned:
         )
         for shard in shards
     }
-    return Planned(shards, (("made._extra_state", b"nothing"),), Metadata(of_tensors), {}, {"sharded_backend": "torch_dist"}, (), True)
+    return Planned(
+        shards, (("made._extra_state", b"nothing"),), Metadata(dict(of_tensors)), {}, {"sharded_backend": "torch_dist"}, (), True
+    )
 
 
 def test_the_copy_is_of_its_moment_and_is_what_torch_reads(tmp_path: Path) -> None:
@@ -126,10 +128,12 @@ def test_a_value_that_might_change_unseen_is_found() -> None:
 
 def test_memory_that_is_no_longer_where_it_was_is_planned_anew() -> None:
     module = torch.nn.Linear(3, 2)
-    one = Stepped(module.weight)
+    weight = module.weight
+    assert isinstance(weight, torch.nn.Parameter)
+    one = Stepped(weight)
     plan = Planned((), (), None, {}, {}, snapshot._identity(snapshot._memory([module], one)), True)
     assert snapshot.holds(plan, [module], one)
-    module.weight.grad = torch.ones(2, 3)
+    weight.grad = torch.ones(2, 3)
     one.optimizer.step()  # makes the optimizer's state
     assert not snapshot.holds(plan, [module], one)
 

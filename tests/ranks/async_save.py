@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import manifest
+from asyncmoe.plan import budget, host
 from asyncmoe.platform.megatron import snapshot
 from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
@@ -61,9 +63,14 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
         assert listed is not None
         differ += [f"manifest: {fault}" for fault in [manifest.changed(whole, listed, listed)] if fault is not None]
     differ += loaded(job, plain, run)
+    settings = budget.training(job.config, built.hf, cpu=True)
+    settings = replace(settings, microbatch=replace(settings.microbatch, dtype=str(built.dtype).removeprefix("torch.")))
+    planned = host.checkpoint_copy(built.hf, built.parallel, settings)
+    copied = max(collectives.everyones(sum(copy.nbytes for copy in saver._buffers.copies) if saver._buffers is not None else 0))
     mesh.leave()
     return {
         "differ": differ,
+        "copied_over_planned": copied / planned,
         "planned_once": all(one is plans[0] for one in plans),
         "names": sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"],
     }

@@ -54,4 +54,5 @@ def found(references: Path, thorough: bool) -> dict[str, dict[str, Any]]:
 def test_it_is_the_checkpoint_of_its_step_whatever_training_does_meanwhile(found: dict[str, dict[str, Any]], layout: str) -> None:
     assert found[layout]["differ"] == []
     assert found[layout]["planned_once"], "later saves only copy"
+    assert 0.99 < found[layout]["copied_over_planned"] < 1.01, "a sharded state is padded"
     assert found[layout]["names"], "the others were deleted"

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from asyncmoe.errors import InvariantBroken
+from benchmarks import provenance
 
 SHAPE = {"layers": 4, "hidden": 384, "heads": 4, "experts": 16, "experts_per_token": 4, "expert_hidden": 512}
 ROUNDS = 7
@@ -31,7 +32,8 @@ def run() -> dict[str, Any]:
         state_bytes: what is copied and written. copy_seconds: libc's memcpy of the state, tensor by tensor, into memory that is kept.
         async_seconds, sync_seconds: medians of how long training stands still. async_over_copy, sync_over_copy: medians of the quotients
         turn by turn. first_seconds: of the first asynchronous save, which plans and allocates. written_seconds: from the copy to the
-        complete checkpoint, in the thread.
+        complete checkpoint, while updates are made. update_seconds: of an update with nothing beside it; update_while_written: how much
+        longer one is while the thread writes, on a machine that has a core for it.
 
     Raises:
         InvariantBroken: the measuring process failed.
@@ -85,14 +87,25 @@ def measure(folder: Path) -> dict[str, Any]:
             ctypes.memmove(there.data_ptr(), here.data_ptr(), here.numel() * here.element_size())
 
     assert all(tensor.is_contiguous() for tensor in live)
-    times: dict[str, list[float]] = {"copy": [], "async": [], "written": [], "sync": []}
+
+    def update() -> None:
+        optimizer.step(adam, lambda _: True)
+
+    times: dict[str, list[float]] = {"copy": [], "async": [], "written": [], "sync": [], "update": [], "beside": []}
     for number in range(ROUNDS):
         times["copy"].append(seconds(plain))
+        times["update"] += [seconds(update) for _ in range(3)]
         times["async"].append(seconds(lambda: saver.save(2 + 2 * number)))  # noqa: B023  called at once
-        times["written"].append(seconds(saver.settle))
+        begun, saver_done = time.perf_counter(), False
+        while not saver_done:
+            times["beside"].append(seconds(update))
+            saver_done = any(step == 2 + 2 * number for step, _ in saver.saved())
+        times["written"].append(time.perf_counter() - begun)
         times["sync"].append(seconds(lambda: checkpoint.save(config, 3 + 2 * number, built, adam)))  # noqa: B023
     mesh.stop()
+    beside = times.pop("beside")
     return {
+        **provenance.here(),
         "model": SHAPE,
         "dtype": str(built.dtype).removeprefix("torch."),
         "tensors": len(live),

@@ -115,6 +115,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "rounds": ROUNDS,
         "first_seconds": first,
         **{f"{name}_seconds": median(each) for name, each in times.items()},
+        "update_while_written": slower,
         **{f"{name}_over_copy": median(a / b for a, b in zip(times[name], times["copy"], strict=True)) for name in ("async", "sync")},
     }
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 
-class Box(NamedTuple):
+class FlatBox(NamedTuple):
     """A part of an array: where it begins and how long it is along each axis, and the place of its first element in the flat array."""
 
     offset: tuple[int, ...]
@@ -20,7 +20,7 @@ class Box(NamedTuple):
         return self.begin + prod(self.sizes)
 
 
-def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[FlatBox]:
     """Yield contiguous boxes, in order, that hold each element from `begin` to before `end` of the flat array once.
 
     At most 2 * len(shape) - 1 boxes: what is left of a row, whole rows, and the beginning of a row, for each axis.
@@ -28,7 +28,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
     if begin >= end:
         return
     if len(shape) <= 1:
-        yield Box((begin,) if shape else (), (end - begin,) if shape else (), begin)
+        yield FlatBox((begin,) if shape else (), (end - begin,) if shape else (), begin)
         return
     row = prod(shape[1:])
     while begin < end:
@@ -36,8 +36,8 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
         if inside or end - begin < row:
             stop = min(end, (number + 1) * row)
             for box in boxes(shape[1:], inside, stop - number * row):
-                yield Box((number, *box.offset), (1, *box.sizes), number * row + box.begin)
+                yield FlatBox((number, *box.offset), (1, *box.sizes), number * row + box.begin)
         else:
             stop = end - end % row
-            yield Box((number, *(0 for _ in shape[1:])), ((stop - begin) // row, *shape[1:]), begin)
+            yield FlatBox((number, *(0 for _ in shape[1:])), ((stop - begin) // row, *shape[1:]), begin)
         begin = stop

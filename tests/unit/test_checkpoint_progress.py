@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncmoe.trainer.model.checkpoint_progress import Patience, PlacedShard, Verdict, Written, failure_of, state_of
+from asyncmoe.trainer.model.checkpoint_progress import Patience, PlacedShard, SaveOutcome, Written, failure_of, state_of
 
 WORLD = 4
 reports = st.dictionaries(
@@ -56,8 +56,8 @@ TestSaving = Saving.TestCase
 
 def test_of_several_failures_storages_is_told_first() -> None:
     found = {2: Written(failure="no room", storage=True), 0: Written(failure="a bug"), 3: Written(failure="full", storage=True)}
-    assert failure_of(found) == Verdict("no room", True, 2)
-    assert failure_of({0: Written()}) == Verdict()
+    assert failure_of(found) == SaveOutcome("no room", True, 2)
+    assert failure_of({0: Written()}) == SaveOutcome()
 
 
 def test_reports_cross_the_store_as_they_are() -> None:

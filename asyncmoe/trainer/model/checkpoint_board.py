@@ -11,7 +11,7 @@ import msgspec
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.trainer.model.checkpoint_progress import Patience, Verdict, Written, state_of
+from asyncmoe.trainer.model.checkpoint_progress import Patience, SaveOutcome, Written, state_of
 
 _POLL_S, _POLL_RANK_S, _MOVED_S = 0.02, 0.002, 1.0
 
@@ -70,7 +70,7 @@ class Board:
             time.sleep(_POLL_S + len(missing) * _POLL_RANK_S)
         return found
 
-    def decide(self, verdict: Verdict) -> None:
+    def decide(self, verdict: SaveOutcome) -> None:
         """Tell all ranks how the save has ended, and delete what is no longer read. On rank 0."""
         self._store.set(self._key("verdict"), msgspec.json.encode(verdict))
         # The others have reported in this save, so they have read the verdict of the one before.
@@ -80,9 +80,9 @@ class Board:
         self._store.delete_key(self._key("verdict", self._number - 1))
         self._store.delete_key(self._key("begun", self._number - 1))
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SaveOutcome:
         """Wait for how the save has ended. Raises AsyncmoeError if rank 0 does nothing for `limit_s`."""
-        return msgspec.json.decode(self._wait("verdict", "finished the checkpoint"), type=Verdict)
+        return msgspec.json.decode(self._wait("verdict", "finished the checkpoint"), type=SaveOutcome)
 
     def _wait(self, name: str, what: str) -> bytes:
         patience = Patience(self._limit_s, time.monotonic())

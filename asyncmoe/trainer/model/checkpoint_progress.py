@@ -32,7 +32,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     storage: bool = False
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class SaveOutcome(msgspec.Struct, frozen=True, array_like=True):
     """How a save has ended, the same on every rank: `failure` of rank `rank`, or none."""
 
     failure: str = ""
@@ -50,13 +50,13 @@ def state_of(reports: Mapping[int, Written], world: int) -> State:
     return "whole" if set(range(world)) <= reports.keys() else "writing"
 
 
-def failure_of(reports: Mapping[int, Written]) -> Verdict:
+def failure_of(reports: Mapping[int, Written]) -> SaveOutcome:
     """Return the verdict on a failed save: storage's failure before others, because others may follow from it; then the lowest rank's."""
     failed = [(not report.storage, rank) for rank, report in reports.items() if report.failure]
     if not failed:
-        return Verdict()
+        return SaveOutcome()
     _, rank = min(failed)
-    return Verdict(reports[rank].failure, reports[rank].storage, rank)
+    return SaveOutcome(reports[rank].failure, reports[rank].storage, rank)
 
 
 class Patience:

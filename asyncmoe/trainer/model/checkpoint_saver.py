@@ -30,7 +30,7 @@ from asyncmoe.trainer.model import checkpoint, collectives
 from asyncmoe.trainer.model.checkpoint_board import Board
 from asyncmoe.trainer.model.checkpoint_buffers import Buffers
 from asyncmoe.trainer.model.checkpoint_progress import Patience
-from asyncmoe.trainer.model.checkpoint_thread import SaveThread, Task
+from asyncmoe.trainer.model.checkpoint_thread import SaveThread, SaveTask
 from asyncmoe.trainer.model.gpt import Model, gather_weights
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Saver:
             others_part()
         common = snapshot.refreshed(planned.common, self._optimizer) if first else {}
         facts = checkpoint.facts_now(config, step, model) if first else {}
-        task = Task(config, step, model.mesh.rank, model.mesh.world, planned, buffers.copies, buffers.wait, common, facts)
+        task = SaveTask(config, step, model.mesh.rank, model.mesh.world, planned, buffers.copies, buffers.wait, common, facts)
         self._under_way = _UnderWay(step, SaveThread(task, board, str(model.mesh.device)), time.monotonic())
 
     def _plan(self) -> tuple[Planned, Buffers]:

@@ -18,11 +18,11 @@ from asyncmoe.platform.megatron.snapshot import Planned
 from asyncmoe.reshard import device_threads
 from asyncmoe.trainer.model import checkpoint_files
 from asyncmoe.trainer.model.checkpoint_board import Board
-from asyncmoe.trainer.model.checkpoint_progress import Verdict, Written, failure_of, state_of
+from asyncmoe.trainer.model.checkpoint_progress import SaveOutcome, Written, failure_of, state_of
 
 
 @dataclass(frozen=True)
-class Task:
+class SaveTask:
     """A save of one rank, after its copy has begun.
 
     Attributes:
@@ -57,7 +57,7 @@ class SaveThread:
         moved: grows while work goes on.
     """
 
-    def __init__(self, task: Task, board: Board, device: str) -> None:
+    def __init__(self, task: SaveTask, board: Board, device: str) -> None:
         self._task, self._board = task, board
         self._failure: BaseException | None = None
         self.moved = 0
@@ -112,7 +112,7 @@ class SaveThread:
             return Written(failure=str(explained), storage=True)
         return Written(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
 
-    def _finished(self, mine: Written) -> Verdict:
+    def _finished(self, mine: Written) -> SaveOutcome:
         """Make the checkpoint of all ranks' files, or remove them; tell all ranks. On rank 0."""
         task = self._task
         cause: Exception | None = None

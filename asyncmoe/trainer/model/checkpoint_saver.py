@@ -30,7 +30,7 @@ from asyncmoe.trainer.model import checkpoint, collectives
 from asyncmoe.trainer.model.checkpoint_board import Board
 from asyncmoe.trainer.model.checkpoint_buffers import Buffers
 from asyncmoe.trainer.model.checkpoint_progress import Patience
-from asyncmoe.trainer.model.checkpoint_thread import SaveThread, SaveTask
+from asyncmoe.trainer.model.checkpoint_thread import SaveTask, SaveThread
 from asyncmoe.trainer.model.gpt import Model, gather_weights
 
 if TYPE_CHECKING:

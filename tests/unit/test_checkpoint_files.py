@@ -6,12 +6,19 @@ import errno
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from asyncmoe import storage
 from asyncmoe.checkpoints import manifest
@@ -27,7 +34,7 @@ CPU = torch.device("cpu")
 
 def planned(*tensors: torch.Tensor) -> Planned:
     shards = tuple(Shard(f"tensor{number}", (0,) * tensor.ndim, tensor) for number, tensor in enumerate(tensors))
-    of_tensors = {
+    of_tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         shard.name: TensorStorageMetadata(
             TensorProperties.create_from_tensor(shard.live),
             shard.live.size(),
@@ -35,9 +42,7 @@ def planned(*tensors: torch.Tensor) -> Planned:
         )
         for shard in shards
     }
-    return Planned(
-        shards, (("made._extra_state", b"nothing"),), Metadata(dict(of_tensors)), {}, {"sharded_backend": "torch_dist"}, (), True
-    )
+    return Planned(shards, (("made._extra_state", b"nothing"),), Metadata(of_tensors), {}, {"sharded_backend": "torch_dist"}, (), True)
 
 
 def test_the_copy_is_of_its_moment_and_is_what_torch_reads(tmp_path: Path) -> None:
@@ -128,8 +133,7 @@ def test_a_value_that_might_change_unseen_is_found() -> None:
 
 def test_memory_that_is_no_longer_where_it_was_is_planned_anew() -> None:
     module = torch.nn.Linear(3, 2)
-    weight = module.weight
-    assert isinstance(weight, torch.nn.Parameter)
+    weight: Any = module.weight
     one = Stepped(weight)
     plan = Planned((), (), None, {}, {}, snapshot._identity(snapshot._memory([module], one)), True)
     assert snapshot.holds(plan, [module], one)

@@ -76,3 +76,4 @@ def test_patience_lasts_while_something_moves(moves: list[float]) -> None:
     last = max(moves, default=0.0)
     assert not patience.over(len(moves), last + 4.9)
     assert patience.over(len(moves), last + 5.0)
+    assert patience.changes == len(moves) + 1, "the first sight of anything counts"

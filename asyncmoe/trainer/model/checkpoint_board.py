@@ -22,6 +22,9 @@ class Board:
     Args:
         number: of the save, counted alike by all ranks of the process group.
         limit_s: seconds without any progress of others after which a wait fails.
+
+    Attributes:
+        progress: grows while this rank waits for others that get on.
     """
 
     def __init__(self, number: int, rank: int, world: int, limit_s: float) -> None:
@@ -30,6 +33,7 @@ class Board:
         self._store = store.clone()
         self._number, self._rank, self._world, self._limit_s = number, rank, world, limit_s
         self._moved, self._next = 0, 0.0
+        self.progress = 0
 
     def begin(self) -> None:
         """Say that the directory exists. On rank 0."""
@@ -57,7 +61,7 @@ class Board:
             AsyncmoeError: nothing has moved for `limit_s`; names the ranks.
         """
         found: dict[int, Written] = {}
-        patience = Patience(self._limit_s, time.monotonic())
+        patience, before = Patience(self._limit_s, time.monotonic()), self.progress
         while state_of(found, self._world) == "writing":
             for rank in set(range(self._world)) - found.keys():
                 if (payload := self._read(f"report/{rank}")) is not None:
@@ -66,6 +70,7 @@ class Board:
             if patience.over((len(found), [self._read(f"moved/{rank}") for rank in missing]), time.monotonic()):
                 named = ", ".join(map(str, missing[:8]))
                 raise AsyncmoeError(f"rank{'s' * (len(missing) > 1)} {named} wrote nothing for {self._limit_s:g} s (trainer.timeout_s)")
+            self.progress = before + patience.changes
             self.moved()
             time.sleep(_POLL_S + len(missing) * _POLL_RANK_S)
         return found
@@ -85,10 +90,11 @@ class Board:
         return msgspec.json.decode(self._wait("verdict", "finished the checkpoint"), type=SaveOutcome)
 
     def _wait(self, name: str, what: str) -> bytes:
-        patience = Patience(self._limit_s, time.monotonic())
+        patience, before = Patience(self._limit_s, time.monotonic()), self.progress
         while (found := self._read(name)) is None:
             if patience.over(self._read("moved/0"), time.monotonic()):
                 raise AsyncmoeError(f"rank 0 has not {what} for {self._limit_s:g} s (trainer.timeout_s)")
+            self.progress = before + patience.changes
             time.sleep(_POLL_S)
         return found
 

@@ -65,14 +65,19 @@ class Patience:
     Args:
         limit_s: seconds without a change.
         now: seconds of the clock that `over` is asked with.
+
+    Attributes:
+        changes: how often something has moved.
     """
 
     def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s, self._since = limit_s, now
         self._seen: object = None
+        self.changes = 0
 
     def over(self, seen: object, now: float) -> bool:
         """Return whether `seen` has been the same for `limit_s`."""
         if seen != self._seen:
             self._seen, self._since = seen, now
+            self.changes += 1
         return now - self._since >= self._limit_s

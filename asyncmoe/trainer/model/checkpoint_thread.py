@@ -52,16 +52,18 @@ class SaveThread:
 
     Args:
         device: of the rank ("cuda:1").
-
-    Attributes:
-        moved: grows while work goes on.
     """
 
     def __init__(self, task: SaveTask, board: Board, device: str) -> None:
         self._task, self._board = task, board
         self._failure: BaseException | None = None
-        self.moved = 0
+        self._moved = 0
         self._thread: threading.Thread = device_threads.start(device, f"checkpoint of step {task.step}", self._run, self._failed)
+
+    @property
+    def moved(self) -> int:
+        """A number that grows while this rank writes, or the ranks that it waits for do."""
+        return self._moved + self._board.progress
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not."""
@@ -102,7 +104,7 @@ class SaveThread:
             return self._report_of(error), error
 
     def _moves(self) -> None:
-        self.moved += 1
+        self._moved += 1
         self._board.moved()
 
     def _report_of(self, error: Exception) -> Written:

@@ -173,7 +173,7 @@ class Member:
         began, run = time.monotonic(), self._run
         while not self._socket.poll(1000):
             self._attacked.check()
-            if keys_of(self._attacked) != run:
+            if target.key_of(self._attacked.config.run.dir) != run:
                 return self._again()
             assert time.monotonic() - began < _ANSWER_S, (
                 f"{self._open} requests without an answer for {_ANSWER_S} s\n{self._attacked.log()}"
@@ -195,14 +195,6 @@ class Member:
         made.setsockopt(zmq.LINGER, 0)
         made.connect(local.address(Path(to.local_dir)))
         return made
-
-
-def keys_of(attacked: Attacked) -> str:
-    """Return the key of the present run; empty between two."""
-    try:
-        return json.loads((attacked.config.run.dir / keys.FILE_NAME).read_text())["server_public"]  # type: ignore[no-any-return]
-    except (OSError, ValueError):
-        return ""
 
 
 def member(attacked: Attacked, random: Random, count: int) -> dict[str, int]:
@@ -287,10 +279,15 @@ def wrong_key(attacked: Attacked) -> None:
 
 def works(attacked: Attacked) -> None:
     """End the present run, and train on a batch of the next one in the same process: it answers as if nothing had been."""
-    digest, before = attacked.config.digest, keys_of(attacked)
-    (attacked.folder / target.END).touch()  # not by goodbyes: a mutated Hello may have said that the trainer has 2^53 ranks
+    digest, run_dir, asked = attacked.config.digest, attacked.config.run.dir, attacked.folder / target.END
     until = time.monotonic() + _ANSWER_S
-    while (attacked.folder / target.END).exists() or keys_of(attacked) in ("", before):
+    while not (before := target.key_of(run_dir)):
+        attacked.check()
+        assert time.monotonic() < until, "no run began"
+        time.sleep(0.05)
+    asked.with_suffix(".new").write_text(before)
+    asked.with_suffix(".new").rename(asked)  # not by goodbyes: a mutated Hello may have said that the trainer has 2^53 ranks
+    while asked.exists() or target.key_of(run_dir) in ("", before):
         attacked.check()
         assert time.monotonic() < until, "the run did not end"
         time.sleep(0.05)

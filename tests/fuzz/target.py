@@ -24,11 +24,12 @@ from asyncmoe.models.make import make_model
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout import controller
 from asyncmoe.rollout.engines import backend
+from asyncmoe.rpc import keys
 from tests.unit.fake_engine import FakeHandle
 
 LAG_PERIOD_S = 0.01
 END = "end"
-"""File in the target's folder by which the present run is ended."""
+"""File in the target's folder by which a run is ended, with the run's public key; it is deleted once that run ends or has ended."""
 
 
 def config(folder: Path) -> Config:
@@ -88,9 +89,11 @@ class Vitals:
     def _end_run(self) -> None:
         """End this run if a file asks for that. A signal from outside might come between two runs, when nobody handles it."""
         asked = self._path.with_name(END)
-        if asked.exists() and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if asked.exists() and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL and (present := key_of(self._path.with_name("run"))):
+            meant = asked.read_text()
             asked.unlink()
-            os.kill(os.getpid(), signal.SIGTERM)
+            if present == meant:  # else a goodbye has ended it meanwhile
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _write(self) -> None:
         line = {
@@ -105,6 +108,14 @@ class Vitals:
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._worst = self._busiest = 0.0
+
+
+def key_of(run_dir: Path) -> str:
+    """Return the public key of the present run; empty between two."""
+    try:
+        return json.loads((run_dir / keys.FILE_NAME).read_text())["server_public"]  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        return ""
 
 
 def rss_bytes(pid: int) -> int:

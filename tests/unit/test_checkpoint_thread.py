@@ -87,7 +87,7 @@ def full() -> None:
 
 def test_it_becomes_visible_when_the_last_rank_has_written(config: Config) -> None:
     gate = threading.Event()
-    threads = begin(config, 1, {1: lambda: gate.wait(60) and None})
+    threads = begin(config, 1, {1: lambda: gate.wait(60)})
     assert checkpoints.newest(config.run.dir) is None
     assert not any(thread.done() for thread in threads)
     threads[0].check()

@@ -17,8 +17,8 @@ _MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
 """Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
 _CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
 """Signals that a process raises by a fault of its own, in contrast to those that another process or the kernel sends it."""
-_UNEXPLAINED, _LOST = 6, 7
-"""Sort keys (`_rank`) of a failure without a reason, and of one that the loss of another process explains."""
+_KILL, _UNEXPLAINED, _LOST = 1, 6, 7
+"""Sort keys (`_rank`) of a kill, of a failure without a reason, and of one that the loss of another process explains."""
 
 
 class Ended(Protocol):
@@ -60,6 +60,11 @@ def explained(failed: Sequence[Ended]) -> bool:
     return min(map(_rank, failed)) < _UNEXPLAINED
 
 
+def certain(failed: Sequence[Ended]) -> bool:
+    """Whether a failure among them does not follow from that of another process which has not ended yet: a user error, or a kill."""
+    return min(map(_rank, failed)) <= _KILL
+
+
 def only_lost(failed: Sequence[Ended]) -> bool:
     """Whether all failures are the loss of another process."""
     return all(_rank(process) == _LOST for process in failed)
@@ -76,7 +81,7 @@ def _rank(ended: Ended) -> int:
         return 0
     if (status is not None and status < 0) or reason.startswith(KILLED):
         named = reason.startswith(tuple(f"{KILLED} {number.name}" for number in _CRASHES))
-        return 4 if named or (not reason.startswith(KILLED) and -(status or 0) in _CRASHES) else 1
+        return 4 if named or (not reason.startswith(KILLED) and -(status or 0) in _CRASHES) else _KILL
     if not reason:
         return _UNEXPLAINED
     if ended.name.split()[0] == "controller" and not any(words in reason for words in _MAY_FOLLOW_A_CRASH):

@@ -18,7 +18,7 @@ from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.launch.failures import explained, failure, only_lost
+from asyncmoe.launch.failures import certain, explained, failure, only_lost
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
 from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.trainer_restarts import TrainerRestarts
@@ -165,7 +165,7 @@ def _late(processes: tuple[Process, ...]) -> list[Process]:
 
 def _settle(processes: Processes) -> None:
     begin = time.monotonic()
-    while (waited := time.monotonic() - begin) < _UNEXPLAINED_S:
+    while (waited := time.monotonic() - begin) < _UNEXPLAINED_S and not certain(processes.failed):
         if waited > _SETTLE_S and explained(processes.failed):
             return
         time.sleep(_POLL_S)

@@ -85,13 +85,22 @@ class SaveThread:
     def _run(self) -> None:
         mine, cause = self._written()
         self._board.report(mine)
-        verdict = self._finished(mine) if self._task.rank == 0 else self._board.verdict()
+        verdict = self._finished(mine) if self._task.rank == 0 else self._told(mine)
         if not verdict.failure:
             return
         if verdict.storage:
             raise StorageError(verdict.failure) from cause
         whose = f"trainer rank {verdict.rank}: " if verdict.rank != self._task.rank else ""
         raise AsyncmoeError(f"checkpoint of step {self._task.step}: {whose}{verdict.failure}") from cause
+
+    def _told(self, mine: Written) -> SaveOutcome:
+        """Return how rank 0 has ended the save; this rank's own failure if rank 0 says nothing. On the other ranks."""
+        try:
+            return self._board.verdict()
+        except AsyncmoeError:
+            if not mine.failure:
+                raise
+            return SaveOutcome(mine.failure, mine.storage, self._task.rank)
 
     def _written(self) -> tuple[Written, Exception | None]:
         task = self._task

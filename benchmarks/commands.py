@@ -51,6 +51,16 @@ def sync_(
     _show(sync.run(updates), json_path)
 
 
+@bench.command("checkpoint")
+def checkpoint_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+) -> None:
+    """How long training stands still for a checkpoint, asynchronous and not, next to a plain copy of the same state."""
+    from benchmarks import checkpoint
+
+    _show(checkpoint.run(), json_path)
+
+
 @bench.command("lora")
 def lora_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

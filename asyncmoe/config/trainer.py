@@ -113,6 +113,11 @@ class TrainerSection(Section):
     checkpoint_every: NonNegative = Field(
         0, description="Steps between checkpoints, and so the most work a crash costs; 0: only after the warm-up, at the end and on Ctrl-C."
     )
+    async_save: bool = Field(
+        False,
+        description="Write checkpoints while training goes on: it stands still only while a rank copies what it saves to host memory. Off "
+        "by default, because the copy stays in host memory between saves, as much as a rank's checkpoint files (see `asyncmoe plan`).",
+    )
     keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept on disk; older ones are deleted, except as keep_every says.")
     keep_every: NonNegative = Field(
         0, description="Steps between checkpoints that are never deleted: the first at or after each multiple of this. 0: none."

@@ -11,7 +11,7 @@ from asyncmoe.config import Config
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel, with_family
-from asyncmoe.plan import memory, relief
+from asyncmoe.plan import host, memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.reshard import nccl_room
@@ -35,6 +35,7 @@ class Budget:
         gpu_gb: memory of each GPU, or the limit of each process on a CPU, in GB.
         cpu: the run is for machines without GPUs.
         shared: a trainer rank and an engine share each GPU.
+        checkpoint_copy: host memory of a trainer rank, in bytes, for the copy that `trainer.async_save` keeps; on a CPU part of `trainer`.
     """
 
     trainer: GpuMemory
@@ -42,6 +43,14 @@ class Budget:
     gpu_gb: float
     cpu: bool = False
     shared: bool = False
+    checkpoint_copy: int = 0
+
+    @property
+    def host_line(self) -> str:
+        """What a trainer rank needs of its host's memory; "" if nothing is planned."""
+        if not self.checkpoint_copy:
+            return ""
+        return f"# host memory: {_gb(self.checkpoint_copy)} GB a trainer rank, for the copy that trainer.async_save keeps"
 
     @property
     def line(self) -> str:
@@ -68,9 +77,13 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
         ConfigError: the sizes do not suit the model.
         UserError: an engine argument is not a number.
     """
-    stages = memory.trainer(hf, trainer_parallel(config), training(config, hf, cpu))
+    parallel, settings = trainer_parallel(config), training(config, hf, cpu)
+    largest = max(memory.trainer(hf, parallel, settings), key=lambda stage: stage.total)
+    copied = host.checkpoint_copy(hf, parallel, settings) if config.trainer.async_save else 0
+    if cpu and copied:
+        largest = GpuMemory({**largest.parts, "checkpoint copy": copied})
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serving(config, hf, cpu))
-    return Budget(max(stages, key=lambda stage: stage.total), engine, gpu_gb, cpu, config.engines.share_gpus and not cpu)
+    return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, copied)
 
 
 def least(config: Config, hf: Mapping[str, Any]) -> tuple[GpuMemory, GpuMemory]:

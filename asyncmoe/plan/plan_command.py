@@ -143,8 +143,8 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
     render_plan.show(forecast, console)
     render_plan.show_memory(columns, found.gpu_gb, console)
-    console.print("\n".join((*found.sums, found.line)), highlight=False, soft_wrap=True)
-    return {**asdict(forecast), "memory": _values(columns)}
+    console.print("\n".join(filter(None, (*found.sums, found.line, found.host_line))), highlight=False, soft_wrap=True)
+    return {**asdict(forecast), "memory": _values(columns), "host_memory": {"checkpoint copy": found.checkpoint_copy}}
 
 
 def _values(columns: dict[str, GpuMemory]) -> dict[str, Any]:

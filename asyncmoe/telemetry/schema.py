@@ -250,6 +250,8 @@ class Step(Learning, frozen=True, kw_only=True):
     sync_wait_seconds: Annotated[
         float | None, Metric("Time that the step waited for weight sync, during or after training.", "seconds")
     ] = None
+    checkpoint_s: Annotated[float | None, Metric("Time that training stood still for a checkpoint since the last step.", "seconds")] = None
+    checkpoint_wait_s: Annotated[float | None, Metric("The part of it in which a save waited for the one before.", "seconds")] = None
     pause_ms: Annotated[
         float | None,
         Metric(

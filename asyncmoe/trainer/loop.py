@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from asyncmoe import models
+from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, RunStopping, WeightSyncError
 from asyncmoe.platform import kernels
@@ -35,6 +35,7 @@ from asyncmoe.trainer.data.batch_client import ANSWER_S
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, collectives, gpt, mesh, optimizer
+from asyncmoe.trainer.model.checkpoint_saver import Saver
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
@@ -104,7 +105,7 @@ class Trainer:
         self._step = self._saved = done
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
-        self._sync = sync
+        self._sync, self._saver = sync, Saver(config, built, adam)
         self._waits: list[tuple[float, float]] = []
         self._profiler = Profiler(config, place.rank)
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
@@ -121,6 +122,8 @@ class Trainer:
         stopped = self._train()
         if self._saved != self._step:
             self._save()
+        self._saver.settle()
+        self._tell_saved()
         try:
             self._sync.settle()
         except (WeightSyncError, RunStopping) as error:
@@ -137,6 +140,7 @@ class Trainer:
             if config.warmup.steps <= self._step < self._total:
                 self._begin_sync()
             while self._step < self._total:
+                self._tell_saved()
                 begin = time.time()
                 leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
                 if leased.stop:
@@ -190,6 +194,7 @@ class Trainer:
         self._sync.begin(self._step)
 
     def _before_update(self) -> None:
+        self._saver.before_update()
         with self._waiting_for_sync(), mark("wait for weight sync"):
             self._sync.wait_sent()
 
@@ -203,14 +208,18 @@ class Trainer:
             self._span("sync", begin, end)
 
     def _save(self) -> None:
-        begin = time.perf_counter()
         heartbeats.beat(f"the checkpoint of step {self._step}")
         with mark("save checkpoint"):
-            path = checkpoint.save(self._config, self._step, self._model, self._optimizer, self._controllers_part)
+            self._saver.save(self._step, self._controllers_part)
         self._saved = self._step
-        if self._first:
-            self._client.ask(Saved(self._step), ANSWER_S)
-            log.info("saved %s in %.1f s", path, time.perf_counter() - begin)
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Tell the controller of the checkpoints that have become complete, or raise what one failed with."""
+        for step, seconds in self._saver.saved():
+            if self._first:
+                self._client.ask(Saved(step), ANSWER_S)
+                log.info("saved %s in %.1f s", checkpoints.directory(self._config.run.dir, step), seconds)
 
     def _controllers_part(self) -> None:
         if self._config.task.curriculum.enabled:
@@ -226,7 +235,8 @@ class Trainer:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)
             refused = sum(update.refused for update in learned.updates)
-            record = step_record(self._step, leased, phase, learned.updates, published, waited, times, learned.anomalies, refused)
+            stood = self._saver.stood()
+            record = step_record(self._step, leased, phase, learned.updates, published, waited, times, learned.anomalies, refused, stood)
             self._metrics.write(record)
 
 

@@ -17,7 +17,8 @@ from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer.data import trees
 from asyncmoe.trainer.data.credit import credit_figures
 
-if TYPE_CHECKING:  # both import Megatron
+if TYPE_CHECKING:  # all import Megatron
+    from asyncmoe.trainer.model.checkpoint_saver import Stood
     from asyncmoe.trainer.step import StepMetrics
     from asyncmoe.trainer.weight_sync.publisher import Published
 
@@ -35,6 +36,7 @@ def step_record(
     times: tuple[float, float, float],
     anomalies: Mapping[str, float] | None = None,
     refused: int = 0,
+    stood: Stood | None = None,
 ) -> Step:
     """Build the metrics.jsonl record of a step.
 
@@ -45,6 +47,7 @@ def step_record(
         waited: seconds the step waited for weight sync.
         anomalies: by broken rule of `verify.anomalies`, the value that broke it.
         refused: updates that the rules refused.
+        stood: how long training has stood still for checkpoints since the step before was recorded; None: not at all.
         times: Unix times at which the step began, received its batch and finished training.
 
     Raises:
@@ -78,6 +81,8 @@ def step_record(
         dropped=leased.dropped,
         anomalies=dict(anomalies or {}) or None,
         skipped_updates=refused or None,
+        checkpoint_s=stood.seconds or None if stood else None,
+        checkpoint_wait_s=stood.waited or None if stood else None,
         **combined([update.figures for update in updates]),
     )
     if phase == "warmup":

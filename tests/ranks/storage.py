@@ -58,7 +58,7 @@ def main(result: Path, path: Path) -> None:
         result.with_suffix(".part").write_text(json.dumps(found))
         result.with_suffix(".part").rename(result)
     dist.barrier()
-    checkpoint.dist_checkpointing.save(checkpoint._state(built, adam, loading=False), str(blocked))
+    checkpoint.dist_checkpointing.save(checkpoint.sharded_state(built, adam, loading=False), str(blocked))
 
 
 def failed(config: Config, step: int, built: gpt.Model, adam: optimizer.MegatronOptimizer, rank: int) -> str:

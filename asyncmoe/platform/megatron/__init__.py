@@ -14,6 +14,8 @@ incompatible upgrade fails at startup instead of producing wrong numbers. With C
         writer       writes checkpoints without processes that outlive a rank
         rope         rotary angles of packed sequences without device synchronization
 
+`snapshot` and `state_boxes` use Megatron's planning of a checkpoint for saves of asyncmoe's own, and change nothing for longer than a call.
+
 `packed_attention`, `grouped_experts` and `local_layers` patch nothing: they are layers that take the place of Transformer Engine's, and are
 imported after `prepare()`.
 """

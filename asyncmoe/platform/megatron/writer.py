@@ -2,8 +2,9 @@
 
 Megatron's `strategies/filesystem_async.py` saves in the background: it starts a process for a queue of results, and 0.16.1 forks another
 for each file. These processes outlive a rank that ends abruptly (`os._exit`, SIGKILL), and a rank waits forever for a killed fork.
-asyncmoe saves synchronously, so the queue lives in this process, and threads write the files with Megatron's own function for a file.
-0.19 uses threads too, but loses the reason of a thread's failure. The patch is installed everywhere, also with a GPU.
+A save of Megatron's is synchronous here (`snapshot` is for the others), so the queue lives in this process, and threads write the files
+with Megatron's own function for a file. 0.19 uses threads too, but loses the reason of a thread's failure. The patch is installed
+everywhere, also with a GPU.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncmoe import checkpoints, storage
+from asyncmoe import checkpoints
 from asyncmoe.checkpoints import manifest
 from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.config import Config
@@ -21,7 +21,9 @@ from asyncmoe.models import family_of
 from asyncmoe.models.resume import facts_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import reader, writer
+from asyncmoe.platform.megatron.snapshot import FORMAT
 from asyncmoe.trainer.model import collectives
+from asyncmoe.trainer.model.checkpoint_files import explain
 from asyncmoe.trainer.model.gpt import Model, gather_weights
 from asyncmoe.trainer.model.optimizer import fuse
 
@@ -33,8 +35,6 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 reader.install()
 writer.install()
-_FORMAT = ("torch_dist", 1)
-"""The only format that is loaded, whatever a checkpoint's metadata.json says: it is the only one whose files `reader` checks."""
 
 
 def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, others_part: Callable[[], None] = lambda: None) -> Path:
@@ -61,12 +61,8 @@ def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, 
 
 
 def _explain(config: Config, step: int, error: BaseException) -> StorageError | None:
-    """Return the error for the user if storage is the cause. Call it before anything is removed: torch gives no reason, so this checks
-    the disk."""
-    newest = checkpoints.newest(config.run.dir)
-    then = f"the run resumes from {newest.name}" if newest else "the run starts from step 0"
-    path = checkpoints.temporary(config.run.dir, step)
-    own = storage.explain(writer.results.failure or error, f"checkpoint of step {step}", path, then)
+    """Return the error for the user if storage is the cause, on every rank that takes part. Call it before anything is removed."""
+    own = explain(config, step, writer.results.failure or error)
     if not isinstance(error, CheckpointException):  # only this rank knows of the failure
         return own
     line = next(filter(None, collectives.everyones("" if own is None else str(own))), "")
@@ -81,11 +77,11 @@ def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer
     collectives.barrier()
     written = checkpoints.temporary(directory, step)
     writer.results.files.clear()
-    dist_checkpointing.save(_state(model, optimizer, loading=False), str(written))
+    dist_checkpointing.save(sharded_state(model, optimizer, loading=False), str(written))
     sealed = _everyones_files(written)
     if first:
         others_part()
-        checkpoints.finish(directory, step, _facts(config, step, model), section.keep_checkpoints, section.keep_every, sealed)
+        checkpoints.finish(directory, step, facts_now(config, step, model), section.keep_checkpoints, section.keep_every, sealed)
     collectives.barrier()
     return checkpoints.directory(directory, step)
 
@@ -111,7 +107,8 @@ def _everyones_files(written: Path) -> Manifest:
     return {name: sealed for files, _ in found for name, sealed in files.items()}
 
 
-def _facts(config: Config, step: int, model: Model) -> dict[str, Any]:
+def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
+    """Return what a checkpoint of `step` says of the run, to be stored with it."""
     parts = ["adapter" if model.adapter is not None else "weights", "optimizer"]
     return {
         "step": step,
@@ -145,9 +142,9 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
         checkpoints.check_kind(checkpoint, _kind(config, model))
-    state = _read(checkpoint, _state(model, optimizer, loading=True))
+    state = _read(checkpoint, sharded_state(model, optimizer, loading=True))
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
-        _trained(chunk).load_state_dict(state[name])
+        trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
         fuse(optimizer, model)
@@ -158,7 +155,8 @@ def _read(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpoint's values of `state`. Raise DataError if `reader` refuses a file."""
     try:
         with reader.reading(checkpoint):
-            return dict(dist_checkpointing.load(state, str(checkpoint), sharded_strategy=_FORMAT))
+            # Whatever a checkpoint's metadata.json says: this is the only format whose files `reader` checks.
+            return dict(dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT))
     except reader.Unreadable as error:
         raise _unreadable(checkpoint, error) from error
     except CheckpointException as error:  # what a rank raised between collectives, on all ranks
@@ -173,11 +171,12 @@ def _unreadable(checkpoint: Path, found: reader.Unreadable) -> DataError:
     return DataError(str(checkpoint), got=str(found), expected="a checkpoint that asyncmoe has written", hint=hint)
 
 
-def _state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
+def sharded_state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
+    """Return Megatron's description of all that is saved or loaded, with the tensors themselves. Collective over all ranks."""
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if _distributed(model):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-    chunks = [_trained(chunk) for chunk in model.chunks]
+    chunks = [trained(chunk) for chunk in model.chunks]
     names = _chunk_names(model)
     state: dict[str, Any] = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
     if optimizer is not None:
@@ -185,7 +184,7 @@ def _state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> 
     return state
 
 
-def _trained(chunk: Any) -> Any:
+def trained(chunk: Any) -> Any:
     """Return the saved part of a chunk: its adapters, because the rest never changes; without adapters, the whole chunk."""
     return getattr(chunk, "adapters", chunk)
 

@@ -7,7 +7,7 @@ group belong here and nowhere else (a test checks the sources). All others use g
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,13 @@ def everyones(mine: T) -> list[T]:
     said = [mine] * dist.get_world_size()
     dist.all_gather_object(said, mine, group=_host())
     return said
+
+
+def gathered(mine: T) -> list[T] | None:
+    """Return every rank's object, by rank, on rank 0; None elsewhere. Objects must be picklable."""
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, found, dst=0, group=_host())
+    return found
 
 
 def barrier() -> None:

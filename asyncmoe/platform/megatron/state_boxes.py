@@ -1,0 +1,105 @@
+"""What a rank holds of the distributed optimizer's state, as boxes of the parameters, to be written without an exchange.
+
+Megatron's `fully_reshardable` checkpoints hold the state in the shapes of the parameters, and its save gathers the whole state on every
+data-parallel rank first (optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`, 0.16.1 and 0.19.2), which takes many
+times the memory and the time of a copy. A rank holds a range of each flat parameter, and a range is a few boxes: written under the same
+names, they are the same tensors to whoever loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from asyncmoe.checkpoints.boxes import boxes
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform.megatron.patch import gone, module
+
+_METHOD = "sharded_param_state_fully_reshardable"
+
+
+@contextmanager
+def as_boxes() -> Iterator[None]:
+    """Have the distributed optimizer describe, within the block, this rank's own part of its state.
+
+    Raises:
+        ConfigError: this version of Megatron describes it differently.
+    """
+    owner = module("optimizer.distrib_optimizer").DistributedOptimizer
+    original = vars(owner).get(_METHOD)
+    if original is None or not hasattr(owner, "_get_main_param_and_optimizer_states"):
+        raise gone(f"DistributedOptimizer.{_METHOD}", everywhere=True)
+    setattr(owner, _METHOD, _own_state)
+    try:
+        yield
+    finally:
+        setattr(owner, _METHOD, original)
+
+
+def _own_state(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> dict[str, Any]:
+    """Return sharded tensors, by parameter, all of them views of the optimizer's own memory."""
+    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
+    kinds = (mapping.ShardedTensor, mapping.ShardedTensorFactory)
+    known = {value.data: value for value in dicts.nested_values(model_sharded_state_dict) if isinstance(value, kinds)}
+    found: dict[str, Any] = {}
+    for ranges in self.gbuf_ranges:
+        for buckets in ranges.values():
+            for parameter, places in ((one, at) for bucket in buckets for one, at in bucket["param_map"].items()):
+                own = places["param"]
+                states = self._get_main_param_and_optimizer_states(parameter)
+                found[str(len(found))] = {
+                    name: list(_boxes(known[parameter], name, state, own.start)) for name, state in states.items() if name != "step"
+                }
+    return found
+
+
+def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterator[Any]:
+    """Yield the boxes of one state of a parameter.
+
+    Args:
+        described: how the whole parameter is saved.
+        name: of the state ("exp_avg").
+        state: [n], this rank's part of it, which is that of elements `start` to `start + n` of the flat parameter.
+    """
+    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
+    # Of the ranks that hold the same parameter each holds another part, so all of them save: the last number is the replica among them.
+    named = {"key": f"optimizer.state.{name}.{described.key}", "replica_id": (*described.replica_id[:2], 0)}
+    whole = torch.empty(described.data.shape, dtype=state.dtype, device="meta")
+    if isinstance(described, mapping.ShardedTensorFactory):
+        built = {"": replace(described, data=whole, **named).build()}
+        parts = [part for part in dicts.nested_values(built) if isinstance(part, mapping.ShardedTensor)]
+    else:
+        parts = [replace(described, data=whole, dtype=state.dtype, **named)]
+    flat = state.detach().view(-1)
+    for part in parts:
+        for corner, view in _contiguous(part.data):
+            first = int(view.storage_offset())
+            lowest, highest = max(first, start), min(first + view.numel(), start + flat.numel())
+            for box in boxes(tuple(view.shape), lowest - first, highest - first):
+                added = (0,) * (len(corner) - len(box.offset)) + box.offset
+                sizes = (1,) * (len(part.global_shape) - len(box.sizes)) + box.sizes
+                inside = (0,) * part.prepend_axis_num + tuple(a + b for a, b in zip(corner, added, strict=True))
+                yield replace(
+                    part,
+                    data=flat[first + box.begin - start : first + box.end - start].view(sizes),
+                    local_shape=sizes,
+                    global_offset=tuple(a + b for a, b in zip(part.global_offset, inside, strict=True)),
+                    axis_fragmentations=None,
+                    prepend_axis_num=0,
+                )
+
+
+def _contiguous(view: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Split a view of a parameter until each part is contiguous; yield their corners in the view, and themselves."""
+    if view.is_contiguous():
+        yield (0,) * view.ndim, view
+        return
+    if view.ndim == 1:
+        raise InvariantBroken("the optimizer's state of a parameter whose elements are saved in another order cannot be saved in boxes")
+    for number in range(view.shape[0]):
+        for corner, part in _contiguous(view[number]):
+            yield (number, *corner), part

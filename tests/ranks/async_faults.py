@@ -1,0 +1,114 @@
+"""Worker: asynchronous saves that fail on one rank, and one in which the test kills a rank. `async_faults.py RESULT MODEL`, on two ranks.
+
+The result is written when the last save is half written, which does not end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe import checkpoints, models
+from asyncmoe.config import parse
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.process import die_with_parent
+from asyncmoe.trainer.model import checkpoint, checkpoint_files, gpt, mesh, optimizer
+from asyncmoe.trainer.model.checkpoint_saver import Saver
+from tests.ranks.storage import BYTES, everyone
+
+_write = checkpoint_files.write_shards
+
+
+def main(result: Path, path: Path) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+    run = result.parent / "run"
+    trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 1, "async_save": True}
+    config = parse({"run": {"dir": str(run), "steps": 9}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}, "trainer": trainer})
+    place = mesh.start(config.trainer)
+    built = gpt.build(models.load_hf_config(path), config, place)
+    adam = optimizer.build(config, built)
+    saver = Saver(config, built, adam)
+    saver.save(1)
+    saver.settle()
+    failures: dict[str, Any] = {}
+    for step, rank in ((2, 1), (3, 0)):
+        failures[str(step)] = everyone(limited(saver, step, rank))
+    checkpoint_files.write_shards = broken if place.rank == 1 else _write
+    failures["bug"] = everyone(failed(saver, 4))
+    checkpoint_files.write_shards = _write
+    kept = names(run)
+    loaded = checkpoint.load(checkpoints.directory(run, 1), config, built, adam)
+    saver.save(5)
+    saver.save(6)  # waits for the one before
+    waited = saver.stood().waited > 0
+    saver.settle()
+    told = [step for step, _ in saver.saved()]
+    saved = names(run)
+    pids = everyone(str(os.getpid()))
+    half = threading.Event()
+    checkpoint_files.write_shards = lambda *given: _write(*given[:-1], lambda: stopped(half))
+    saver.save(7)
+    half.wait(60)
+    dist.barrier()
+    if place.rank == 0:
+        found = {"failures": failures, "kept": kept, "loaded": loaded, "saved": saved, "told": told, "waited": waited, "pids": pids}
+        result.with_suffix(".part").write_text(json.dumps(found))
+        result.with_suffix(".part").rename(result)
+    saver.settle()
+
+
+def stopped(half: threading.Event) -> None:
+    """Never return, when some bytes of the file are written."""
+    half.set()
+    threading.Event().wait()
+
+
+def broken(*_: Any) -> Any:
+    raise ValueError("a bug")
+
+
+def limited(saver: Saver, step: int, rank: int) -> str:
+    """What a save says while files of `rank` may not become larger than `BYTES`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES, before[1]))
+    try:
+        return failed(saver, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def failed(saver: Saver, step: int) -> str:
+    saver.save(step)
+    return told(saver.settle)
+
+
+def told(act: Callable[[], None]) -> str:
+    try:
+        act()
+    except AsyncmoeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def names(run: Path) -> list[str]:
+    dist.barrier()
+    found = [entry.name for entry in sorted((run / "checkpoints").iterdir())]
+    dist.barrier()
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,148 @@
+"""Worker: checkpoints that are written while training goes on are those of saves for which it stands still.
+`async_save.py RESULT REFERENCES LAYOUT...`
+
+A layout is a list of the trainer's settings, such as "tp=2,dtype=bfloat16,distributed=1"; lora=NAME trains an adapter of lora_case.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader as loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from asyncmoe import checkpoints
+from asyncmoe.checkpoints import manifest
+from asyncmoe.plan import budget, host
+from asyncmoe.platform.megatron import snapshot
+from asyncmoe.trainer import losses, step
+from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
+from asyncmoe.trainer.model.checkpoint_saver import Saver
+from tests.ranks import case, lora, lora_case, parity
+
+
+def main(result: Path, path: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    found = {layout: parity.worst(compared(path, result.parent / layout, layout)) for layout in layouts}
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found, indent=1))
+    mesh.stop()
+
+
+def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
+    """Save each step both ways, the asynchronous one while the next step is taken; compare files and what is loaded."""
+    job = job_of(path, run, layout)
+    built = job.model()
+    adam = optimizer.build(job.config, built)
+    saver = Saver(job.config, built, adam)
+    differ: list[str] = []
+    plans, plain = [], run / "plain"
+    for number in (1, 2, 3):
+        train(job, built, adam)
+        checkpoint.save(moved(job, plain), number, built, adam)
+        saver.save(number)
+        plans.append(saver._planned)
+        train(job, built, adam, saver)  # every parameter changes while the thread writes
+        saver.settle()
+        differ += [f"{number}: saved {saved}" for saved in [saver.saved()] if [step for step, _ in saved] != [number]]
+        differ += different(checkpoints.directory(plain, number), checkpoints.directory(run, number))
+        dist.barrier()
+    whole = checkpoints.directory(run, 3)
+    if dist.get_rank() == 0:
+        listed = manifest.read(whole)
+        assert listed is not None
+        differ += [f"manifest: {fault}" for fault in [manifest.changed(whole, listed, listed)] if fault is not None]
+    differ += loaded(job, plain, run)
+    settings = budget.training(job.config, built.hf, cpu=True)
+    settings = replace(settings, microbatch=replace(settings.microbatch, dtype=str(built.dtype).removeprefix("torch.")))
+    planned = host.checkpoint_copy(built.hf, built.parallel, settings)
+    copied = max(collectives.everyones(sum(copy.nbytes for copy in saver._buffers.copies) if saver._buffers is not None else 0))
+    mesh.leave()
+    return {
+        "differ": differ,
+        "copied_over_planned": copied / planned,
+        "planned_once": all(one is plans[0] for one in plans),
+        "names": sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"],
+    }
+
+
+def job_of(path: Path, run: Path, layout: str) -> Any:
+    settings: dict[str, Any] = {}
+    for key, _, value in (part.partition("=") for part in layout.split(",")):
+        settings[key] = int(value) if value.isdecimal() else value
+    name, distributed = settings.pop("lora", None), bool(settings.pop("distributed", 0))
+    folder = path / (lora_case.ADAPTERS[name][0] if name else "plain")
+    config = case.config(folder, ranks=dist.get_world_size(), pack=True, optimizer={"distributed": distributed}, **settings)
+    trainer = config.trainer.model_copy(update={"async_save": True})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run}), "trainer": trainer})
+    reference = torch.load(folder / "reference.pt", weights_only=False)
+    place = mesh.start(config.trainer)
+    if name is None:
+        return parity.Job(folder, config, place, reference)
+    return lora.Job(folder, config, place, reference, lora_case.section(name), torch.load(folder / f"{name}.pt", weights_only=False), True)
+
+
+def moved(job: Any, run: Path) -> Any:
+    return job.config.model_copy(update={"run": job.config.run.model_copy(update={"dir": run})})
+
+
+def train(job: Any, built: gpt.Model, adam: Any, saver: Saver | None = None) -> None:
+    before = (lambda: None) if saver is None else saver.before_update
+    step.train_step(built, adam, job.microbatches("token_mean"), losses.SupervisedLoss(), lr=case.LR, before_update=before)
+
+
+def different(one: Path, other: Path) -> list[str]:
+    """What differs between two checkpoints: tensors by their bits, objects, common state."""
+    if dist.get_rank() != 0:
+        return []
+    found = []
+    ours, theirs = (contents(path) for path in (one, other))
+    found += [f"{one.name}: only in one: {name}" for name in sorted(ours.keys() ^ theirs.keys())]
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name], theirs[name]
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            found.append(f"{one.name}: {name}")
+    common = [torch.load(path / "common.pt", weights_only=True) for path in (one, other)]
+    if not snapshot._same(*common):
+        found.append(f"{one.name}: common")
+    if not ours:
+        found.append("nothing is compared")
+    return found
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, by name."""
+    metadata = FileSystemReader(path).read_metadata()
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in metadata.state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    loader.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    return state
+
+
+def loaded(job: Any, plain: Path, run: Path) -> list[str]:
+    """What differs after both were loaded by the trainer, in weights and in the optimizer's own memory."""
+    states = []
+    for place in (plain, run):
+        built = job.model()
+        adam = optimizer.build(job.config, built)
+        assert checkpoint.load(checkpoints.directory(place, 3), job.config, built, adam) == 3
+        states.append([tensor.clone() for tensor in snapshot._memory([checkpoint.trained(c) for c in built.chunks], adam)])
+    same = len(states[0]) == len(states[1]) > 0 and all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    return [] if all(collectives.everyones(same)) else ["loaded"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -33,7 +33,8 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    found = {layout: parity.worst(compared(path, result.parent / layout, layout)) for layout in layouts}
+    runs = result.with_suffix("")  # another world's run of the same layout would have later checkpoints
+    found = {layout: parity.worst(compared(path, runs / layout, layout)) for layout in layouts}
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, indent=1))
     mesh.stop()

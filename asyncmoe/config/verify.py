@@ -28,8 +28,7 @@ class VerifySection(Section):
     max_replay_drift: PositiveFloat = Field(
         0.5,
         description="Stop if the log-probabilities of a batch that is trained again after a restart (journal) differ by more from those of "
-        "the first time, on the mean, in nats per token, over trajectories of the step's version alone. It costs each such batch a "
-        "forward pass.",
+        "the first time, on the mean over tokens of the step's version, in nats per token. It costs each such batch a forward pass.",
     )
     probe_every: NonNegative = Field(
         10,

@@ -25,7 +25,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Metric(
             "Mean |difference| between the trainer's log-probabilities when it trains the batch again and the engines' of the first time, "
-            "over trajectories of the step's version alone.",
+            "over tokens of the step's version.",
             "nats a token",
         ),
     ] = None

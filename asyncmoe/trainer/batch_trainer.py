@@ -203,6 +203,7 @@ class Learner:
         """
         config = self._config
         every = config.verify.logprobs_every
+        # Of a batch that is trained again, engines sampled with the weights of the first time.
         verify = leased.replayed or (every > 0 and (step - config.warmup.steps) % every == 0)
         recompute = len(updates) > 1 and config.objective.proximal == "recompute"
         before: LogProbs = {}
@@ -218,11 +219,18 @@ class Learner:
                 with self._reference.in_place():
                     found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay)
                 reference |= {update.members[i]: values for i, values in found.items()}
-        if verify:
-            self._verify(trajectories, before, step, leased.replayed)
+        if leased.replayed:
+            self._drift = self._drifted(trajectories, before, step)
+        elif verify:
+            self._verify(trajectories, before, step)
         return before if recompute else None, reference if self._reference is not None else None
 
-    def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int, replayed: bool) -> None:
+    def _drifted(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, step: int) -> float | None:
+        mine = trajectories if self._mesh.reports else {}
+        part = replay_drift.measure(list(mine.values()), [ours[i] for i in mine], step)
+        return replay_drift.judge(collectives.everyones(part), step, self._config.verify.max_replay_drift)
+
+    def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
         limits = self._config.verify
         mine = trajectories if self._mesh.reports else {}
         part = logprob_mismatch.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)
@@ -230,9 +238,6 @@ class Learner:
         if self._mesh.rank == 0:
             for line in logprob_mismatch.describe(whole, version):
                 log.info("%s", line)
-        if replayed:  # the engines had the weights of the first time
-            self._drift = replay_drift.drift(whole, version, limits.max_replay_drift)
-            return
         for what, got, limit in (("max_logprob_diff", whole.largest, limits.max_logprob_diff), ("max_kl", whole.kl, limits.max_kl)):
             if limit is not None and not got <= limit:
                 raise Disagreement(

@@ -81,6 +81,22 @@ def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tu
     assert all(serving.adapter == (f"v{serving.version}" if serving.version else None) for serving in asyncio.run(run()))
 
 
+def test_a_version_of_the_next_lineage_comes_beside_the_same_version_of_this_one() -> None:
+    async def run() -> None:
+        server = Fake()
+        slots = TwoSlots(server, 5.0)
+        await slots.publish(4, ADAPTER)
+        with pytest.raises(WeightSyncError, match="got adapter version 4, expected above 4"):
+            await slots.publish(4, ADAPTER)
+        await slots.publish(4, ADAPTER, 1)
+        assert (slots.serving, server.loaded) == (ServedBy(4, "v4.1", 1), ["v4", "v4.1"])
+        assert (slots.serving.salt, ServedBy(4, None).salt) == ("4.1", "4")
+        await slots.publish(5, ADAPTER, 1)
+        assert server.loaded == ["v4.1", "v5.1"]
+
+    asyncio.run(run())
+
+
 def test_new_requests_get_the_new_version_while_old_ones_go_on() -> None:
     async def run() -> None:
         server = Fake()

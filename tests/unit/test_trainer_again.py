@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,7 +196,10 @@ async def refused(asked: Coroutine[Any, Any, Reply]) -> None:
         await asked
 
 
-def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_wakes_up(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("opening", [WeightsBegin(4), WeightsStage(4)])
+def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_wakes_up(
+    model: Path, tmp_path: Path, opening: WeightsBegin | WeightsStage
+) -> None:
     async def body() -> None:
         async with controller(config_of(model, tmp_path / "run")) as running:
             first = running.trainer(0)
@@ -202,8 +209,8 @@ def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_
                 await first.train()
                 await first.publish()
             first.batches[4] = await first.lease()
-            await first.ask(WeightsBegin(4))
-            assert all(engine.paused for engine in running.engines)  # it is lost now
+            await first.ask(opening)
+            assert [engine.paused for engine in running.engines] == [isinstance(opening, WeightsBegin)] * 2  # it is lost now
 
             second = running.trainer(1)
             assert (await second.hello(2)).version == 4
@@ -287,6 +294,68 @@ def test_the_first_that_says_hello_may_be_a_later_start(model: Path, tmp_path: P
             await refused(running.trainer(1).ask(Saved(0)))
             await late.publish()
             assert not (await late.train()).replayed
+
+    in_loop(body())
+
+
+def test_a_version_that_the_lost_one_had_asked_to_take_lands_before_the_next_is_met(model: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with controller(config_of(model, tmp_path / "run")) as running:
+            first, resumed = running.trainer(0), asyncio.Event()
+            await first.hello(0)
+            await first.publish()
+            await first.train()
+            slow, end = running.engines[0], running.engines[0].end_update
+
+            async def late() -> None:
+                await resumed.wait()
+                await end()
+
+            slow.end_update = late  # type: ignore[method-assign]
+            publishing = asyncio.create_task(first.publish())
+            while not slow.paused:
+                await asyncio.sleep(0)
+            meeting = asyncio.create_task(running.trainer(1).hello(0))
+            await asyncio.sleep(0.05)
+            assert not meeting.done()
+            resumed.set()
+            assert (await meeting).version == 1
+            await publishing
+            assert [(engine.version, engine.paused, engine.wrong) for engine in running.engines] == [(1, False, [])] * 2
+
+    in_loop(body())
+
+
+def test_a_suspended_process_of_the_lost_trainer_is_refused_when_it_wakes_up(model: Path, tmp_path: Path) -> None:
+    """A real process, stopped by SIGSTOP while it waits for its batch."""
+    script = (
+        "import sys, msgspec; from asyncmoe.rpc.client import Client; from asyncmoe.rpc.rendezvous import Rendezvous; "
+        "from asyncmoe.rpc.messages import Commit, Lease\n"
+        "client = Client(msgspec.json.decode(sys.argv[1], type=Rendezvous), 'trainer.0')\n"
+        "print('asks', flush=True); sys.stdin.readline()\n"
+        "for request in (Lease(1, 'rl', 4, 1, 5.0), Commit(0), Commit(1)):\n"
+        "    try: print('answered', client.ask(request, 30.0)[0])\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+
+    async def body() -> None:
+        async with controller(config_of(model, tmp_path / "run")) as running:
+            first = running.trainer(0)
+            await first.hello(0)
+            await first.publish()
+            batch = await first.train()
+            where = msgspec.json.encode(running.rendezvous).decode()
+            left = await asyncio.create_subprocess_exec(sys.executable, "-c", script, where, stdin=PIPE, stdout=PIPE)
+            assert left.stdout is not None
+            await left.stdout.readline()
+            left.send_signal(signal.SIGSTOP)
+            second = running.trainer(1)
+            await second.hello(0)
+            left.send_signal(signal.SIGCONT)
+            said = (await left.communicate(b"\n"))[0].decode().splitlines()
+            assert len(said) == 3
+            assert all(line.startswith("ProtocolError ") and "which has taken its place" in line for line in said)
+            assert (await second.train()).items == batch.items
 
     in_loop(body())
 

@@ -1,0 +1,24 @@
+"""How a trainer's ranks learn how often they were started again, and that all they ask says so."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from asyncmoe.errors import UserError
+from asyncmoe.rpc import messages
+from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
+from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, TrainerMessage
+
+
+def test_the_launcher_says_it_in_a_variable() -> None:
+    assert [trainer_epoch({}), trainer_epoch({TRAINER_EPOCH: ""}), trainer_epoch({TRAINER_EPOCH: "3"})] == [0, 0, 3]
+    for wrong in ("-1", "1.0", "one", "9" * 10):
+        with pytest.raises(UserError, match=f"{TRAINER_EPOCH}: got '{wrong}', expected a number from 0"):
+            trainer_epoch({TRAINER_EPOCH: wrong})
+
+
+def test_every_request_is_the_trainers_or_an_engines() -> None:
+    engines = {EngineJoin, EngineAlive, EngineLeave}
+    assert {one for one in get_args(messages.Request) if not issubclass(one, TrainerMessage)} == engines

@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import interrupts
-from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, Interrupted, StorageError, WaitTimeout
+from asyncmoe.errors import (
+    AnomalyFound,
+    AsyncmoeError,
+    ConfigError,
+    DataError,
+    Disagreement,
+    Interrupted,
+    InvariantBroken,
+    StorageError,
+    WaitTimeout,
+)
 from asyncmoe.process import say
 from tests.unit.doc_pages import read, tables
 
@@ -104,10 +114,11 @@ def test_statuses_are_those_of_the_documentation() -> None:
     table = next(table for table in tables(read("troubleshooting.md")) if re.search(r"(?m)^130$", "\n".join(row[0] for row in table)))
     documented = [int(row[0]) for row in table]
     stopped = [Interrupted("", number).exit_code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, *stopped]
+    ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, InvariantBroken.exit_code, *stopped]
     assert documented == ours
     assert {kind.exit_code for kind in (WaitTimeout, AsyncmoeError)} == {1}
     assert {kind.exit_code for kind in (DataError, StorageError, ConfigError)} == {2}
+    assert {kind.exit_code for kind in (AnomalyFound, Disagreement, InvariantBroken)} == {3}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch.failures import failure
+from asyncmoe.launch.failures import certain, failure
 from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, nodes_words, spread, strategy, wanted_words
 from asyncmoe.process import Child
@@ -143,9 +143,14 @@ def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
     assert failure([silent, mistake]).exit_code == UserError.exit_code
     assert str(failure([silent, waited])) == "trainer.0: 1"
     assert failure([silent, waited]).exit_code == 1
+    wrong = Ended("trainer.1", 3, "the loss is nan")
+    assert (str(failure([silent, waited, wrong])), failure([silent, waited, wrong]).exit_code) == ("trainer.1: the loss is nan", 3)
+    assert not certain([silent, waited, wrong])
     lost, killed = Ended("trainer.0", 1, "from rank 0 to rank 1: lost"), Ended("trainer.1", 1, "a rank was ended by SIGKILL")
     assert str(failure([silent, lost, killed, waited])) == "trainer.1: a rank was ended by SIGKILL"
     assert str(failure([lost, Ended("engine.0", -9, None)])) == "engine.0: -9"
+    assert certain([lost, killed])
+    assert certain([lost, mistake])
     assert str(failure([silent, lost])) == "trainer.0: from rank 0 to rank 1: lost"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.errors import UserError
+from asyncmoe.errors import InvariantBroken, UserError
 from asyncmoe.launch import failures, local, torchrun
 from asyncmoe.launch.slurm import outcome, parts
 from asyncmoe.launch.slurm.parts import EndedStep
@@ -90,6 +90,7 @@ def test_a_mistake_is_never_requeued_and_a_loss_so_often_as_allowed() -> None:
     assert outcome.decide(2, 0, 3) == "fail"
     assert [outcome.decide(1, lost, 2) for lost in range(4)] == ["requeue", "requeue", "fail", "fail"]
     assert outcome.decide(1, 0, 0) == "fail"
+    assert outcome.decide(InvariantBroken.exit_code, 0, 3) == "fail", "wrong numbers would be wrong again"
 
 
 def test_a_cause_names_part_node_and_log_once() -> None:
@@ -109,6 +110,8 @@ def test_the_status_of_an_agent_is_that_of_the_rank_that_failed_first() -> None:
     assert first((0, -9, 5), (1, 1, 5), (3, 2, 6)) == 3
     assert first((2, 1, 5), (1, 1, 5)) == 1
     assert first((0, -15, 5), (1, -9, 5)) == 1, "torchrun ends the survivors itself"
+    assert first((0, 1, 5), (1, 3, 6), (2, -9, 5)) == 1, "a rank whose numbers are wrong has the others end"
+    assert first((0, 3, 5), (1, 2, 6)) == 1
     assert first((0, 1, 5), (1, -9, 35)) == 0, "a rank that hung is killed long after the one that noticed"
     assert torchrun.status(2) == 2
     assert torchrun.status(-signal.SIGKILL) == 137

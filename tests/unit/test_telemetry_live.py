@@ -80,6 +80,11 @@ def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
         assert "step 4 of 10" in out.getvalue()
         assert "version 2   reward 0.2 ± 0.05   25 % failed" in out.getvalue()
         assert "trainer" in out.getvalue()
+        assert "restarts" not in out.getvalue()
+        with (tmp_path / "later" / METRICS).open("ab") as file:
+            file.write(msgspec.json.encode(Resume(resumed_at=6, epoch=1)) + b"\n")
+        view.refresh()
+        assert re.search(r"restarts +trainer 1", re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()))
 
 
 def test_telemetry_live_off_prints_lines_on_a_terminal(tmp_path: Path) -> None:

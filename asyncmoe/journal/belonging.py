@@ -14,7 +14,8 @@ from pathlib import Path
 from asyncmoe import storage
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.journal import rows
-from asyncmoe.journal.states import FILE, States
+from asyncmoe.journal.states import States
+from asyncmoe.journal.states_file import FILE
 
 MARKER = "journal.json"
 

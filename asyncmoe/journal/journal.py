@@ -11,16 +11,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncmoe.errors import DataError, InvariantBroken
 from asyncmoe.journal import payload, rows
 from asyncmoe.journal.belonging import Belonging
+from asyncmoe.journal.payload_store import PayloadStore
 from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, Recovered, Reopened, recover, reopen
 from asyncmoe.journal.rows import Change, Draw
 from asyncmoe.journal.segments import Segments
-from asyncmoe.journal.states import FILE, States
+from asyncmoe.journal.states import States
+from asyncmoe.journal.states_file import FILE
 from asyncmoe.journal.turns import Turns
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.group_buffer import Group
@@ -31,8 +33,6 @@ log = logging.getLogger(__name__)
 _SEGMENTS, _TURNS = "segments", "turns"
 _OF_TURNS = 4
 """Turns may take this fraction of the bound on payloads."""
-_AHEAD = 1024
-"""Segments after the newest known one that are spared: more than are begun while old ones are deleted."""
 
 
 class Unjournaled:
@@ -86,21 +86,34 @@ class Unjournaled:
         """The curriculum changed."""
 
 
+@dataclass(frozen=True)
+class Stores:
+    """What a journal is kept in, and what closes it, the last opened first."""
+
+    states: States
+    payloads: PayloadStore
+    turns: Turns | None
+    held: ExitStack
+
+
 class Journal(Unjournaled):
-    """The journal of a run, in a folder. For one event loop.
+    """The journal of a run. For one event loop.
 
     Attributes:
-        folder: its folder.
-        recorded: what the folder held when it was opened.
+        name: for messages: "journal /runs/7/journal".
+        recorded: what it held when it was opened.
     """
 
     keeps = True
 
-    def __init__(
-        self, folder: Path, states: States, segments: Segments, recorded: JournalRows, belonging: Belonging, turns: Turns | None
-    ) -> None:
-        self.folder, self.recorded, self._belonging, self.turns = folder, recorded, belonging, turns
-        self._states, self._segments = states, segments
+    def __init__(self, name: str, belonging: Belonging, stores: Stores, recorded: JournalRows) -> None:
+        """See `open`.
+
+        Args:
+            stores: which the journal closes.
+        """
+        self.name, self.recorded, self._belonging, self.turns = name, recorded, belonging, stores.turns
+        self._states, self._segments, self._held = stores.states, stores.payloads, stores.held
         self._accounts: Callable[[], Accounts] | None = None
         self._position = max((group.order for group in recorded.groups.values()), default=0)
         self._next, self._replays = recorded.next, dict[int, RecordedLease]()
@@ -137,8 +150,7 @@ class Journal(Unjournaled):
                 answers = Turns.open(folder / _TURNS, belonging.digest, under_way, **bounds)
                 held.callback(answers.close)
             belonging.note()
-            held.pop_all()
-        return cls(folder, states, segments, recorded, belonging, answers)
+            return cls(f"journal {folder}", belonging, Stores(states, segments, answers, held.pop_all()), recorded)
 
     def begin(self, step: int, base: int, batch: int, first_group: int) -> Recovered:
         """Return the state in which the queue begins; see `recover`.
@@ -148,7 +160,7 @@ class Journal(Unjournaled):
         """
         if self.recorded.first is None:
             self.recorded = replace(self.recorded, first=max(step, base), next=first_group)
-        found = recover(self.recorded, step, base, batch, f"journal {self.folder}")
+        found = recover(self.recorded, step, base, batch, self.name)
         self.lineage, self._next, self._replays = found.lineage, found.next, dict(found.replays)
         facts = {"lineage": found.lineage, "first": self.recorded.first, "next": found.next}
         # Together, or the next restart would take what the replays skipped out of the ledger a second time.
@@ -219,7 +231,7 @@ class Journal(Unjournaled):
         Nothing may be leased or committed until `reopened` is told.
         """
         self.recorded = await self._states.ask(rows.read)
-        return reopen(self.recorded, step, base, f"journal {self.folder}")
+        return reopen(self.recorded, step, base, self.name)
 
     def reopened(self, found: Reopened) -> None:
         # Together, or a restart of everything would take what the replays trained or skipped out of the ledger a second time.
@@ -265,8 +277,9 @@ class Journal(Unjournaled):
         writing, newest = [number for number, count in self._writing.items() if count], self._newest
         self._states.write(rows.forgotten(floor, draws), urgent=True)
         needed = await self._states.ask(rows.segments)
+        await self._states.compact()
         self._writing = +self._writing  # without the zeros
-        return await asyncio.to_thread(self._segments.retain, {*needed, *writing, *range(newest, newest + _AHEAD)})
+        return await asyncio.to_thread(self._segments.retain, {*needed, *writing}, newest)
 
     @property
     def size(self) -> int:
@@ -275,11 +288,7 @@ class Journal(Unjournaled):
 
     def close(self) -> None:
         """Write what was handed over, and close all files. Blocks."""
-        with ExitStack() as held:
-            held.callback(self._states.close)
-            held.callback(self._segments.close)
-            if self.turns is not None:
-                held.callback(self.turns.close)
+        with self._held:
             if self._drawn:
                 self._write([])
 
@@ -300,7 +309,7 @@ class Journal(Unjournaled):
 
     def _group(self, recorded: RecordedGroup) -> Group:
         assert recorded.place is not None
-        name = f"journal {self.folder}: group {recorded.number}"
+        name = f"{self.name}: group {recorded.number}"
         group = payload.decode(self._segments.read(recorded.place), recorded.order, name)
         if group.number != recorded.number or len(group) != recorded.episodes:
             got = f"group {group.number} of {len(group)} episodes"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from asyncmoe.errors import InvariantBroken
+from asyncmoe.errors import DataError, InvariantBroken
 from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease
 from asyncmoe.journal.segment_format import Place
 from asyncmoe.queue.accounts import Accounts
@@ -35,19 +36,57 @@ CREATE TABLE draws (
 """
 
 
+STATEMENTS: Mapping[str, tuple[str, int | None]] = {
+    "fact": ("INSERT INTO facts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", 1),
+    "begun": (
+        "INSERT INTO groups (number, position, state, attempt, failures, lineage) VALUES (?, ?, 'begun', ?, ?, ?) "
+        "ON CONFLICT DO UPDATE SET state = 'begun', attempt = excluded.attempt, failures = excluded.failures, lineage = excluded.lineage, "
+        "reason = '' WHERE state IN ('begun', 'waiting')",
+        1,
+    ),
+    "queued": (
+        "UPDATE groups SET state = 'queued', position = ?, episodes = ?, writer = ?, segment = ?, offset = ?, length = ? "
+        "WHERE number = ? AND state = 'begun'",
+        1,
+    ),
+    "ended": (
+        "UPDATE groups SET state = ?, reason = ?, writer = NULL, segment = NULL, offset = NULL, length = NULL "
+        "WHERE number = ? AND state IN ('begun', 'queued')",
+        1,
+    ),
+    "again": (
+        "UPDATE groups SET state = 'waiting', position = ?, attempt = ?, failures = ?, reason = ?, episodes = 0, writer = NULL, "
+        "segment = NULL, offset = NULL, length = NULL WHERE number = ? AND state IN ('begun', 'queued')",
+        1,
+    ),
+    "lease": ("INSERT INTO leases (step, count, version, lineage, groups) VALUES (?, ?, ?, ?, ?)", 1),
+    "leased": ("UPDATE groups SET state = 'leased', step = ? WHERE number = ? AND state = 'queued'", 1),
+    "committed": ("UPDATE leases SET committed = 1, skipped = ? WHERE step = ?", 1),
+    "reopened": ("UPDATE leases SET committed = 0, skipped = '' WHERE step >= ?", None),
+    "requeued": ("UPDATE groups SET state = 'queued', step = NULL WHERE step = ?", None),
+    "released": ("DELETE FROM leases WHERE step = ?", 1),
+    "drew": ("INSERT INTO draws VALUES (?, ?, ?, ?, ?, ?, ?)", 1),
+    "forgotten groups": ("DELETE FROM groups WHERE step < ? OR state IN ('dropped', 'rejected')", None),
+    "forgotten leases": ("DELETE FROM leases WHERE step < ?", None),
+    "forgotten draws": ("DELETE FROM draws WHERE number <= ?", None),
+    "first": ("UPDATE facts SET value = CAST(max(CAST(value AS INTEGER), ?) AS TEXT) WHERE name = 'first'", None),
+}
+"""By name, each statement that changes the tables, and the number of rows that it must change (None: any). Redis keeps the names."""
+
+
 @dataclass(frozen=True)
 class Change:
-    """One statement, its values, and the number of rows that it must change (None: any)."""
+    """One of `STATEMENTS` and its values."""
 
-    sql: str
+    name: str
     values: Sequence[object] = ()
-    rows: int | None = None
 
     def apply(self, connection: sqlite3.Connection) -> None:
         """Carry it out. Raises InvariantBroken if it changes another number of rows."""
-        changed = connection.execute(self.sql, self.values).rowcount
-        if self.rows is not None and changed != self.rows:
-            raise InvariantBroken(f"journal: {self.sql} with {self.values} changed {changed} rows, expected {self.rows}")
+        sql, expected = STATEMENTS[self.name]
+        changed = connection.execute(sql, self.values).rowcount
+        if expected is not None and changed != expected:
+            raise InvariantBroken(f"journal: {sql} with {self.values} changed {changed} rows, expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +111,7 @@ class Draw:
 
 def fact(name: str, value: object) -> Change:
     """Set a fact."""
-    return Change("INSERT INTO facts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", (name, str(value)), 1)
+    return Change("fact", (name, str(value)))
 
 
 def accounts(now: Accounts) -> Change:
@@ -82,88 +121,91 @@ def accounts(now: Accounts) -> Change:
 
 def begun(group: Start, position: int, lineage: int) -> Change:
     """Sampling of a group begins, for the first time or again; then it keeps its place in the order of starts."""
-    return Change(
-        "INSERT INTO groups (number, position, state, attempt, failures, lineage) VALUES (?, ?, 'begun', ?, ?, ?) "
-        "ON CONFLICT DO UPDATE SET state = 'begun', attempt = excluded.attempt, failures = excluded.failures, lineage = excluded.lineage, "
-        "reason = '' WHERE state IN ('begun', 'waiting')",
-        (group.number, position, group.attempt, group.failures, lineage),
-        1,
-    )
+    return Change("begun", (group.number, position, group.attempt, group.failures, lineage))
 
 
 def queued(number: int, arrival: int, episodes: int, place: Place) -> Change:
     """A group that was begun is finished; its payload is on disk."""
-    return Change(
-        "UPDATE groups SET state = 'queued', position = ?, episodes = ?, writer = ?, segment = ?, offset = ?, length = ? "
-        "WHERE number = ? AND state = 'begun'",
-        (arrival, episodes, place.writer, place.segment, place.offset, place.length, number),
-        1,
-    )
+    return Change("queued", (arrival, episodes, place.writer, place.segment, place.offset, place.length, number))
 
 
 def ended(number: int, state: str, reason: str) -> Change:
     """A group is dropped or rejected for a reason, and does not start again."""
-    return Change(
-        "UPDATE groups SET state = ?, reason = ?, writer = NULL, segment = NULL, offset = NULL, length = NULL "
-        "WHERE number = ? AND state IN ('begun', 'queued')",
-        (state, reason, number),
-        1,
-    )
+    return Change("ended", (state, reason, number))
 
 
 def again(group: Start, position: int, reason: str) -> Change:
     """A group fell, or was too old, and is to start again."""
-    return Change(
-        "UPDATE groups SET state = 'waiting', position = ?, attempt = ?, failures = ?, reason = ?, episodes = 0, writer = NULL, "
-        "segment = NULL, offset = NULL, length = NULL WHERE number = ? AND state IN ('begun', 'queued')",
-        (position, group.attempt, group.failures, reason, group.number),
-        1,
-    )
+    return Change("again", (position, group.attempt, group.failures, reason, group.number))
 
 
 def leased(lease: RecordedLease) -> list[Change]:
     """Queued groups are leased."""
     held = msgspec.json.encode([(one.number, one.weight, one.keys) for one in lease.groups]).decode()
     row = (lease.step, lease.count, lease.version, lease.lineage, held)
-    each = (
-        Change("UPDATE groups SET state = 'leased', step = ? WHERE number = ? AND state = 'queued'", (lease.step, one.number), 1)
-        for one in lease.groups
-    )
-    return [Change("INSERT INTO leases (step, count, version, lineage, groups) VALUES (?, ?, ?, ?, ?)", row, 1), *each]
+    return [Change("lease", row), *(Change("leased", (lease.step, one.number)) for one in lease.groups)]
 
 
 def committed(step: int, skipped: str) -> Change:
     """The step of a lease is over: the trainer has trained on it, or has skipped it for a reason."""
-    return Change("UPDATE leases SET committed = 1, skipped = ? WHERE step = ?", (skipped, step), 1)
+    return Change("committed", (skipped, step))
 
 
 def reopened(step: int) -> Change:
     """The leases of steps from `step` on are granted again."""
-    return Change("UPDATE leases SET committed = 0, skipped = '' WHERE step >= ?", (step,))
+    return Change("reopened", (step,))
 
 
 def released(step: int) -> list[Change]:
     """A lease ends untrained: its groups are queued again."""
-    return [
-        Change("UPDATE groups SET state = 'queued', step = NULL WHERE step = ?", (step,)),
-        Change("DELETE FROM leases WHERE step = ?", (step,), 1),
-    ]
+    return [Change("requeued", (step,)), Change("released", (step,))]
 
 
 def drew(draw: Draw) -> Change:
     """An event of the curriculum."""
-    values = (draw.number, draw.what, draw.group, draw.source, draw.example, draw.passed, draw.responses)
-    return Change("INSERT INTO draws VALUES (?, ?, ?, ?, ?, ?, ?)", values, 1)
+    return Change("drew", (draw.number, draw.what, draw.group, draw.source, draw.example, draw.passed, draw.responses))
 
 
 def forgotten(floor: int, draws: int) -> list[Change]:
     """Forget what no run needs that goes back no further than to the checkpoint of step `floor`, which holds the events up to `draws`."""
     return [
-        Change("DELETE FROM groups WHERE step < ? OR state IN ('dropped', 'rejected')", (floor,)),
-        Change("DELETE FROM leases WHERE step < ?", (floor,)),
-        Change("DELETE FROM draws WHERE number <= ?", (draws,)),
-        Change("UPDATE facts SET value = CAST(max(CAST(value AS INTEGER), ?) AS TEXT) WHERE name = 'first'", (floor,)),
+        Change("forgotten groups", (floor,)),
+        Change("forgotten leases", (floor,)),
+        Change("forgotten draws", (draws,)),
+        Change("first", (floor,)),
     ]
+
+
+def make_tables(connection: sqlite3.Connection, identity: Mapping[str, str]) -> None:
+    """Make empty tables of a journal that belongs to `identity`."""
+    for statement in SCHEMA.split(";"):
+        connection.execute(statement)
+    fact("format", FORMAT).apply(connection)
+    fact("identity", json.dumps(identity)).apply(connection)
+
+
+def check(connection: sqlite3.Connection, identity: Mapping[str, str], what: str, key: str, afresh: str) -> None:
+    """Refuse a journal of something else.
+
+    Args:
+        what: the journal, for messages.
+        key: of the configuration, which names its place.
+        afresh: how to begin a new one.
+
+    Raises:
+        DataError: it belongs to something else, or has another format.
+    """
+    told = facts(connection)
+    if told.get("format") != str(FORMAT):
+        raise DataError(what, got=f"format {told.get('format')}", expected=f"format {FORMAT}", hint=afresh)
+    known = json.loads(told["identity"])
+    for name, value in identity.items():
+        if known.get(name) == value:
+            continue
+        if name == "run":
+            raise DataError(what, got="the journal of another run", expected="this run's", hint=f"name another {key}, or {afresh}")
+        hint = f"name another {key}, set {name} back, or {afresh}"
+        raise DataError(f"{what}: {name}", got=known.get(name), expected=value, hint=hint)
 
 
 def segments(connection: sqlite3.Connection) -> frozenset[int]:

@@ -88,7 +88,7 @@ class Segments:
             StorageError: as `append`, except that it waits for bytes that are not yet written.
         """
         with self._lock:
-            self._check_bound(footprint(nbytes))
+            check_bound(self._size, footprint(nbytes), self._max_bytes)
         await self._writer.room(nbytes)
 
     def append(self, parts: Sequence[Buffer]) -> Place:
@@ -113,7 +113,7 @@ class Segments:
                 raise StorageError(f"journal: got {got}, expected at most {gibibytes(MOST_UNWRITTEN)} not yet written; wait for `room`")
             begun = self._sizes[self._newest]
             another = begun > HEADER_BYTES and begun + nbytes > self._segment_bytes
-            self._check_bound(nbytes + another * HEADER_BYTES)
+            check_bound(self._size, nbytes + another * HEADER_BYTES, self._max_bytes)
             if another:
                 self._newest += 1
                 self._sizes[self._newest] = HEADER_BYTES
@@ -167,11 +167,12 @@ class Segments:
             finally:
                 os.close(fd)
 
-    def retain(self, live: Iterable[int]) -> int:
+    def retain(self, live: Iterable[int], below: int | None = None) -> int:
         """Delete the segments whose numbers are not in `live`, except those being written. Blocks.
 
         Args:
             live: numbers of the segments that hold a payload which may still be read; also one that was appended, but has no key yet.
+            below: segments from this number on are kept.
 
         Returns:
             the freed bytes.
@@ -185,7 +186,8 @@ class Segments:
         with self._deleting:
             with self._lock:
                 self._check_open()
-                dead = [segment for segment in self._sizes if segment not in kept and segment < self._writer.segment]
+                end = self._writer.segment if below is None else min(below, self._writer.segment)
+                dead = [segment for segment in self._sizes if segment not in kept and segment < end]
             for segment in dead:
                 with writing(self._folder.path_of(self._number, segment)):
                     self._folder.delete(self._number, segment)
@@ -237,11 +239,13 @@ class Segments:
         if self._closed:
             raise InvariantBroken(f"the journal of {self._folder.path} was used after it was closed")
 
-    def _check_bound(self, nbytes: int) -> None:
-        if self._size + nbytes > self._max_bytes:
-            got = f"{gibibytes(self._size)} on disk and a payload of {gibibytes(nbytes)}"
-            hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
-            raise StorageError(f"journal.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes)}; {hint}")
+
+def check_bound(size: int, nbytes: int, most: int) -> None:
+    """Refuse a payload of `nbytes` bytes that would make a store of `size` bytes exceed `most`. Raises StorageError."""
+    if size + nbytes > most:
+        got = f"{gibibytes(size)} on disk and a payload of {gibibytes(nbytes)}"
+        hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
+        raise StorageError(f"journal.max_bytes: got {got}, expected at most {gibibytes(most)}; {hint}")
 
 
 def _cut_tail(folder: SegmentFolder, writer: int, sizes: dict[int, int]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from asyncmoe.errors import DataError, StorageError, gibibytes
+from asyncmoe.journal.payload_store import PayloadStore
 from asyncmoe.journal.segment_format import HEADER_BYTES, Place, footprint
 from asyncmoe.journal.segments import Segments
 
@@ -26,8 +27,6 @@ _SLACK = 2
 """The segments may hold so many times what answers may take: a bound that is reached here only ends the recording."""
 _LEAST_SEGMENTS = 8
 """Segments that the bound has room for: only whole ones are deleted, and not the newest."""
-_AHEAD = 1024
-"""Segments after the newest known one that are spared: more than are begun while old ones are deleted."""
 
 
 class EpisodeKey(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +47,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 class Turns:
     """The recorded answers of episodes under way. For one event loop."""
 
-    def __init__(self, segments: Segments, most: int) -> None:
+    def __init__(self, segments: PayloadStore, most: int) -> None:
         self._segments, self._most = segments, most
         self._found: dict[EpisodeKey, dict[bytes, deque[Place]]] = {}
         self._groups: defaultdict[int, set[int]] = defaultdict(set)  # segment -> groups with an answer in it
@@ -72,19 +71,29 @@ class Turns:
             size = min(segment_bytes, max(max_bytes // _LEAST_SEGMENTS, 1))
             segments = Segments.open(folder, identity, segment_bytes=size, max_bytes=_SLACK * max_bytes)
             held.callback(segments.close)
-            made = cls(segments, max_bytes)
-            for place in segments.recorded():
-                try:
-                    one = msgspec.msgpack.decode(segments.read(place), type=_Header)
-                except (msgspec.MsgspecError, DataError) as error:
-                    log.warning("%s: an answer at %s cannot be read, so its turn is sampled again: %s", folder, place, error)
-                    continue
-                if attempts.get(one.key.group) == one.key.attempt:
-                    made._found.setdefault(one.key, {}).setdefault(one.request, deque()).append(place)
-                    made._note(one.key.group, place.segment)
-            segments.retain(made._needed())
+            made = cls.of(segments, str(folder), attempts, max_bytes)
             held.pop_all()
             return made
+
+    @classmethod
+    def of(cls, segments: PayloadStore, name: str, attempts: Mapping[int, int], max_bytes: int) -> Turns:
+        """Find the answers of groups under way in a store, which may hold a little more than `max_bytes`. Blocks. See `open`.
+
+        Args:
+            name: of the store, for messages.
+        """
+        made = cls(segments, max_bytes)
+        for place in segments.recorded():
+            try:
+                one = msgspec.msgpack.decode(segments.read(place), type=_Header)
+            except (msgspec.MsgspecError, DataError) as error:
+                log.warning("%s: an answer at %s cannot be read, so its turn is sampled again: %s", name, place, error)
+                continue
+            if attempts.get(one.key.group) == one.key.attempt:
+                made._found.setdefault(one.key, {}).setdefault(one.request, deque()).append(place)
+                made._note(one.key.group, place.segment)
+        segments.retain(made._needed(), segments.newest)
+        return made
 
     async def record(self, key: EpisodeKey, request: bytes, answer: bytes) -> None:
         """Record the answer to a request; it is on disk soon after.
@@ -159,13 +168,12 @@ class Turns:
         try:
             if self._newest is not None:
                 await self._segments.durable(self._newest)
-            await asyncio.to_thread(self._segments.retain, self._needed())
+            await asyncio.to_thread(self._segments.retain, self._needed(), self._segments.newest)
         except StorageError as error:
             log.error("%s", error)  # the next `record` raises it
 
     def _needed(self) -> set[int]:
-        """Segments that a group under way needs, and those that may be written from now on."""
+        """Segments that a group under way needs."""
         for segment in [segment for segment, groups in self._groups.items() if not groups]:
             del self._groups[segment]
-        newest = self._segments.newest
-        return {*self._groups, *range(newest, newest + _AHEAD)}
+        return set(self._groups)

@@ -58,12 +58,12 @@ class Resumption:
             if (terms.count, terms.version) != (lease.count, lease.version):
                 got = f"{terms.count} episodes at version {terms.version}"
                 expected = f"{lease.count} at version {lease.version}, as when it was leased first"
-                raise DataError(f"journal {journal.folder}: lease of step {step}", got=got, expected=expected)
+                raise DataError(f"{journal.name}: lease of step {step}", got=got, expected=expected)
             groups = await journal.groups([one.number for one in lease.groups])
             for group, one in zip(groups, lease.groups, strict=True):
                 if tuple(item.key for item in group.items) != one.keys:
                     got = f"other trajectories in group {one.number}"
-                    raise DataError(f"journal {journal.folder}: lease of step {step}", got=got, expected=f"{one.keys}")
+                    raise DataError(f"{journal.name}: lease of step {step}", got=got, expected=f"{one.keys}")
             if journal.replay(step) is not lease:
                 return  # the trainer that asked is lost, and the leases of the next one are others
             journal.replayed(step)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from asyncmoe.journal import rows
-from asyncmoe.journal.states import FILE
+from asyncmoe.journal.states_file import FILE
 from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
 
 pytestmark = pytest.mark.system

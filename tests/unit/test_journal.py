@@ -19,7 +19,7 @@ from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal
-from asyncmoe.journal.states import FILE, States, network_file_system
+from asyncmoe.journal.states_file import FILE, StatesFile, network_file_system
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import Resumption
 from asyncmoe.queue.start_order import Start
@@ -403,12 +403,12 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, damage: bytes | None) -> Non
 
 
 def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lockless(states: States) -> None:
+    def lockless(file: StatesFile) -> None:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorname = "SQLITE_IOERR_LOCK"
         raise error
 
-    monkeypatch.setattr(States, "_connect", lockless)
+    monkeypatch.setattr(StatesFile, "connect", lockless)
     with pytest.raises(
         UserError, match=r"journal\.folder: got .*journal, on a file system without locks, expected a folder on a local disk"
     ):

@@ -19,7 +19,7 @@ from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken
 from asyncmoe.journal import recovery
 from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, recover
 from asyncmoe.journal.segment_format import Place
-from asyncmoe.journal.states import FILE
+from asyncmoe.journal.states_file import FILE
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.start_order import Start

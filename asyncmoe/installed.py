@@ -28,10 +28,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
     "verifiers": ("verifiers", "openai"),
+    "redis": ("redis",),
     "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
-_OF_SETUP = ("cli", "train", "report", "tensorboard", "ray", "engine")
+_OF_SETUP = ("cli", "train", "report", "tensorboard", "ray", "redis", "engine")
 """The extras that `make setup` of a checkout installs."""
 _LIGHT = ("plan", "simulate", "doctor", "config")
 _ABOVE = Path(__file__).parents[1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Positive, Section
+from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, Positive, Section
 
 
 class JournalSection(Section):
@@ -34,6 +36,18 @@ class JournalSection(Section):
         description="Folder of the journal, on the controller's node; null: `journal` in run.dir. A local disk is faster than a network "
         "file system; it survives the processes, not the node.",
     )
+    redis: str | None = Field(
+        None,
+        description="Keep the journal in this Redis server (6.2 or later) instead of a folder: redis://host:port/database, rediss:// "
+        "(TLS) or unix:///path?db=database; a user is named before an @. It needs appendonly yes, appendfsync always, maxmemory-policy "
+        "noeviction and memory for all that is kept; a run may then go on from another node. Needs the extra redis. null: a folder.",
+    )
+    redis_password_variable: str | None = Field(
+        None, description="Environment variable of the controller with the password of journal.redis; null: it requires none."
+    )
+    redis_patience_s: Annotated[float, Field(gt=0, le=240), FINITE, NUMBER] = Field(
+        60.0, description="Seconds for which a running controller asks again while journal.redis does not answer, before the run ends."
+    )
     max_bytes: Positive = Field(
         256 << 30,
         description="Bound on the bytes of finished groups on disk; turns may take a quarter of it besides. Groups are deleted once no "
@@ -48,8 +62,28 @@ class JournalSection(Section):
             raise ValueError(
                 f"journal.segment_bytes: got {self.segment_bytes}, expected at most journal.max_bytes = {self.max_bytes}; lower it"
             )
+        if self.redis is not None:
+            _check_address(self.redis)
+            if self.folder is not None:
+                raise ValueError(f"journal.folder: got {self.folder}, expected null with journal.redis; leave one of them out")
         return self
 
     def place(self, run_dir: Path) -> Path:
-        """Return the folder of the journal of a run."""
+        """Return the folder of the journal of a run that keeps it in one."""
         return self.folder or run_dir / "journal"
+
+
+def _check_address(url: str) -> None:
+    """Refuse an address that is none of a Redis server, or has a password, which `config.yaml` would show. Raises ValueError."""
+    forms = "redis://host:port, rediss://host:port or unix:///path"
+    try:
+        parts = urlsplit(url)
+        secret = parts.password is not None or "password" in parse_qs(parts.query)
+        local = parts.scheme == "unix" and bool(parts.path)
+        good = local or (parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0)
+    except ValueError as error:
+        raise ValueError(f"journal.redis: got {error}, expected {forms}") from error
+    if secret:
+        raise ValueError("journal.redis: got an address with a password, expected one without; journal.redis_password_variable names it")
+    if not good:
+        raise ValueError(f"journal.redis: got {url}, expected {forms}")

@@ -18,7 +18,17 @@ from asyncmoe.errors import DataError, InvariantBroken
 from asyncmoe.journal import payload, rows
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.payload_store import PayloadStore
-from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease, Recovered, Reopened, recover, reopen
+from asyncmoe.journal.recovery import (
+    JournalRows,
+    LeasedGroup,
+    RecordedGroup,
+    RecordedLease,
+    Recovered,
+    Reopened,
+    recover,
+    reopen,
+    under_way,
+)
 from asyncmoe.journal.rows import Change, Draw
 from asyncmoe.journal.segments import Segments
 from asyncmoe.journal.states import States
@@ -31,7 +41,7 @@ from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
 _SEGMENTS, _TURNS = "segments", "turns"
-_OF_TURNS = 4
+OF_TURNS = 4
 """Turns may take this fraction of the bound on payloads."""
 
 
@@ -145,9 +155,8 @@ class Journal(Unjournaled):
             held.callback(segments.close)
             recorded, answers = states.read(rows.read), None
             if turns:
-                under_way = {number: group.attempt for number, group in recorded.groups.items() if group.state == "begun"}
-                bounds = {"segment_bytes": segment_bytes, "max_bytes": max_bytes // _OF_TURNS}
-                answers = Turns.open(folder / _TURNS, belonging.digest, under_way, **bounds)
+                bounds = {"segment_bytes": segment_bytes, "max_bytes": max_bytes // OF_TURNS}
+                answers = Turns.open(folder / _TURNS, belonging.digest, under_way(recorded), **bounds)
                 held.callback(answers.close)
             belonging.note()
             return cls(f"journal {folder}", belonging, Stores(states, segments, answers, held.pop_all()), recorded)

@@ -105,6 +105,11 @@ class JournalRows:
     accounts: Accounts | None = None
 
 
+def under_way(recorded: JournalRows) -> dict[int, int]:
+    """Return the attempts of the groups that were begun and not finished, by number."""
+    return {number: group.attempt for number, group in recorded.groups.items() if group.state == "begun"}
+
+
 @dataclass(frozen=True)
 class Recovered:
     """The state in which a queue begins.

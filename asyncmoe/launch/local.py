@@ -24,6 +24,7 @@ from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, transports
+from asyncmoe.config.journal import JournalSection
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
@@ -74,6 +75,8 @@ def check(config: Config) -> Survey:
     if config.telemetry.tensorboard == "on":
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
+    if config.journal.enabled and config.journal.redis is not None and config.launch == "local":
+        check_redis(config.journal)
     plugin_probe.check(config)
     if here and devices.none_here():
         _check_profile(config)
@@ -100,6 +103,14 @@ def check(config: Config) -> Survey:
     if here:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
     return found
+
+
+def check_redis(section: JournalSection) -> None:
+    """Refuse a Redis server that cannot keep the journal. Raises UserError."""
+    installed.need("redis", "journal.redis")
+    from asyncmoe.journal.in_redis import opening
+
+    opening.server_of(section).close()
 
 
 def _check_profile(config: Config) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncmoe import checkpoints
+from asyncmoe import checkpoints, installed
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.journal import belonging
@@ -57,12 +57,18 @@ class Journaling:
             belonging.refuse_without(config.run.dir, section.place(config.run.dir))
             return cls(config, None, curriculum)
         ours = Belonging.of_run(config.run.dir, identity(config, hf, recording))
-        folder = section.place(config.run.dir)
-        held = Journal.open(folder, ours, segment_bytes=section.segment_bytes, max_bytes=section.max_bytes, turns=section.turns)
+        if section.redis is not None:
+            installed.need("redis", "journal.redis")
+            from asyncmoe.journal.in_redis import opening
+
+            held = opening.open_journal(section, ours)
+        else:
+            bounds = {"segment_bytes": section.segment_bytes, "max_bytes": section.max_bytes}
+            held = Journal.open(section.place(config.run.dir), ours, **bounds, turns=section.turns)
         try:
             newest = checkpoints.newest(config.run.dir)
             step = 0 if newest is None else int(checkpoints.facts(newest)["step"])
-            recover(held.recorded, step, config.warmup.steps, config.rollout.batch, f"journal {folder}")
+            recover(held.recorded, step, config.warmup.steps, config.rollout.batch, held.name)
         except BaseException:
             held.close()
             raise

@@ -1,0 +1,51 @@
+"""The tests of a journal in a folder, on one in a real Redis server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.redis_server import LocalRedis, needed
+from tests.unit import test_journal, test_journal_recovery, test_journal_reopen
+from tests.unit.redis_journals import RedisJournals
+from tests.unit.test_journal import (  # noqa: F401  collected here again
+    in_loop,
+    live,
+    test_a_full_journal_is_one_line_and_loses_nothing,
+    test_a_journal_without_groups_belongs_to_anything,
+    test_a_run_goes_back_to_an_older_checkpoint_and_no_further,
+    test_a_skipped_batch_stays_so_before_the_checkpoint_and_is_decided_anew_after_it,
+    test_everything_of_a_killed_run_goes_on,
+    test_no_decision_depends_on_a_clock_that_jumps,
+    test_what_starts_again_comes_before_new_groups_and_in_order,
+    test_what_was_too_old_stays_so,
+)
+from tests.unit.test_journal_recovery import test_recovery_agrees_with_a_model_of_it  # noqa: F401
+from tests.unit.test_journal_reopen import (  # noqa: F401
+    test_a_batch_that_is_read_for_a_trainer_that_is_lost_is_read_again_for_the_next,
+    test_a_checkpoint_that_the_journal_does_not_reach_changes_nothing,
+    test_demonstrations_begin_again_at_the_checkpoint,
+    test_it_gets_the_same_batches_while_groups_go_on_to_be_queued,
+    test_what_the_lost_trainer_waits_for_is_refused_and_takes_nothing_from_the_next_one,
+)
+
+pytestmark = needed()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
+    made = LocalRedis(tmp_path_factory.mktemp("redis"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def journals(server: LocalRedis) -> Iterator[RedisJournals]:
+    made = RedisJournals(server)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (test_journal, test_journal_recovery, test_journal_reopen):
+            for name in ("opened", "kill"):
+                if hasattr(module, name):
+                    patch.setattr(module, name, getattr(made, name))
+        yield made

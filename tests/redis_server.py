@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import select
 import shutil
 import signal
+import socket
+import socketserver
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -82,3 +88,44 @@ class LocalRedis:
         """End the server."""
         if self._process.poll() is None:
             self.kill()
+
+
+class LossyLink:
+    """A socket in front of a server that closes connections between a request and its answer.
+
+    Args:
+        share: of the answers that are lost.
+    """
+
+    def __init__(self, server: LocalRedis, folder: Path, share: float, seed: int) -> None:
+        self.socket, self.lost = folder / "link.sock", 0
+        self._server, self._share, self._draw = server, share, random.Random(seed)
+        link = self
+
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError):
+                    link.carry(self.request)
+
+        self._listener = socketserver.ThreadingUnixStreamServer(str(self.socket), Connection)
+        self._listener.daemon_threads = True
+        threading.Thread(target=self._listener.serve_forever, args=(0.05,), daemon=True).start()
+
+    def carry(self, client: socket.socket) -> None:
+        """Carry requests and answers until one is lost or an end closes."""
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(str(self._server.socket))
+            while True:
+                ready, _, _ = select.select([client, server], [], [])
+                for end in ready:
+                    if not (data := end.recv(1 << 16)):
+                        return
+                    if end is server and self._draw.random() < self._share:
+                        self.lost += 1
+                        return
+                    (server if end is client else client).sendall(data)
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._listener.shutdown()
+        self._listener.server_close()

@@ -70,9 +70,9 @@ async def live(folder: Path, step: int = 0, **options: Any) -> Life:
     return Life(journal, held, held.take_requeued(), found.next)
 
 
-def in_loop(body: Coroutine[Any, Any, T]) -> T:
+def in_loop(body: Coroutine[Any, Any, T], most_s: float = 20.0) -> T:
     async def bounded() -> T:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(most_s):
             return await body
 
     return asyncio.run(bounded())
@@ -256,8 +256,8 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(tmp_path: Path) -
         assert await life.journal.forget(2, 0) > 0
         size = life.journal.size
         kill(life, run, tmp_path / "again")
+        kill(life, run, tmp_path / "far")
         life.journal.close()
-        shutil.copytree(tmp_path / "again", tmp_path / "far")
         again = await live(tmp_path / "again", 2)
         assert again.journal.size <= size + (1 << 12)
         for step in (2, 3):
@@ -266,7 +266,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(tmp_path: Path) -
         assert again.queue.ledger.trained == 4 * BATCH
         again.journal.close()
         far = opened(tmp_path / "far")
-        with pytest.raises(DataError, match=r"got a journal of steps 2 to 4, expected step 1, .*; delete .*journal: what was queued"):
+        with pytest.raises(DataError, match=r"got a journal of steps 2 to 4, expected step 1, .*; delete journal .*: what was queued"):
             far.begin(1, 0, BATCH, 0)
         with pytest.raises(DataError, match="expected step 5, where the checkpoint is"):
             far.begin(5, 0, BATCH, 0)

@@ -21,17 +21,20 @@ from asyncmoe.journal.turns import Turns
 log = logging.getLogger(__name__)
 
 
-def server_of(section: JournalSection) -> RedisServer:
+def server_of(section: JournalSection, *, patient: bool = False) -> RedisServer:
     """Return the server that a configuration names, once it is known to keep what it acknowledges. Blocks.
+
+    Args:
+        patient: wait for a server that cannot be reached.
 
     Raises:
         ConfigError: the variable with the password is not set.
-        UserError: the server cannot be reached or used; see `settings.check`.
+        UserError, StorageError: the server cannot be reached or used; see `RedisServer.check`.
     """
     assert section.redis is not None
     server = RedisServer(section.redis, password_of(section.redis_password_variable), section.redis_patience_s)
     try:
-        server.check()
+        server.check(patient=patient)
     except BaseException:
         server.close()
         raise
@@ -47,7 +50,7 @@ def open_journal(section: JournalSection, belonging: Belonging) -> Journal:
         StorageError: it cannot be written.
     """
     with ExitStack() as held:
-        server = server_of(section)
+        server = server_of(section, patient=belonging.begun)
         held.callback(server.close)
         belonging.note()  # first, so that no keys are left of which no run knows
         keys = Keys(belonging.run)
@@ -66,6 +69,6 @@ def open_journal(section: JournalSection, belonging: Belonging) -> Journal:
             most = section.max_bytes // OF_TURNS
             answers = RedisPayloads.open(server, hold, keys.turns, most)
             held.callback(answers.close)
-            turns = Turns.of(answers, f"journal {server.name}", under_way(recorded), most)
+            turns = Turns.of(answers, keys.journal(server.name), under_way(recorded), most)
             held.callback(turns.close)
-        return Journal(f"journal {server.name}", belonging, Stores(states, payloads, turns, held.pop_all()), recorded)
+        return Journal(keys.journal(server.name), belonging, Stores(states, payloads, turns, held.pop_all()), recorded)

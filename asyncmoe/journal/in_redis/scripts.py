@@ -76,6 +76,10 @@ class Keys:
         """The pattern of all of them."""
         return f"asyncmoe:{self.run}:*"
 
+    def journal(self, server: str) -> str:
+        """The name of the journal, for messages."""
+        return f"journal {server} {self.every}"
+
     @property
     def state(self) -> str:
         """A hash: who writes, and the numbers of the newest entry and of the newest entry in the snapshot."""

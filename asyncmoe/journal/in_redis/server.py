@@ -68,27 +68,30 @@ class RedisServer:
             **options,
         )
 
-    def check(self) -> None:
+    def check(self, *, patient: bool = False) -> None:
         """Refuse a server that cannot be reached or does not promise enough; wait for one that is loading its file.
+
+        Args:
+            patient: wait for one that cannot be reached, too.
 
         Raises:
             UserError: see `settings.check`.
+            StorageError: it was waited for in vain.
         """
-        until = time.monotonic() + self._patience_s
-        while True:
+
+        def read(client: Any) -> settings.Settings:
             try:
-                settings.check(settings.read(self._client), self.name)
-                return
-            except BusyLoadingError as error:
-                if time.monotonic() >= until:
-                    raise self._unreachable(error) from error
-                self._stopping.wait(_LONGEST_PAUSE_S)
-            except _PASSWORD as error:
-                raise self.explained(error) from error
+                return settings.read(client)
+            except (*_PASSWORD, BusyLoadingError):
+                raise
             except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-                raise self._unreachable(error) from error
-            except (RedisError, ValueError) as error:
-                raise self.explained(error) from error
+                if patient:
+                    raise
+                hint = "start it, or name another one; null keeps the journal in a folder"
+                expected = "a Redis server that answers"
+                raise UserError(settings.KEY, got=f"{self.name}: {_said(error)}", expected=expected, hint=hint) from error
+
+        settings.check(self.call(read), self.name)
 
     def call(self, request: Callable[[Any], T]) -> T:
         """Return what a request answers, which must be one that may be sent again.
@@ -152,10 +155,6 @@ class RedisServer:
         if isinstance(error, RedisError):
             return StorageError(f"journal: {self.name} refuses a request: {_said(error)}")
         return InvariantBroken(f"journal in {self.name}: {type(error).__name__}: {error}")
-
-    def _unreachable(self, error: Exception) -> UserError:
-        hint = "start it, or name another one; null keeps the journal in a folder"
-        return UserError(settings.KEY, got=f"{self.name}: {_said(error)}", expected="a Redis server that answers", hint=hint)
 
 
 def password_of(variable: str | None) -> str | None:

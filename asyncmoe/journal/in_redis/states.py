@@ -35,7 +35,7 @@ class RedisStates:
     """
 
     def __init__(self, server: RedisServer, hold: Hold, keys: Keys, identity: Mapping[str, str], begun: Callable[[bool], None]) -> None:
-        self.name = server.name
+        self.name, self._journal = server.name, keys.journal(server.name)
         self._server, self._hold, self._keys, self._identity, self._begun = server, hold, keys, identity, begun
         self._newest = self._covered = 0
 
@@ -52,7 +52,7 @@ class RedisStates:
                 connection = sqlite3.connect(":memory:", isolation_level=None)
                 self._clear()
                 self._fill(connection)
-            rows.check(connection, self._identity, f"journal {self.name}", settings.KEY, self._afresh)
+            rows.check(connection, self._identity, self._journal, settings.KEY, self._afresh)
         except BaseException:
             connection.close()
             raise
@@ -116,9 +116,7 @@ class RedisStates:
             for change in entries.unpack(data, self._entry(number)):
                 change.apply(connection)
         if number != newest:
-            raise DataError(
-                f"journal {self.name}", got=f"entries up to {number}", expected=f"the entries up to {newest}", hint=self._afresh
-            )
+            raise DataError(self._journal, got=f"entries up to {number}", expected=f"the entries up to {newest}", hint=self._afresh)
         connection.execute("COMMIT")
         self._newest, self._covered = newest, covered
         return True
@@ -130,9 +128,7 @@ class RedisStates:
             page = self._server.call(lambda redis, begin=begin: redis.xrange(self._keys.entries, begin, "+", _PAGE))
             for found, fields in page:
                 if found != f"{number + 1}-0".encode():
-                    raise DataError(
-                        f"journal {self.name}", got=f"entry {found.decode()}", expected=f"entry {number + 1}-0", hint=self._afresh
-                    )
+                    raise DataError(self._journal, got=f"entry {found.decode()}", expected=f"entry {number + 1}-0", hint=self._afresh)
                 number += 1
                 yield number, fields.get(b"entry")
             if not page:
@@ -142,9 +138,7 @@ class RedisStates:
         """Return the snapshot's bytes."""
         size = self._server.call(lambda redis: redis.strlen(self._keys.snapshot))
         if size > _MOST_BYTES + entries.CRC.size:
-            raise DataError(
-                f"journal {self.name}: {self._keys.snapshot}", got=gibibytes(size), expected=f"at most {gibibytes(_MOST_BYTES)}"
-            )
+            raise DataError(f"{self._journal}: the snapshot", got=gibibytes(size), expected=f"at most {gibibytes(_MOST_BYTES)}")
         found: bytes | None = self._server.call(lambda redis: redis.get(self._keys.snapshot))
         return found
 

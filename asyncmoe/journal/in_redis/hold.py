@@ -26,6 +26,8 @@ from asyncmoe.journal.in_redis.server import RedisServer
 log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 _SILENT_S = 5
+_COARSE_S = 1.5
+"""A server counts silence in whole seconds, by a clock that is a little late."""
 _LOOK_S = 0.1
 _BEATS_A_CHECK = 5
 _JOIN_S = 60.0
@@ -64,9 +66,8 @@ class Hold:
                 if session := self._server.step(scripts.TAKE, keys, self._token, token or b"", mine, who):
                     self.session = int(session)
                     break
-            elif silent_s < time.monotonic() - began - 2 * _BEAT_S:
-                # The server has heard of it since the first look: it is alive.
-                raise self._taken(holder)
+            elif silent_s + _COARSE_S < time.monotonic() - began:
+                raise self._taken(holder)  # the server has heard of it since the first look
             time.sleep(_LOOK_S)
         self._thread.start()
 

@@ -88,7 +88,7 @@ async def work(section: JournalSection, folder: Path, seed: int) -> None:
     """Go on with a run until the process is killed: groups from 4 tasks, leases, commits and checkpoints; say what was acknowledged."""
     from asyncmoe.journal.in_redis import opening
 
-    journal = opening.open_journal(section, Belonging.of_run(folder, {"run.seed": "0"}))
+    journal = opening.open_journal(section, Belonging.of_run(folder, OF))
     step = journal.recorded.first or 0
     found = journal.begin(step, 0, BATCH, 0)
     groups = await journal.groups([group.number for group in found.queued])

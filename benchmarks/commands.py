@@ -130,6 +130,20 @@ def segments_(
     typer.echo(segments.table(results))
 
 
+@bench.command("redis")
+def redis_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    folder: Annotated[Path, typer.Option(help="On the disk to be measured.", exists=True, file_okay=False, writable=True)] = Path(),
+    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 5,
+) -> None:
+    """The queue with its journal in Redis, in a folder, and without one: groups put, and batches leased."""
+    from benchmarks import redis_journal
+
+    results = redis_journal.run(folder, rounds)
+    _show(results, json_path)
+    typer.echo(redis_journal.table(results))
+
+
 @bench.command("samples")
 def samples_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

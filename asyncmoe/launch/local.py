@@ -76,7 +76,7 @@ def check(config: Config) -> Survey:
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
     if config.journal.enabled and config.journal.redis is not None and config.launch == "local":
-        check_redis(config.journal)
+        _check_redis(config.journal)
     plugin_probe.check(config)
     if here and devices.none_here():
         _check_profile(config)
@@ -105,7 +105,7 @@ def check(config: Config) -> Survey:
     return found
 
 
-def check_redis(section: JournalSection) -> None:
+def _check_redis(section: JournalSection) -> None:
     """Refuse a Redis server that cannot keep the journal. Raises UserError."""
     installed.need("redis", "journal.redis")
     from asyncmoe.journal.in_redis import opening

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import mounted
+from tests.redis_server import needed
 from tests.system.runs import SMALL, provide, refused
 
 pytestmark = pytest.mark.system
@@ -34,6 +35,14 @@ def test_a_wrong_key_value_or_combination_is_named(tmp_path: Path, override: str
     line = refused(*arguments(tmp_path, override, model=tmp_path / "model"))
     assert all(word in line for word in words), line
     assert not (tmp_path / "model").exists()
+
+
+@needed()
+def test_a_redis_server_that_does_not_answer_is_named_before_anything_starts(tmp_path: Path) -> None:
+    line = refused(*arguments(tmp_path, f"journal.redis=unix://{tmp_path}/absent", model=tmp_path / "model"))
+    assert line.startswith(f"journal.redis: got unix://{tmp_path}/absent: "), line
+    assert "expected a Redis server that answers; start it, or name another one" in line
+    assert not (tmp_path / "run" / "logs").exists()
 
 
 def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:

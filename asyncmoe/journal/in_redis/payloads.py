@@ -139,14 +139,10 @@ class RedisPayloads:
 
     def read(self, place: Place) -> bytearray:
         """See `PayloadStore`."""
-        data, key = bytearray(), self._key
+        data = bytearray()
         for part in range(_count(place.length)):
-            name = _field(place.segment, place.length, part)
-            size = min(PART_BYTES, place.length - part * PART_BYTES) + entries.CRC.size
-            if (found := self._server.call(lambda redis, name=name: redis.hstrlen(key, name))) != size:
-                got = f"{found} bytes" if found else "nothing"
-                raise DataError(f"journal {self._server.name}: {key} {name}", got=got, expected=f"a payload's {size} bytes")
-            data += entries.opened(self._server.call(lambda redis, name=name: redis.hget(key, name)), f"{key} {name}")
+            size = min(PART_BYTES, place.length - part * PART_BYTES)
+            data += self._part(_field(place.segment, place.length, part), size + entries.CRC.size)
         return data
 
     def recorded(self) -> Iterator[Place]:
@@ -193,6 +189,14 @@ class RedisPayloads:
         if self._closing:
             raise InvariantBroken("a payload was appended to a closed journal")
         return not self._unwritten or self._unwritten + _footprint(nbytes) <= MOST_UNWRITTEN
+
+    def _part(self, name: str, size: int) -> memoryview:
+        """Return a field's bytes, without their checksum, once the server says that it has `size`."""
+        key = self._key
+        if (found := self._server.call(lambda redis: redis.hstrlen(key, name))) != size:
+            got = f"{found} bytes" if found else "nothing"
+            raise DataError(f"journal {self._server.name}: {key} {name}", got=got, expected=f"a payload's {size} bytes")
+        return entries.opened(self._server.call(lambda redis: redis.hget(key, name)), f"{key} {name}")
 
     def _delete(self, fields: Sequence[str | bytes]) -> None:
         for begin in range(0, len(fields), _FIELDS_A_STEP):

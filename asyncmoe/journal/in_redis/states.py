@@ -121,11 +121,10 @@ class RedisStates:
         self._newest, self._covered = newest, covered
         return True
 
-    def _entries(self, after: int) -> Iterator[tuple[int, bytes]]:
+    def _entries(self, after: int) -> Iterator[tuple[int, bytes | None]]:
         number = after
         while True:
-            begin = f"{number + 1}-0"
-            page = self._server.call(lambda redis, begin=begin: redis.xrange(self._keys.entries, begin, "+", _PAGE))
+            page = self._page(number + 1)
             for found, fields in page:
                 if found != f"{number + 1}-0".encode():
                     raise DataError(self._journal, got=f"entry {found.decode()}", expected=f"entry {number + 1}-0", hint=self._afresh)
@@ -133,6 +132,11 @@ class RedisStates:
                 yield number, fields.get(b"entry")
             if not page:
                 return
+
+    def _page(self, first: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        found: list[tuple[bytes, dict[bytes, bytes]]]
+        found = self._server.call(lambda redis: redis.xrange(self._keys.entries, f"{first}-0", "+", _PAGE))
+        return found
 
     def _bounded(self) -> bytes | None:
         """Return the snapshot's bytes."""

@@ -93,10 +93,10 @@ class Belonging:
             return
         states = States.open(folder, {})
         try:
-            known = states.read(rows.read)
+            blank = states.read(rows.is_blank)
         finally:
             states.close()
-        if not known.groups and not known.leases and not known.next:
+        if blank:
             with storage.writing("the journal", folder):
                 for path in folder.glob(f"{FILE}*"):
                     path.unlink()

@@ -208,6 +208,12 @@ def check(connection: sqlite3.Connection, identity: Mapping[str, str], what: str
         raise DataError(f"{what}: {name}", got=known.get(name), expected=value, hint=hint)
 
 
+def is_blank(connection: sqlite3.Connection) -> bool:
+    """Return whether no group was ever begun, so that the journal may belong to anything."""
+    known = read(connection)
+    return not known.groups and not known.leases and not known.next
+
+
 def segments(connection: sqlite3.Connection) -> frozenset[int]:
     """Return the segments that hold a payload of a group that is not forgotten."""
     return frozenset(number for (number,) in connection.execute("SELECT DISTINCT segment FROM groups WHERE segment IS NOT NULL"))

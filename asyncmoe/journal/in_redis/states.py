@@ -47,7 +47,7 @@ class RedisStates:
             new = not self._read(connection)
             if new:
                 self._fill(connection)
-            elif _empty(connection):
+            elif rows.is_blank(connection):
                 connection.close()
                 connection = sqlite3.connect(":memory:", isolation_level=None)
                 self._clear()
@@ -152,7 +152,7 @@ class RedisStates:
         self.keep([rows.fact(name, value) for name, value in facts.items()])
 
     def _clear(self) -> None:
-        """Delete a journal in which no group was ever begun: it may belong to anything."""
+        """Delete all entries and payloads."""
         others = (self._keys.entries, self._keys.snapshot, self._keys.groups, self._keys.turns)
         self._hold.step(scripts.CLEAR, others)
         self._newest = self._covered = 0
@@ -166,8 +166,3 @@ class RedisStates:
 
     def _snapshot(self, number: int) -> str:
         return f"{self._keys.snapshot} {number}"
-
-
-def _empty(connection: sqlite3.Connection) -> bool:
-    known = rows.read(connection)
-    return not known.groups and not known.leases and not known.next

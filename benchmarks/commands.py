@@ -212,6 +212,20 @@ def recovery_(
     typer.echo(recovery.table(results))
 
 
+@bench.command("soak")
+def soak_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long the run takes.", min=1200.0)] = 7200.0,
+    folder: Annotated[Path | None, typer.Option(help="New folder for the run and its samples; default: a temporary one.")] = None,
+) -> None:
+    """A long run of very small steps: whether memory, threads or descriptors of any of its processes grow."""
+    from benchmarks import soak, soak_slopes
+
+    results = soak.run(seconds, folder)
+    _show(results, json_path)
+    typer.echo(soak_slopes.table(results))
+
+
 def _show(results: dict[str, Any], path: Path | None) -> None:
     """Print results, and write them where they are wanted."""
     import json

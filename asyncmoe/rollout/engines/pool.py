@@ -119,7 +119,7 @@ class Pool:
         self._timeout_s, self._record = timeout_s, record
         self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
-        self._lengths, self._homes = Lengths(), Homes()
+        self._lengths, self._homes = Lengths(), Homes(balance)
         self._gate = Gate(limit, Waiting(order, _PATIENCE * limit, self._lengths))
 
     @property

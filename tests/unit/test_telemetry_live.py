@@ -102,7 +102,7 @@ def test_the_view_keeps_what_it_shows_however_long_the_run(tmp_path: Path) -> No
         assert "step 19998 of 10" in out.getvalue()
         file.write(msgspec.json.encode(Resume(resumed_at=6)) + b"\n")
         view.refresh()
-        assert "50 %" in (out.getvalue().rsplit("steps", 1)[1]), "6 of 12 steps are taken, though the view has none of them"
+        assert "50 %" in out.getvalue().rsplit("steps", 1)[1], "6 of 12 steps are taken, though the view has none of them"
 
 
 def test_telemetry_live_off_prints_lines_on_a_terminal(tmp_path: Path) -> None:

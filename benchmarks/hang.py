@@ -24,8 +24,9 @@ from asyncmoe.telemetry.schema import METRICS, ROLLOUT
 from benchmarks.live_run import LiveRun
 from benchmarks.provenance import here
 
-FAULTS = {"scheduler": "sglang::scheduler", "detokenizer": "sglang::detokenizer", "main": ""}
-"""Part of the command line of the process that is stopped; "": the engine's main process."""
+FAULTS = {"scheduler": "sglang::scheduler", "main": ""}
+"""Part of the command line of the process that is stopped; "": the engine's main process. The detokenizer is not among them: requests are
+token ids, so it has no part in them, and an engine whose detokenizer is stopped samples as before."""
 HANG_S, STEP_S, TOKENS, SLOTS = 12.0, 0.1, 12, 16
 BEFORE_S, AFTER_S = 12.0, 10.0
 _START_S = 300.0

@@ -16,6 +16,7 @@ from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
+from asyncmoe.telemetry.clock import unix
 
 Failures = list[tuple[Member, AsyncmoeError]]
 """Engines that failed, and why; the cause before its consequences."""
@@ -142,13 +143,13 @@ class UpdateDriver:
 
     async def _begin(self, update: OpenUpdate, member: Member) -> None:
         retract = self.interruption == "retract"
-        update.paused[member.engine.name] = time.time()
+        update.paused[member.engine.name] = unix()
         async with self.soon(member, f"pause for version {update.version}"):
             await member.engine.client.pause(retract=retract)
             if retract:
                 await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
             await member.engine.client.begin_update()
-        update.paused.setdefault(member.engine.name, time.time())  # if the update was given up meanwhile
+        update.paused.setdefault(member.engine.name, unix())  # if the update was given up meanwhile
 
     async def _resume(self, update: OpenUpdate, member: Member) -> None:
         if member.engine.name not in update.paused:
@@ -208,7 +209,7 @@ class UpdateDriver:
 
     def pause_ended(self, update: OpenUpdate, member: Member) -> float:
         """Record an engine's pause; return its length in seconds."""
-        begin, end = update.paused.pop(member.engine.name), time.time()
+        begin, end = update.paused.pop(member.engine.name), unix()
         self._record(member.engine.name, begin, end)
         return end - begin
 

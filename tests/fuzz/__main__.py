@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.fuzz import endpoints, frames, target
+from tests.fuzz import endpoints, frames, pages, target
 
 BLOCK = 10_000
 MAX_GROWTH_BYTES = 256 << 20
@@ -41,23 +41,26 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"{asked.out}: got seed {result['seed']}, expected {asked.seed}; remove the file to begin anew")
     result |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "block": BLOCK}
     with tempfile.TemporaryDirectory() as folder:
-        attacked = frames.Attacked(Path(folder))
+        attacked, engine = frames.Attacked(Path(folder)), pages.Engine()
         try:
             frames.wrong_key(attacked)
-            for name, (part, count) in _parts(attacked, asked.frames, asked.bodies).items():
+            for name, (part, count) in _parts(attacked, engine, asked.frames, asked.bodies).items():
                 if asked.only in (None, name):
                     _run(name, part, count, result, asked, attacked)
         finally:
             attacked.close()
+            engine.close()
 
 
-def _parts(attacked: frames.Attacked, count: int, bodies: int) -> dict[str, tuple[Part, int]]:
+def _parts(attacked: frames.Attacked, engine: pages.Engine, count: int, bodies: int) -> dict[str, tuple[Part, int]]:
     return {
         "member": (partial(frames.member, attacked), count),
         "stranger": (partial(frames.stranger, attacked), count),
         **{f"openai {path}": (partial(endpoints.openai, path), bodies) for path in endpoints.BODIES},
-        "report": (endpoints.report, bodies),
         "judge": (endpoints.judge, bodies),
+        "report": (pages.report, bodies),
+        "metrics": (pages.metrics, bodies),
+        "engine": (engine.stranger, bodies),
     }
 
 

@@ -212,6 +212,25 @@ def recovery_(
     typer.echo(recovery.table(results))
 
 
+@bench.command("hang")
+def hang_(
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too, beside other faults'.")
+    ] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="scheduler or main: what of an engine is stopped; default: both.")] = None,
+    rounds: Annotated[int, typer.Option(help="Times that each is stopped.", min=1)] = 3,
+) -> None:
+    """What one hung engine of two costs the other: when it is fenced, and the other's tokens a second meanwhile."""
+    import json
+
+    from benchmarks import hang
+
+    earlier = json.loads(json_path.read_text()) if json_path is not None and json_path.exists() else None
+    results = hang.run(fault or tuple(hang.FAULTS), rounds, earlier)
+    _show(results, json_path)
+    typer.echo(hang.table(results))
+
+
 @bench.command("soak")
 def soak_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,21 +49,24 @@ _SHAPE = (
 )
 
 
-def run(faults: Sequence[str] = tuple(FAULTS), rounds: int = 3) -> dict[str, Any]:
+def run(faults: Sequence[str] = tuple(FAULTS), rounds: int = 3, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Stop a process of an engine `rounds` times, for each fault in a run of its own.
 
+    Args:
+        earlier: results of other faults, which are kept.
+
     Returns:
-        {"date", "machine", "load", "hang_timeout_s", "step_ms", "cases": by fault}. Of a case: "fenced_s" (longest, from the stop), and
+        {"hang_timeout_s", "step_ms", "cases": by fault}. Of a case: "date", "machine", "load"; "fenced_s" (longest, from the stop), and
         tokens a second of the other engine relative to its half of both engines' before: "silent" from the stop until the fence, "after" in
-        the `AFTER_S` from the fence on (medians of the rounds), and "rounds" with the figures of each.
+        the `AFTER_S` from the fence on (medians of the rounds), "least" of all of "silent", and "rounds" with the figures of each.
 
     Raises:
         InvariantBroken: a run ended.
         WaitTimeout: an engine was not fenced, or not replaced.
     """
-    measured_at = here()
-    cases = {fault: _case(fault, rounds) for fault in faults}
-    return {**measured_at, "hang_timeout_s": HANG_S, "step_ms": round(1e3 * STEP_S), "cases": cases}
+    kept = dict((earlier or {}).get("cases", {}))
+    cases = {fault: {**here(), **_case(fault, rounds)} for fault in faults}
+    return {"hang_timeout_s": HANG_S, "step_ms": round(1e3 * STEP_S), "cases": kept | cases}
 
 
 def _case(fault: str, rounds: int) -> dict[str, Any]:
@@ -75,7 +78,8 @@ def _case(fault: str, rounds: int) -> dict[str, Any]:
         finally:
             live.end()
     shares = {name: round(median(one[name] for one in found), 3) for name in ("silent", "after")}
-    return {"fenced_s": max(one["fenced_s"] for one in found), **shares, "rounds": found}
+    least = min(one["silent"] for one in found)
+    return {"fenced_s": max(one["fenced_s"] for one in found), **shares, "least": least, "rounds": found}
 
 
 def _round(live: LiveRun, index: int, title: str) -> dict[str, float]:

@@ -215,7 +215,7 @@ def recovery_(
 @bench.command("hang")
 def hang_(
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too, beside other faults'.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too; those of other faults stay.")
     ] = None,
     fault: Annotated[list[str] | None, typer.Option(help="scheduler or main: what of an engine is stopped; default: both.")] = None,
     rounds: Annotated[int, typer.Option(help="Times that each is stopped.", min=1)] = 3,

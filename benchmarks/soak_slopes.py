@@ -32,7 +32,8 @@ def figures(samples: Sequence[dict[str, Any]], settle_s: float = SETTLE_S) -> di
 
     Returns:
         {"from_s", "to_s", "steps", "flat", "processes", "folders"}. Of a process: of "anonymous", "pss" and "rss" (MB) "first", "last" (of
-        20 blocks), "per_1000_steps", "per_hour" and their 95 % intervals "low", "high", "low_per_hour", "high_per_hour"; of "threads" and
+        20 blocks), "per_1000_steps", "per_hour" and their 95 % intervals "low", "high", "low_per_hour", "high_per_hour", and "later", the
+        slope over 1,000 steps of the second half; of "threads" and
         "descriptors" "first" and "last" (least of a block) and "most"; "flat". Of a folder: of "files" and "bytes" "first", "last",
         "most", "per_1000_steps". flat: no process's anonymous memory may have grown by more than `BOUND_MB` in 1,000 steps, and none has
         more threads or descriptors at the end. Processes that were not there from `settle_s` to the end are in "passing", with the number
@@ -66,12 +67,14 @@ def _process(name: str, blocks: Sequence[Sequence[dict[str, Any]]]) -> dict[str,
         mb = [fmean(one["processes"][name][key] for one in block) / 1e6 for block in blocks]
         slope, half = line(steps, mb)
         hourly, half_hourly = line(hours, mb)
+        later, _ = line(steps[BLOCKS // 2 :], mb[BLOCKS // 2 :])
         found[key] = {
             "first": round(mb[0], 2),
             "last": round(mb[-1], 2),
             "per_1000_steps": round(slope, 3),
             "low": round(slope - half, 3),
             "high": round(slope + half, 3),
+            "later": round(later, 3),
             "per_hour": round(hourly, 3),
             "low_per_hour": round(hourly - half_hourly, 3),
             "high_per_hour": round(hourly + half_hourly, 3),
@@ -112,12 +115,12 @@ def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def table(found: dict[str, Any]) -> str:
     """A line a process, for a reader."""
-    head = f"{'':<24}{'MB':>8}{'to':>8}{'MB/1,000 steps':>16}{'95 % interval':>18}{'threads':>12}{'descriptors':>12}"
+    head = f"{'':<24}{'MB':>8}{'to':>8}{'MB/1,000 steps':>16}{'95 % interval':>18}{'later':>8}{'threads':>12}{'descriptors':>12}"
     lines = [f"{found['steps']} steps, {found['from_s']} to {found['to_s']} s: {'flat' if found['flat'] else 'NOT FLAT'}", head]
     for name, one in found["processes"].items():
         memory, counts = one["anonymous"], [f"{one[key]['first']} to {one[key]['last']}" for key in COUNTS]
         bounds = f"{memory['low']:.2f} to {memory['high']:.2f}"
-        numbers = f"{memory['first']:8.1f}{memory['last']:8.1f}{memory['per_1000_steps']:16.2f}{bounds:>18}"
+        numbers = f"{memory['first']:8.1f}{memory['last']:8.1f}{memory['per_1000_steps']:16.2f}{bounds:>18}{memory['later']:8.2f}"
         lines.append(f"{name:<24}{numbers}{counts[0]:>12}{counts[1]:>12}  {'flat' if one['flat'] else 'NOT FLAT'}")
     for name, one in found["folders"].items():
         files, held = one["files"], one["bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import sqrt
 from statistics import fmean
@@ -31,9 +32,9 @@ def figures(samples: Sequence[dict[str, Any]], settle_s: float = SETTLE_S) -> di
         settle_s: seconds of the start that are left out.
 
     Returns:
-        {"from_s", "to_s", "steps", "flat", "processes", "folders"}. Of a process: of "anonymous", "pss" and "rss" (MB) "first", "last" (of
-        20 blocks), "per_1000_steps", "per_hour" and their 95 % intervals "low", "high", "low_per_hour", "high_per_hour", and "later", the
-        slope over 1,000 steps of the second half; of "threads" and
+        {"from_s", "to_s", "steps", "flat", "processes", "folders"}, the last two by name, with - for what is no letter or digit. Of a
+        process: of "anonymous", "pss" and "rss" (MB) "first", "last" (of 20 blocks), "per_1000_steps", "per_hour" and their 95 % intervals
+        "low", "high", "low_per_hour", "high_per_hour", and "later", the slope over 1,000 steps of the second half; of "threads" and
         "descriptors" "first" and "last" (least of a block) and "most"; "flat". Of a folder: of "files" and "bytes" "first", "last",
         "most", "per_1000_steps". flat: no process's anonymous memory may have grown by more than `BOUND_MB` in 1,000 steps, and none has
         more threads or descriptors at the end. Processes that were not there from `settle_s` to the end are in "passing", with the number
@@ -48,7 +49,7 @@ def figures(samples: Sequence[dict[str, Any]], settle_s: float = SETTLE_S) -> di
         for name in one["processes"]:
             seen[name] = seen.get(name, 0) + 1
     staying = [name for name, times in seen.items() if times == len(used)]
-    processes = {name: _process(name, blocks) for name in staying}
+    processes = {re.sub(r"[^\w-]", "-", name): _process(name, blocks) for name in staying}
     return {
         "from_s": round(used[0]["s"]),
         "to_s": round(used[-1]["s"]),
@@ -56,7 +57,7 @@ def figures(samples: Sequence[dict[str, Any]], settle_s: float = SETTLE_S) -> di
         "flat": all(one["flat"] for one in processes.values()),
         "processes": processes,
         "passing": {name: times for name, times in seen.items() if name not in staying},
-        "folders": {name: _folder(name, blocks) for name in used[0]["folders"]},
+        "folders": {re.sub(r"[^\w-]", "-", name): _folder(name, blocks) for name in used[0]["folders"]},
     }
 
 

@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -66,7 +67,7 @@ def _parts(attacked: frames.Attacked, engine: pages.Engine, count: int, bodies: 
 
 def _run(name: str, part: Part, count: int, result: dict[str, Any], asked: argparse.Namespace, attacked: frames.Attacked) -> None:
     """Run a part's blocks that are still to be done."""
-    found = result["parts"].setdefault(name, {"count": 0, "seconds": 0.0, "outcomes": {}, "rss_bytes": []})
+    found = result["parts"].setdefault(re.sub(r"\W+", "-", name), {"count": 0, "seconds": 0.0, "outcomes": {}, "rss_bytes": []})
     against = attacked.process.pid if name in ("member", "stranger") else os.getpid()
     begin = found["count"] if asked.block is None else asked.block * BLOCK
     for at in range(begin, count if asked.block is None else begin + 1, BLOCK):

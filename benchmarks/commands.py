@@ -158,13 +158,13 @@ def sandbox_(
 
 @bench.command("journal")
 def journal_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there; pairs in it count.")] = None,
     pairs: Annotated[int, typer.Option(help="Stretches of a run with and without the journal, in turn.", min=10)] = 60,
 ) -> None:
     """What the journal of the queue costs controller and trainer, in CPU seconds a token."""
     from benchmarks import journal
 
-    results = journal.run(pairs)
+    results = journal.run(pairs, _earlier(json_path))
     _show(results, json_path)
     typer.echo(journal.table(results))
 
@@ -221,12 +221,9 @@ def hang_(
     rounds: Annotated[int, typer.Option(help="Times that each is stopped.", min=1)] = 3,
 ) -> None:
     """What one hung engine of two costs the other: when it is fenced, and the other's tokens a second meanwhile."""
-    import json
-
     from benchmarks import hang
 
-    earlier = json.loads(json_path.read_text()) if json_path is not None and json_path.exists() else None
-    results = hang.run(fault or tuple(hang.FAULTS), rounds, earlier)
+    results = hang.run(fault or tuple(hang.FAULTS), rounds, _earlier(json_path))
     _show(results, json_path)
     typer.echo(hang.table(results))
 
@@ -243,6 +240,13 @@ def soak_(
     results = soak.run(seconds, folder)
     _show(results, json_path)
     typer.echo(soak_slopes.table(results))
+
+
+def _earlier(path: Path | None) -> dict[str, Any] | None:
+    """Results that are in a file already."""
+    import json
+
+    return dict(json.loads(path.read_text())) if path is not None and path.exists() else None
 
 
 def _show(results: dict[str, Any], path: Path | None) -> None:

@@ -172,13 +172,13 @@ def sandbox_(
 
 @bench.command("journal")
 def journal_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there; pairs in it count.")] = None,
     pairs: Annotated[int, typer.Option(help="Stretches of a run with and without the journal, in turn.", min=10)] = 60,
 ) -> None:
     """What the journal of the queue costs controller and trainer, in CPU seconds a token."""
     from benchmarks import journal
 
-    results = journal.run(pairs)
+    results = journal.run(pairs, _earlier(json_path))
     _show(results, json_path)
     typer.echo(journal.table(results))
 
@@ -224,6 +224,43 @@ def recovery_(
     results = recovery.run(rounds)
     _show(results, json_path)
     typer.echo(recovery.table(results))
+
+
+@bench.command("hang")
+def hang_(
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too; those of other faults stay.")
+    ] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="scheduler or main: what of an engine is stopped; default: both.")] = None,
+    rounds: Annotated[int, typer.Option(help="Times that each is stopped.", min=1)] = 3,
+) -> None:
+    """What one hung engine of two costs the other: when it is fenced, and the other's tokens a second meanwhile."""
+    from benchmarks import hang
+
+    results = hang.run(fault or tuple(hang.FAULTS), rounds, _earlier(json_path))
+    _show(results, json_path)
+    typer.echo(hang.table(results))
+
+
+@bench.command("soak")
+def soak_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long the run takes.", min=1200.0)] = 7200.0,
+    folder: Annotated[Path | None, typer.Option(help="New folder for the run and its samples; default: a temporary one.")] = None,
+) -> None:
+    """A long run of very small steps: whether memory, threads or descriptors of any of its processes grow."""
+    from benchmarks import soak, soak_slopes
+
+    results = soak.run(seconds, folder)
+    _show(results, json_path)
+    typer.echo(soak_slopes.table(results))
+
+
+def _earlier(path: Path | None) -> dict[str, Any] | None:
+    """Results that are in a file already."""
+    import json
+
+    return dict(json.loads(path.read_text())) if path is not None and path.exists() else None
 
 
 def _show(results: dict[str, Any], path: Path | None) -> None:

@@ -11,6 +11,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from benchmarks.stretches import HEAD, LEAST_PAIRS, Pairs, in_whole_run, line, s
 _LIMIT_S, _WARM, _COUNTED_STEPS = 3600.0, 3, 12
 
 
-def run(pairs: int = 60) -> dict[str, Any]:
+def run(pairs: int = 60, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Stretches of a run with the journal, turns included, and without, with short and with long responses.
+
+    Args:
+        earlier: results on the same machine; their pairs count too, and their demo is not run again.
 
     Returns:
         {"date", "machine", "load", "pairs", "cases", "demo"}. Of a case: `Pairs.figures`, and "bytes_per_token" of the files on disk, over
@@ -45,7 +49,10 @@ def run(pairs: int = 60) -> dict[str, Any]:
         if done.returncode:
             raise InvariantBroken(f"bench journal: {done.stderr[-2000:]}")
         cases: list[dict[str, Any]] = json.loads(file.read_text())
-        whole = demo(Path(folder))
+        whole = demo(Path(folder)) if earlier is None else dict(earlier["demo"])
+    if earlier is not None:
+        cases = [one | Pairs.joined([before, one]).figures() for before, one in zip(earlier["cases"], cases, strict=True)]
+        pairs += earlier["pairs"]
     return {**measured_at, "pairs": pairs, **SIZES, "cases": cases, "demo": whole | in_whole_run(cases[0], whole["all_ms"])}
 
 

@@ -5,7 +5,7 @@ The CPU time of a step differs more from run to run than what is measured costs;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -34,6 +34,12 @@ class Pairs:
         kept = [spent[i] if keeps(i) else spent[i + 1] for i in range(0, 2 * pairs, 2)]
         plain = [spent[i + 1] if keeps(i) else spent[i] for i in range(0, 2 * pairs, 2)]
         return cls(plain, kept, fmean(tokens for _, tokens in each[SETTLE:]))
+
+    @classmethod
+    def joined(cls, several: Sequence[Mapping[str, Any]]) -> Pairs:
+        """The pairs of several runs, from the `figures` of each."""
+        plain, kept = ([us / 1e6 for one in several for us in one[key]] for key in ("plain_us", "kept_us"))
+        return cls(plain, kept, fmean(one["tokens"] for one in several))
 
     @property
     def plain_ms(self) -> float:

@@ -27,6 +27,7 @@ from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
+from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOTHING, Trajectory
 
@@ -212,7 +213,7 @@ def measure(
     errors = {k: error for k, of_k in chances.items() if (error := standard_error(of_k)) is not None}
     means = [fmean(of_question) for of_question in rewards.values()]
     return Evaluation(
-        time=time.time(),
+        time=unix(),
         version=version,
         name=name,
         samples=samples,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from asyncmoe.rollout.engines.probes import ProbeTotals
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.scoring import Stats
 from asyncmoe.rollout.tasks import Curriculum
+from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
@@ -27,7 +27,7 @@ class Recorder:
         self._lines, self._spans = JsonLines(run_dir / ROLLOUT), Spans(run_dir / CONTROLLER_SPANS)
         self._evaluations = JsonLines(run_dir / EVALUATION)
         self._busy: defaultdict[str, float] = defaultdict(float)
-        self._last, self._last_tokens = time.time(), 0
+        self._last, self._last_tokens = unix(), 0
         self._probed = 0
 
     def generated(self, engine: str, begin: float, end: float) -> None:
@@ -62,7 +62,7 @@ class Recorder:
         last = None if probes.last is None or probes.versions == self._probed else probes.last
         self._probed = probes.versions
         measured = None if curriculum is None else curriculum.figures()
-        now = time.time()
+        now = unix()
         seconds = max(now - self._last, 1e-6)
         sources = {"queue": stats, "pool": pool}
         copied = {name: getattr(sources[metric.source], name) for name, metric in declared(Rollout).items() if metric.source}

@@ -25,7 +25,7 @@ from asyncmoe.telemetry.records import sessions, trainer_restarts
 from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
-from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, View, evaluated, line, panel
+from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, RECENT_STEPS, View, evaluated, line, panel
 from asyncmoe.telemetry.tensorboard import TensorBoard
 
 
@@ -138,8 +138,10 @@ class LiveView:
         steps = [record for record in records if isinstance(record, Step | Resume)]
         if steps:
             self._starts += [record for record in steps if isinstance(record, Resume)]
-            kept = list(chain.from_iterable(sessions([*self._view.steps, *steps])))
-            self._view = replace(self._view, steps=kept, trainer_restarts=trainer_restarts(self._starts))
+            valid = list(chain.from_iterable(sessions([*self._view.steps, *steps])))
+            resumed_at = self._starts[-1].resumed_at if self._starts else 0
+            restarts = trainer_restarts(self._starts)
+            self._view = replace(self._view, steps=valid[-RECENT_STEPS:], trainer_restarts=restarts, resumed_at=resumed_at)
         evaluations = [record for record in records if isinstance(record, Evaluation)]
         newest = evaluations[-1] if evaluations else self._view.evaluation
         self._view = replace(self._view, rollout=tuple(self._rollout), evaluation=newest)

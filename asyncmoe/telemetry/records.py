@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,6 +15,7 @@ import msgspec
 
 from asyncmoe.errors import DataError, an
 from asyncmoe.storage import writing
+from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
@@ -97,12 +97,12 @@ class Spans:
 
     @contextmanager
     def span(self, who: str, what: What) -> Iterator[None]:
-        """Record the block's duration, even if it raises. The duration comes from a monotonic clock, so clock changes do not affect it."""
-        begin, started = time.time(), time.perf_counter()
+        """Record the block's duration, even if it raises."""
+        begin = unix()
         try:
             yield
         finally:
-            self.add(who, what, begin, begin + time.perf_counter() - started)
+            self.add(who, what, begin, unix())
 
     def close(self) -> None:
         self._lines.close()

@@ -27,22 +27,25 @@ _MOST_TOOLS = 3
 
 @dataclass(frozen=True)
 class View:
-    """The records read so far. `steps` are the valid steps, oldest first; `total` and `warmup` come from the configuration."""
+    """What is shown of the records read so far; `total` and `warmup` come from the configuration."""
 
     name: str
     warmup: int
     total: int
     """Optimizer steps of the whole run, warm-up included."""
     steps: Sequence[Step] = ()
+    """Valid steps, oldest first; only the last `RECENT_STEPS` are looked at."""
     rollout: Sequence[Rollout] = ()
     message: str = ""
     evaluation: Evaluation | None = None
     """The latest evaluation."""
     trainer_restarts: int = 0
+    resumed_at: int = 0
+    """Steps that the trainer's newest start began with."""
 
     @property
     def done(self) -> int:
-        return self.steps[-1].step if self.steps else 0
+        return self.steps[-1].step if self.steps else self.resumed_at
 
     @property
     def recent(self) -> Gauges:

@@ -7,7 +7,6 @@ same answers, so the ranks need no collective to agree on the next action.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving, Welcome
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry import heartbeats
+from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
 from asyncmoe.trainer import objective
@@ -124,7 +124,7 @@ class Trainer:
         assert isinstance(welcome, Welcome)
         self._served = welcome.version
         if self._metrics is not None:
-            self._metrics.write(Resume(resumed_at=self._step, time=time.time(), epoch=trainer_epoch()))
+            self._metrics.write(Resume(resumed_at=self._step, time=unix(), epoch=trainer_epoch()))
         freeze()
         stopped = self._train()
         if self._saved != self._step:
@@ -148,7 +148,7 @@ class Trainer:
                 self._begin_sync_if_due()
             while self._step < self._total:
                 self._tell_saved()
-                begin = time.time()
+                begin = unix()
                 leased = batch_client.lease(self._client, config, self._step, self._phase, self._sync.check)
                 if leased.stop:
                     return True
@@ -171,11 +171,11 @@ class Trainer:
 
         The end of the warm-up is recorded and saved before it is published, because publishing waits for engines that may never start.
         """
-        phase, got = self._phase, time.time()
+        phase, got = self._phase, unix()
         self._span("wait", begin, got)
         self._waits.clear()
         learned = self._learner.learn(leased, phase, self._step, self._before_update)
-        trained = time.time()
+        trained = unix()
         for part in between(got, trained, self._waits):
             self._span("train", *part)
         dropped = f"{SKIPPED}{learned.untrained}" if learned.untrained else ""
@@ -217,9 +217,9 @@ class Trainer:
 
     @contextmanager
     def _waiting_for_sync(self) -> Iterator[None]:
-        begin = time.time()
+        begin = unix()
         yield
-        end = time.time()
+        end = unix()
         self._waits.append((begin, end))
         if end - begin > _NOTICED_S:
             self._span("sync", begin, end)

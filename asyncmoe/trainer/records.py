@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Leased, Phase
 from asyncmoe.telemetry import distribution
+from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer.data import trees
@@ -56,7 +56,7 @@ def step_record(
         InvariantBroken: a figure has no field.
     """
     begin, got, trained = times
-    end = time.time()
+    end = unix()
     items, last = leased.items, updates[-1]
     tree = trees.numbers(items)
     rows, tokens = sum(u.rows for u in updates), sum(u.tokens for u in updates)

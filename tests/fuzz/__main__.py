@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.fuzz import endpoints, frames, target
+from tests.fuzz import endpoints, frames, pages, target
 
 BLOCK = 10_000
 MAX_GROWTH_BYTES = 256 << 20
@@ -41,29 +42,32 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"{asked.out}: got seed {result['seed']}, expected {asked.seed}; remove the file to begin anew")
     result |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "block": BLOCK}
     with tempfile.TemporaryDirectory() as folder:
-        attacked = frames.Attacked(Path(folder))
+        attacked, engine = frames.Attacked(Path(folder)), pages.Engine()
         try:
             frames.wrong_key(attacked)
-            for name, (part, count) in _parts(attacked, asked.frames, asked.bodies).items():
+            for name, (part, count) in _parts(attacked, engine, asked.frames, asked.bodies).items():
                 if asked.only in (None, name):
                     _run(name, part, count, result, asked, attacked)
         finally:
             attacked.close()
+            engine.close()
 
 
-def _parts(attacked: frames.Attacked, count: int, bodies: int) -> dict[str, tuple[Part, int]]:
+def _parts(attacked: frames.Attacked, engine: pages.Engine, count: int, bodies: int) -> dict[str, tuple[Part, int]]:
     return {
         "member": (partial(frames.member, attacked), count),
         "stranger": (partial(frames.stranger, attacked), count),
         **{f"openai {path}": (partial(endpoints.openai, path), bodies) for path in endpoints.BODIES},
-        "report": (endpoints.report, bodies),
         "judge": (endpoints.judge, bodies),
+        "report": (pages.report, bodies),
+        "metrics": (pages.metrics, bodies),
+        "engine": (engine.stranger, bodies),
     }
 
 
 def _run(name: str, part: Part, count: int, result: dict[str, Any], asked: argparse.Namespace, attacked: frames.Attacked) -> None:
     """Run a part's blocks that are still to be done."""
-    found = result["parts"].setdefault(name, {"count": 0, "seconds": 0.0, "outcomes": {}, "rss_bytes": []})
+    found = result["parts"].setdefault(re.sub(r"\W+", "-", name), {"count": 0, "seconds": 0.0, "outcomes": {}, "rss_bytes": []})
     against = attacked.process.pid if name in ("member", "stranger") else os.getpid()
     begin = found["count"] if asked.block is None else asked.block * BLOCK
     for at in range(begin, count if asked.block is None else begin + 1, BLOCK):

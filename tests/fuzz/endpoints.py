@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from http.client import HTTPConnection
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +21,6 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.scoring import Sample
-from asyncmoe.telemetry.report.serve import ReportServer
 from tests.fuzz import mutate
 from tests.unit import openai_policy
 
@@ -116,46 +112,6 @@ async def _openai(path: str, random: Random, count: int) -> dict[str, int]:
     finally:
         await endpoint.close()
     return dict(statuses)
-
-
-def report(random: Random, count: int) -> dict[str, int]:
-    """Send `count` mutated requests to the page of runs; return the first lines of the answers. Afterwards it answers a right one."""
-    found = Counter[str]()
-    with tempfile.TemporaryDirectory() as folder, ReportServer([Path(folder)]) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            host = f"127.0.0.1:{server.server_address[1]}"
-            paths = ("", "data.json", "group/0/1")
-            corpus = [f"GET /{server.token}/{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode() for path in paths]
-            for _ in range(count):
-                text = mutate.octets(random, random.choice(corpus[1:] if random.random() < 0.9 else corpus), random.choice(corpus))
-                found[_asked(server.server_address[1], text)] += 1
-            connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
-            connection.request("GET", f"/{server.token}/data.json")
-            assert connection.getresponse().status == 200
-            connection.close()
-        finally:
-            server.shutdown()
-            thread.join(10)
-    assert not any(answer.startswith("5") for answer in found if answer not in ("501", "505")), found
-    return dict(found)
-
-
-def _asked(port: int, text: bytes) -> str:
-    """Return the status of the answer to `text`; "none" without one."""
-    with socket.create_connection(("127.0.0.1", port), 10.0) as plug:
-        plug.settimeout(20.0)
-        try:
-            plug.sendall(text)
-            plug.shutdown(socket.SHUT_WR)
-            answer = plug.recv(64)
-            while plug.recv(1 << 16):
-                pass
-        except ConnectionError:
-            return "none"
-    first = answer.split(b" ", 2)
-    return first[1].decode() if answer.startswith(b"HTTP/") and len(first) > 1 else "none"
 
 
 _SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver", {})

@@ -15,7 +15,7 @@ from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
-from asyncmoe.rpc.messages import WeightsAdapter, WeightsCommit, WeightsStage
+from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage
 from tests.unit.fake_engine import fake, handles
 
 LIMIT_S = 1.2
@@ -139,6 +139,61 @@ def test_an_engine_that_hangs_in_a_pause_is_fenced_and_the_others_resume() -> No
     pool, took = asyncio.run(run())
     assert [member.fenced is not None for member in pool.members] == [True, False]
     assert took < 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.3, 60.0], ids=["it pauses late", "it hangs"])
+def test_the_others_generate_while_an_engine_does_not_pause(seconds: float) -> None:
+    async def run() -> tuple[Pool, float, int]:
+        pool = Pool(handles(3), 8, 5.0, lambda *_: None)
+        slow, pause = fake(pool.members[0].engine), fake(pool.members[0].engine).pause
+
+        async def paused(retract: bool = False) -> None:
+            await asyncio.sleep(seconds)
+            await pause(retract)
+
+        slow.pause = paused  # type: ignore[method-assign]
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.4)
+        await coordinator.handle(WeightsStage(1))
+        committing, longest, answers = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1))), 0.0, 0
+        while not committing.done():
+            begin = time.monotonic()
+            await asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0)
+            longest, answers = max(longest, time.monotonic() - begin), answers + 1
+            await asyncio.sleep(0.001)
+        await asyncio.gather(committing, return_exceptions=True)
+        assert fake(pool.members[1].engine).wrong == fake(pool.members[2].engine).wrong == []
+        return pool, longest, answers
+
+    pool, longest, answers = asyncio.run(run())
+    hung = seconds > 1.0
+    assert [member.fenced is not None for member in pool.members] == [hung, False, False]
+    assert [member.version for member in pool.members] == ([0] * 3 if hung else [1] * 3)
+    assert longest < 0.25, "a quarter of the limit of a pause, and not all of it"
+    assert answers > 5
+
+
+def test_an_update_that_is_given_up_while_an_engine_pauses_leaves_all_sampling() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+        slow, pause = fake(pool.members[0].engine), fake(pool.members[0].engine).pause
+
+        async def paused(retract: bool = False) -> None:
+            await asyncio.sleep(0.2)
+            await pause(retract)
+
+        slow.pause = paused  # type: ignore[method-assign]
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.4)
+        await coordinator.handle(WeightsStage(1))
+        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+        await asyncio.sleep(0.15)
+        await coordinator.handle(WeightsAbort(1, "the sender failed"))
+        with pytest.raises(WeightSyncError, match="given up"):
+            await committing
+        await asyncio.gather(*(asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0) for _ in range(4)))
+        return pool
+
+    pool = asyncio.run(run())
+    assert [(member.fenced, member.version, fake(member.engine).paused) for member in pool.members] == [(None, 0, False)] * 2
 
 
 def test_the_others_generate_while_an_update_waits_for_a_suspect() -> None:

@@ -296,7 +296,7 @@ def test_a_conversation_goes_on_where_it_is_also_when_it_began_elsewhere_than_it
 
 
 def test_only_the_most_recent_conversations_are_remembered() -> None:
-    homes = Homes()
+    homes = Homes("prefix_affine")
     for conversation in ("", "a", "b"):
         homes.note(conversation, "engine.0")
     for i in range(KEPT_CONVERSATIONS - 2):
@@ -304,6 +304,12 @@ def test_only_the_most_recent_conversations_are_remembered() -> None:
     homes.note("a", "engine.2")
     homes.note("one more", "engine.1")
     assert (homes.of(""), homes.of("a"), homes.of("b"), homes.of("later 0")) == ("", "engine.2", "", "engine.1")
+
+
+def test_no_conversation_is_remembered_where_none_is_asked_for() -> None:
+    homes = Homes("least_loaded")
+    homes.note("a", "engine.0")
+    assert homes.of("a") == ""
 
 
 def test_responses_an_update_cut_short_go_on_before_new_ones_begin() -> None:

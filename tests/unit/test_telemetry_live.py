@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import socket
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
@@ -85,6 +86,23 @@ def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
             file.write(msgspec.json.encode(Resume(resumed_at=6, epoch=1)) + b"\n")
         view.refresh()
         assert re.search(r"restarts +trainer 1", re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()))
+
+
+def test_the_view_keeps_what_it_shows_however_long_the_run(tmp_path: Path) -> None:
+    console, out = _console(terminal=True)
+    with LiveView(_config(tmp_path), console) as view, (tmp_path / METRICS).open("ab", buffering=0) as file:
+        file.write(b"".join(msgspec.json.encode(Step(step=i, phase="rl", time=float(i))) + b"\n" for i in range(1, 10001)))
+        view.refresh()
+        tracemalloc.start()
+        file.write(b"".join(msgspec.json.encode(Step(step=i, phase="rl", time=float(i))) + b"\n" for i in range(10001, 20001)))
+        view.refresh()
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < 200_000
+        assert "step 19998 of 10" in out.getvalue()
+        file.write(msgspec.json.encode(Resume(resumed_at=6)) + b"\n")
+        view.refresh()
+        assert "50 %" in out.getvalue().rsplit("steps", 1)[1], "6 of 12 steps are taken, though the view has none of them"
 
 
 def test_telemetry_live_off_prints_lines_on_a_terminal(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling
+from asyncmoe.telemetry.clock import unix
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -119,7 +120,7 @@ class Pool:
         self._timeout_s, self._record = timeout_s, record
         self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
-        self._lengths, self._homes = Lengths(), Homes()
+        self._lengths, self._homes = Lengths(), Homes(balance)
         self._gate = Gate(limit, Waiting(order, _PATIENCE * limit, self._lengths))
 
     @property
@@ -197,7 +198,7 @@ class Pool:
 
     def release(self) -> None:
         """Open the gate; engines with requests count as generating again."""
-        now = time.time()
+        now = unix()
         for member in self.members:
             member.busy_since = now if member.in_flight else None
         self._gate.open()
@@ -229,7 +230,7 @@ class Pool:
 
     def note_busy(self) -> None:
         """Record the generation time of busy engines up to now, without waiting until they are idle."""
-        now = time.time()
+        now = unix()
         for member in self.members:
             if member.busy_since is not None:
                 self._record(member.engine.name, member.busy_since, now)
@@ -298,7 +299,7 @@ class Pool:
 
     def _enter(self, member: Member) -> None:
         if member.in_flight == 0:
-            member.busy_since = time.time()
+            member.busy_since = unix()
         member.in_flight += 1
 
     def _leave(self, member: Member) -> None:
@@ -308,5 +309,5 @@ class Pool:
 
     def _leave_idle(self, member: Member) -> None:
         if member.busy_since is not None:
-            self._record(member.engine.name, member.busy_since, time.time())
+            self._record(member.engine.name, member.busy_since, unix())
             member.busy_since = None

@@ -71,9 +71,14 @@ def _weight(name: str, prompt: str) -> bytes:
 
 
 class Homes:
-    """The engine that last answered each conversation, for the `KEPT_CONVERSATIONS` most recent conversations."""
+    """The engine that last answered each conversation, for the `KEPT_CONVERSATIONS` most recent conversations.
 
-    def __init__(self) -> None:
+    Args:
+        balance: what it is for; `least_loaded` asks for no conversation's engine, so none is kept.
+    """
+
+    def __init__(self, balance: Balance) -> None:
+        self._kept = 0 if balance == "least_loaded" else KEPT_CONVERSATIONS
         self._engines: OrderedDict[str, str] = OrderedDict()
 
     def note(self, conversation: str, engine: str) -> None:
@@ -82,7 +87,7 @@ class Homes:
             return
         self._engines[conversation] = engine
         self._engines.move_to_end(conversation)
-        if len(self._engines) > KEPT_CONVERSATIONS:
+        if len(self._engines) > self._kept:
             self._engines.popitem(last=False)
 
     def of(self, conversation: str) -> str:

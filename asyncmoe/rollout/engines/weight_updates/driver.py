@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
@@ -15,11 +16,16 @@ from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
+from asyncmoe.telemetry.clock import unix
 
 Failures = list[tuple[Member, AsyncmoeError]]
 """Engines that failed, and why; the cause before its consequences."""
 _ENDING_S = 0.02
 """Seconds between two checks for unfinished responses."""
+_PATIENCE = 1 / 4
+"""Share of `UpdateDriver.pause_s` for which all engines wait for one that does not pause."""
+_IN_FLIGHT: tuple[Interruption, ...] = ("in_place", "retract")
+"""Ways in which responses are at the engines while a version lands."""
 
 
 @dataclass(eq=False)
@@ -27,7 +33,7 @@ class OpenUpdate:
     """The open update and its engines.
 
     Attributes:
-        paused: Unix time at which each engine was asked to pause.
+        paused: Unix time at which each engine was asked to pause, until it has resumed.
     """
 
     state: UpdateState
@@ -104,34 +110,58 @@ class UpdateDriver:
             await asyncio.sleep(_ENDING_S)
         update.state = state.pause(update.state)
         await self._interrupt(update)
-        self.pool.hold()
-        retract = self.interruption == "retract"
-
-        async def begin(member: Member) -> None:
-            update.paused[member.engine.name] = time.time()
-            async with self.soon(member, f"pause for version {update.version}"):
-                await member.engine.client.pause(retract=retract)
-                if retract:
-                    await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
-                await member.engine.client.begin_update()
-
-        failed = await on_each(update.members, begin)
+        failed = await self._pause(update)
         for member, error in failed:
             self.pool.fence(member, str(error))
         if failed:
             await self.give_up(update)
             raise_first(failed, f"beginning version {update.version}")
 
+    async def _pause(self, update: OpenUpdate) -> Failures:
+        """Pause all engines at the same time; return those that failed.
+
+        If one takes longer than `_PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. Where no response
+        may be at an engine, they wait.
+        """
+        self.pool.hold()
+        pausing = {member: asyncio.ensure_future(self._begin(update, member)) for member in update.members}
+        patience = self.pause_s * _PATIENCE if self.interruption in _IN_FLIGHT else None
+        paused, late = await asyncio.wait(pausing.values(), timeout=patience) if pausing else (set(), set())
+        if late and paused:
+            early = [member for member, task in pausing.items() if task in paused and task.exception() is None]
+            resumed = await on_each(early, partial(self._resume, update))
+            self.pool.release()
+            await asyncio.wait(late)
+            if self.current is not update:
+                await self.give_up(update)
+                raise WeightSyncError(f"version {update.version} was given up while an engine paused")
+            self.pool.hold()
+            left = [member for member in early if member not in dict(resumed)]
+            pausing |= {member: asyncio.ensure_future(self._begin(update, member)) for member in left}
+            return resumed + await on_each(list(pausing), pausing.__getitem__)
+        return await on_each(list(pausing), pausing.__getitem__)
+
+    async def _begin(self, update: OpenUpdate, member: Member) -> None:
+        retract = self.interruption == "retract"
+        update.paused[member.engine.name] = unix()
+        async with self.soon(member, f"pause for version {update.version}"):
+            await member.engine.client.pause(retract=retract)
+            if retract:
+                await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
+            await member.engine.client.begin_update()
+        update.paused.setdefault(member.engine.name, unix())  # if the update was given up meanwhile
+
+    async def _resume(self, update: OpenUpdate, member: Member) -> None:
+        if member.engine.name not in update.paused:
+            return
+        async with self.soon(member, "go on with the version it has"):
+            await member.engine.client.end_update()
+            await member.engine.client.resume()
+        self.pause_ended(update, member)
+
     async def give_up(self, update: OpenUpdate) -> None:
         """Resume paused engines with the version they have, and close the update."""
-
-        async def resume(member: Member) -> None:
-            async with self.soon(member, "go on with the version it has"):
-                await member.engine.client.end_update()
-                await member.engine.client.resume()
-            self.pause_ended(update, member)
-
-        await self.fencing(update, resume)
+        await self.fencing(update, partial(self._resume, update))
         self.close(update)
 
     async def end(self, update: OpenUpdate, why: str) -> None:
@@ -179,7 +209,7 @@ class UpdateDriver:
 
     def pause_ended(self, update: OpenUpdate, member: Member) -> float:
         """Record an engine's pause; return its length in seconds."""
-        begin, end = update.paused[member.engine.name], time.time()
+        begin, end = update.paused.pop(member.engine.name), unix()
         self._record(member.engine.name, begin, end)
         return end - begin
 
@@ -189,7 +219,7 @@ class UpdateDriver:
 
     async def _interrupt(self, update: OpenUpdate) -> None:
         """Wait until no request is at an engine, unless responses survive the update."""
-        if self.interruption in ("in_place", "retract"):
+        if self.interruption in _IN_FLIGHT:
             return
         until = time.monotonic() + self.timeout_s
         while count := self._unfinished():

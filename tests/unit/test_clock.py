@@ -1,0 +1,74 @@
+"""A system's clock that jumps changes what no run decides, and no duration that a process records."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import asyncmoe
+from asyncmoe.queue.accounts import QueueStats
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rpc.messages import Committed, WeightsCommit, WeightsStage
+from asyncmoe.telemetry.records import read_rollout, read_spans
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT
+from tests.unit.fake_engine import handles
+
+TOLD = {
+    "doctor/probes/machine.py": "compares it with a file system's",
+    "rollout/episodes/openai_endpoint/chat.py": "the field `created` of an answer",
+    "rollout/episodes/openai_endpoint/responses.py": "the field `created_at` of an answer",
+    "rollout/samples.py": "the time of a record",
+    "rpc/keys.py": "says how old a file is",
+    "rpc/peers.py": "compares it with another machine's",
+    "telemetry/alarm.py": "the time of an alert",
+    "telemetry/clock.py": "where the records' time begins",
+    "telemetry/samples/file.py": "the time of a record",
+    "telemetry/versions.py": "the time of a record",
+    "trainer/model/checkpoint.py": "the time of a checkpoint",
+    "trainer/samples.py": "the time of a record",
+}
+"""Modules that read the system's clock, and what for: somebody is told of it, and nothing waits or is ordered by it."""
+
+
+@pytest.fixture
+def jumping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour back at every look."""
+    times = iter(range(2 * 10**9, 0, -3600))
+    monkeypatch.setattr("time.time", lambda: float(next(times)))
+
+
+@pytest.mark.usefixtures("jumping")
+def test_durations_and_rates_do_not_jump(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+
+    async def run() -> Committed:
+        pool = Pool(handles(2), 8, 5.0, recorder.generated)
+
+        async def published(_: int) -> None:
+            recorder.write(QueueStats(0, 0, 0, 0, 0, 0, 0, {}, {}, {}, 0), ["engine.0", "engine.1"], pool)
+
+        coordinator = WeightUpdateCoordinator(pool, 5.0, published, recorder.paused)
+        await asyncio.gather(*(pool.generate((1,), Sampling(1.0, 50, ())) for _ in range(4)))
+        await coordinator.handle(WeightsStage(1))
+        committed = await coordinator.handle(WeightsCommit(1, update=1))
+        assert isinstance(committed, Committed)
+        return committed
+
+    assert all(0.0 <= pause < 5e3 for pause in asyncio.run(run()).pause_ms)
+    recorder.close()
+    (record,) = read_rollout(tmp_path / ROLLOUT)
+    assert record.tokens_per_s is not None
+    assert 0.0 < record.tokens_per_s < 1e6
+    assert all(0.0 < share <= 1.0 for share in record.engine_utilization.values())
+    assert all(0.0 <= span.end - span.begin < 5.0 for span in read_spans(tmp_path / CONTROLLER_SPANS))
+
+
+def test_the_systems_clock_is_read_only_to_be_told() -> None:
+    root = Path(asyncmoe.__file__).parent
+    read = {str(path.relative_to(root)) for path in root.rglob("*.py") if "time.time()" in path.read_text()}
+    assert read == set(TOLD)

@@ -1,8 +1,8 @@
-"""`python -m tests.chaos --out FILE`: blocks of random faults, each block a run; the same command goes on after the last block of the file.
+"""`python -m tests.chaos --out FILE`: blocks of random faults, each block a run; the same command goes on after the file's last block.
 
-FILE has one JSON object a line: a record of each fault, and one of each run's end. A block that was broken off keeps the records it has, and
-the next block follows. `--only BLOCK` runs one again; `--report` prints the summary. Ends with status 1 after a violation, having kept the
-run's folder beside FILE.
+FILE has one JSON object a line: a record of each fault, and one of each run's end. A block that was broken off keeps its records, and the
+next block follows. `--only BLOCK` runs one again; `--report` prints the summary. After a violation the status is 1, and the run's folder is
+kept beside FILE.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import report, schedule
-from tests.chaos.protocol_run import Block
+from tests.chaos.block import Block
+from tests.chaos.real_world import REAL, RealWorld
 from tests.chaos.world import World
+
+TIERS = {"protocol": (schedule.KINDS, World), "real": (REAL, RealWorld)}
+"""Of each tier: the kinds of faults, and the world that they meet."""
 
 
 def main(arguments: list[str]) -> int:
@@ -58,8 +62,9 @@ def _blocks(records: list[dict[str, Any]], asked: argparse.Namespace) -> Iterato
 
 
 def _run(block: int, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    faults = list(schedule.block(asked.seed, block, asked.size))
-    with World(block) as world:
+    kinds, made = TIERS[asked.tier]
+    faults = list(schedule.block(asked.seed, block, asked.size, kinds))
+    with made(block) as world:
         for record in Block(world, faults).run():
             yield {"tier": asked.tier, "block": block, "seed": asked.seed, **record}
             if record["violations"]:
@@ -80,9 +85,10 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/chaos/results.jsonl"), help="file of the results, which a later run continues")
-    parser.add_argument("--tier", choices=("protocol", "real"), default="protocol")
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__, formatter_class=shape)
+    parser.add_argument("--out", type=Path, default=Path("build/chaos/results.jsonl"), help="file of results, which a later run continues")
+    parser.add_argument("--tier", choices=tuple(TIERS), default="protocol", help="stand-ins for engines and ranks, or real ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=2000, help="faults of the tier in the file after which it ends")
     parser.add_argument("--size", type=int, default=25, help="faults of a block")

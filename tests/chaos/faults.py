@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncmoe.checkpoints import directories
 from tests.chaos.schedule import Fault, Moment
-from tests.chaos.world import World
+from tests.chaos.world import ENGINE_PARTS, World
 
 _MOMENT_S = 6.0
 """Longest wait for a moment; then the fault comes anyhow."""
@@ -69,22 +69,16 @@ class Done:
 def causes(fault: Fault) -> tuple[str, ...]:
     """Return the causes that a run may name after a fault."""
     sort = fault.target.partition(".")[0] if fault.kind != "damage" else fault.target
+    sort = "engine" if sort in ENGINE_PARTS else sort
     return CAUSES.get((fault.kind, sort), ())
 
 
 def await_moment(world: World, moment: Moment) -> None:
     """Return at the next sign of what the moment names, or after a while without one."""
-    looks: dict[Moment, Callable[[], object]] = {
-        "staging": lambda: _count(world, '"staging"'),
-        "commit": lambda: _count(world, '"commit"'),
-        "checkpoint": lambda: list((world.run_dir / "checkpoints").glob("*.writing")) or None,
-        "segment": lambda: _sizes(world.run_dir / "journal" / "segments"),
-        "states": lambda: _sizes(world.run_dir / "journal", "states.sqlite*"),
-    }
-    if (look := looks.get(moment)) is None:
+    if moment in ("any time", "recovery"):
         return
-    before, until = look(), time.monotonic() + _MOMENT_S
-    while time.monotonic() < until and ((now := look()) == before or now is None):
+    before, until = world.sign(moment), time.monotonic() + _MOMENT_S
+    while time.monotonic() < until and ((now := world.sign(moment)) == before or now is None):
         time.sleep(_POLL_S)
 
 
@@ -130,30 +124,19 @@ def _signalled(world: World, fault: Fault, number: signal.Signals) -> Done:
 
 
 def _target(world: World, fault: Fault) -> str:
-    """Return the role that a fault meets; engines have the numbers of their seeds, which grow with every restart."""
-    if not fault.target.startswith("engine."):
+    """Return the role that a fault meets; engines have the numbers of their seeds, which grow with every restart, their parts those of
+    their processes."""
+    sort, _, number = fault.target.partition(".")
+    if sort not in ("engine", *ENGINE_PARTS):
         return fault.target
-    engines = sorted((role for role in world.pids() if role.startswith("engine.")), key=lambda role: int(role[7:]))
-    return engines[int(fault.target[7:]) % len(engines)] if engines else ""
+    found = sorted((role for role in world.pids() if role.startswith(f"{sort}.")), key=lambda role: int(role.partition(".")[2]))
+    return found[int(number) % len(found)] if found else ""
 
 
 def _continued(pid: int) -> None:
     with suppress(ProcessLookupError):
         if pid:
             os.kill(pid, signal.SIGCONT)
-
-
-def _count(world: World, word: str) -> int:
-    return sum(path.read_text().count(f'"what": {word}') for path in world.notes.glob("engine-*.jsonl"))
-
-
-def _sizes(folder: Path, pattern: str = "*") -> list[tuple[str, int, int]]:
-    found = []
-    for path in folder.glob(pattern):
-        with suppress(OSError):
-            status = path.stat()
-            found.append((path.name, status.st_size, status.st_mtime_ns))
-    return sorted(found)
 
 
 # ---------------------------------------------------------------- damage

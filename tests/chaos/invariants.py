@@ -86,8 +86,8 @@ def nothing_lost(before: JournalRows | None, now: JournalRows, trained: Sequence
         yield f"groups {sorted(lost)[:5]} are in no state"
     for lease in now.leases.values():
         one = newest(trained).get(lease.step + 1)
-        keys = [key for group in lease.groups for key in group.keys]
-        if one is not None and lease.committed and one["keys"] != keys:
+        keys = sorted(key for group in lease.groups for key in group.keys)
+        if one is not None and lease.committed and sorted(one["keys"]) != keys:
             yield f"step {lease.step + 1} was trained on another batch than the journal's lease"
 
 

@@ -32,7 +32,9 @@ def _of_tier(records: Sequence[Record]) -> dict[str, Any]:
         },
         "runs_ended": len(ends),
         "steps": sum(one["steps"] for one in ends),
-        "violations": [{"block": one["block"], "fault": one.get("fault", "end"), "what": one["violations"]} for one in records if one["violations"]],
+        "violations": [
+            {"block": one["block"], "fault": one.get("fault", "end"), "what": one["violations"]} for one in records if one["violations"]
+        ],
     }
 
 

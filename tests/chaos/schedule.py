@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -63,19 +63,19 @@ class Fault:
         return f"{self.kind} of {self.target}, {self.moment}"
 
 
-def block(seed: int, number: int, size: int) -> Iterator[Fault]:
+def block(seed: int, number: int, size: int, kinds: Mapping[Kind, tuple[float, tuple[str, ...]]] = KINDS) -> Iterator[Fault]:
     """Yield the faults of a block in order."""
     draw = Random(f"chaos {seed} {number}")
     before: Fault | None = None
     for at in range(size):
-        (kind,) = draw.choices(list(KINDS), [share for share, _ in KINDS.values()])
+        (kind,) = draw.choices(list(kinds), [share for share, _ in kinds.values()])
         (moment,) = draw.choices(list(MOMENTS), list(MOMENTS.values()))
         if kind == "damage" or at == 0 or (before is not None and before.kind == "damage"):
             moment = "any time" if moment == "recovery" else moment
         fault = Fault(
             at,
             kind,
-            draw.choice(KINDS[kind][1]),
+            draw.choice(kinds[kind][1]),
             moment,
             draw.uniform(0.0, 4.0) if moment == "recovery" else draw.uniform(0.0, 0.8) if moment == "any time" else draw.uniform(0.0, 0.03),
             draw.uniform(0.3, 3.0),

@@ -20,10 +20,11 @@ import yaml
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
+from tests.chaos.schedule import Moment
 from tests.system.runs import MARK, Command
 
 STAND = Path(__file__).parent / "stand"
-DISK_BYTES = 48 << 20
+ENGINE_PARTS = ("scheduler", "detokenizer")
 _PYTHON = """#!/bin/sh
 # The engines' Python: it has SGLang, as far as anybody asks, and runs the stand-in for it.
 [ "$1" = -c ] && {{ echo answer:; exit 0; }}
@@ -74,14 +75,18 @@ class World:
         mounted: whether the run's disk can be filled.
     """
 
+    recovery_s = 150.0
+    """Longest recovery: every limit of the configuration is far below it."""
+    disk_bytes = 48 << 20
+
     def __init__(self, seed: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
         self.run_dir, self.notes, self.temporary = self.folder / "disk" / "run", self.folder / "notes", self.folder / "t"
         self.command: Command | None = None
-        self.starts, self._seed = 0, seed
+        self.starts, self.seed = 0, seed
         for folder in (self.folder / "disk", self.notes, self.temporary):
             folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.folder / "disk")]
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={self.disk_bytes}", "tmpfs", str(self.folder / "disk")]
         self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
         self._shim, self._control = self.folder / "shim.so", self.folder / "shim"
         subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(self._shim), str(STAND / "shim.c"), "-ldl"], check=True)
@@ -91,7 +96,7 @@ class World:
         make_model(self.folder / "model", MadeModel(), seed=0)
         (self.folder / "python").write_text(_PYTHON.format(python=sys.executable))
         (self.folder / "python").chmod(0o755)
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(configuration(self.folder, self._seed)))
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(configuration(self.folder, self.seed)))
         (self.notes / "published.jsonl").touch()
         return self
 
@@ -112,15 +117,16 @@ class World:
     def start(self) -> None:
         """Start the run, or go on with it: the same command."""
         self.starts += 1
-        environment = {
-            "TMPDIR": str(self.temporary),
-            "CHAOS_FOLDER": str(self.notes),
-            "CHAOS_START": str(self.starts),
-            "CHAOS_SHIM": str(self._control),
-            "LD_PRELOAD": str(self._shim),
-        }
-        arguments = ("run", str(self.folder / "config.yaml"))
-        self.command = Command(*arguments, module="tests.chaos.stand.supervisor", log=self.said, **environment)
+        self.command = self._command(
+            TMPDIR=str(self.temporary),
+            CHAOS_FOLDER=str(self.notes),
+            CHAOS_START=str(self.starts),
+            CHAOS_SHIM=str(self._control),
+            LD_PRELOAD=str(self._shim),
+        )
+
+    def _command(self, **environment: str) -> Command:
+        return Command("run", str(self.folder / "config.yaml"), module="tests.chaos.stand.supervisor", log=self.said, **environment)
 
     @property
     def running(self) -> bool:
@@ -128,7 +134,7 @@ class World:
         return self.command is not None and self.command.process.poll() is None
 
     def pids(self) -> dict[str, int]:
-        """Return the processes of the run by role: supervisor, controller, agent, rank.N, engine.SEED, keeper."""
+        """Return the processes of the run by role: supervisor, controller, agent, rank.N, engine.SEED, scheduler.PID, detokenizer.PID."""
         assert self.command is not None
         found: dict[str, int] = {}
         for entry in Path("/proc").iterdir():
@@ -140,7 +146,7 @@ class World:
             except OSError:
                 continue
             if role := role_of(words, environ):
-                found[role] = int(entry.name)
+                found[role if role not in ENGINE_PARTS else f"{role}.{entry.name}"] = int(entry.name)
         return found
 
     def end_all(self) -> None:
@@ -179,7 +185,37 @@ class World:
         """Make room on the disk again."""
         (self.folder / "disk" / "ballast").unlink(missing_ok=True)
 
-    # ------------------------------------------------------------ what is left
+    # ------------------------------------------------------------ observations
+
+    def trained(self) -> list[dict[str, Any]]:
+        """Return what each start of the trainer has trained, as `invariants.newest` takes it."""
+        return self.lines(self.notes / "trained.jsonl")
+
+    def best(self) -> int:
+        """Return the highest step that was ever trained."""
+        return max((one["step"] for one in self.trained() if "step" in one), default=0)
+
+    def wrongs(self) -> list[str]:
+        """Return what engines and ranks have seen that must not be."""
+        engines = [one for path in self.notes.glob("wrong-*.jsonl") for one in self.lines(path)]
+        return [f"an engine: {one['what']}" for one in engines] + [one["fault"] for one in self.lines(self.notes / "mixed.jsonl")]
+
+    def cuts(self) -> list[int]:
+        """Return the tokens of each response that was cut off."""
+        return [one["tokens"] for path in sorted(self.notes.glob("engine-*.jsonl")) for one in self.lines(path) if one["what"] == "cut"]
+
+    def sign(self, moment: Moment) -> object:
+        """Return what changes when a moment comes; None: it is not there at the moment."""
+        journal = self.run_dir / "journal"
+        match moment:
+            case "staging" | "commit":
+                return sum(path.read_text().count(f'"what": "{moment}"') for path in self.notes.glob("engine-*.jsonl"))
+            case "checkpoint":
+                return [path.name for path in (self.run_dir / "checkpoints").glob("*.writing")] or None
+            case "segment":
+                return sizes(journal / "segments", "*")
+            case _:
+                return sizes(journal, "states.sqlite*")
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
         """Return the records of a file of JSON lines, without a line that is not whole."""
@@ -194,20 +230,32 @@ class World:
         return found + [path.name for path in Path("/dev/shm").iterdir() if any(name in path.name for name in found)]
 
 
+def sizes(folder: Path, pattern: str) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of change of files."""
+    found = []
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            status = path.stat()
+            found.append((path.name, status.st_size, status.st_mtime_ns))
+    return sorted(found)
+
+
 def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
     """Return the role of a process by its command line; "" if it is none that a fault may meet."""
     text = " ".join(words)
-    if "tests.chaos.stand.supervisor" in text and " run " in text:
+    if "-m tests.chaos.stand.supervisor run" in text or "-m asyncmoe run" in text:
         return "supervisor"
     if "asyncmoe rollout" in text:
         return "controller"
-    if "tests.chaos.stand.agent" in text:
+    if "-m tests.chaos.stand.agent" in text or "-m asyncmoe.launch.torchrun" in text:
         return "agent"
-    if "tests.chaos.stand.rank" in text:
+    if "-m tests.chaos.stand.rank" in text or "-m asyncmoe.trainer" in text:
         return f"rank.{next((word[5:] for word in environ if word.startswith('RANK=')), '?')}"
-    if "--random-seed" in words:
+    if "--random-seed" in words and "sglang::" not in text:
         return f"engine.{words[words.index('--random-seed') + 1]}"
-    return "keeper" if "keeper" in text else ""
+    if text.startswith("sglang::"):
+        return text[8:].split()[0].partition("_")[0]
+    return ""
 
 
 def marked_pids(mark: str) -> list[int]:

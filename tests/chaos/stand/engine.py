@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from base64 import b64decode
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class Server:
         """Start the receiver, or swap in what it has staged, one part after the other."""
         if not self.updating:
             self.wrong("took weights outside an update")
-        (text, _), *_ = pickle.loads(b64decode(body["serialized_named_tensors"][0]))
+        (text, _), *_ = pickle.loads(b64decode(body["serialized_named_tensors"][0]))  # noqa: S301  the controller's, who has the key
         match parse(text):
             case JoinCommand() as join:
                 if self._receiver is not None:
@@ -164,43 +165,18 @@ def spans(versions: list[str]) -> list[dict[str, Any]]:
     return found or [{"version": "0", "start": 0, "end": 0}]
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
 def application(server: Server, key: str) -> web.Application:
     """Return the server's routes."""
-    commands = {
-        "/pause_generation": server.pause,
-        "/continue_generation": server.resume,
-        "/begin_weight_update": server.begin,
-        "/end_weight_update": server.end,
-        "/update_weights_from_tensor": server.command,
-        "/update_weight_version": server.set_version,
-        "/abort_request": server.abort,
-        "/flush_cache": server.nothing,
-        "/freeze_gc": server.nothing,
-    }
 
-    @web.middleware
-    async def network(request: web.Request, handler: Any) -> web.StreamResponse:
-        if key and request.headers.get("Authorization") != f"Bearer {key}":
-            server.wrong(f"{request.path} without the key")
-            raise web.HTTPUnauthorized
-        does = server.network.now()
-        if does.get("delay_s"):
-            await asyncio.sleep(does["delay_s"])
-        answer: web.StreamResponse = await handler(request)
-        if does and server.network.hits(does.get("drop", 0.0)) and request.transport is not None:
-            server.say("dropped", path=request.path)
-            request.transport.abort()
-        elif does and server.network.hits(does.get("half", 0.0)) and request.transport is not None:
-            server.say("half an answer", path=request.path)
-            request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4096\r\n\r\n{")
-            await asyncio.sleep(0.05)
-            request.transport.close()
-        return answer
+    async def obey(request: web.Request) -> web.Response:
+        body = await request.read()
+        await commands[request.path](json.loads(body) if body else {})
+        return web.json_response({"success": True, "message": ""})
 
     async def ready(request: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def info(request: web.Request) -> web.Response:
         return web.json_response({"device": "cpu"})
 
     async def healthy(request: web.Request) -> web.Response:
@@ -214,20 +190,50 @@ def application(server: Server, key: str) -> web.Application:
     async def checksums(request: web.Request) -> web.Response:
         return web.json_response({"ranks": [{"checksums": {f"part.{index}": part for index, part in enumerate(server.parts)}}]})
 
-    async def obey(request: web.Request) -> web.Response:
-        body = await request.read()
-        await commands[request.path](json.loads(body) if body else {})
-        return web.json_response({"success": True, "message": ""})
-
-    made = web.Application(middlewares=[network], client_max_size=64 << 20)
+    commands = {
+        "/pause_generation": server.pause,
+        "/continue_generation": server.resume,
+        "/begin_weight_update": server.begin,
+        "/end_weight_update": server.end,
+        "/update_weights_from_tensor": server.command,
+        "/update_weight_version": server.set_version,
+        "/abort_request": server.abort,
+        "/flush_cache": server.nothing,
+        "/freeze_gc": server.nothing,
+    }
+    made = web.Application(middlewares=[_bad_network(server, key)], client_max_size=64 << 20)
     made.router.add_get("/ready", ready)
-    made.router.add_get("/server_info", info)
+    made.router.add_get("/server_info", ready)
     made.router.add_get("/health_generate", healthy)
     made.router.add_post("/generate", generate)
     made.router.add_post("/weights_checker", checksums)
     for path in commands:
         made.router.add_post(path, obey)
     return made
+
+
+def _bad_network(server: Server, key: str) -> Any:
+    """Return what stands between client and server: it checks the key, delays, and cuts answers off before or within them."""
+
+    @web.middleware
+    async def between(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if key and request.headers.get("Authorization") != f"Bearer {key}":
+            server.wrong(f"{request.path} without the key")
+            raise web.HTTPUnauthorized
+        does = server.network.now()
+        if does.get("delay_s"):
+            await asyncio.sleep(does["delay_s"])
+        answer = await handler(request)
+        transport = request.transport
+        if transport is not None and server.network.hits(does.get("drop", 0.0)):
+            transport.abort()
+        elif transport is not None and server.network.hits(does.get("half", 0.0)):
+            transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4096\r\n\r\n{")
+            await asyncio.sleep(0.05)
+            transport.close()
+        return answer
+
+    return between
 
 
 def main() -> None:

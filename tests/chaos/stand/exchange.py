@@ -1,7 +1,7 @@
 """How versions travel from the ranks to the engines here, in place of stores and transports: lines of JSON and bytes over TCP.
 
-A receiver connects to rank 0 and says its rank. For each version rank 0 names the ports of all ranks; the receiver fetches every part, slowly
-enough for a fault to fall into it, and says what it has staged.
+A receiver connects to rank 0 and says its rank. For each version rank 0 names the ports of all ranks; the receiver fetches every part, in
+which time a fault may come, and says what it has staged.
 """
 
 from __future__ import annotations

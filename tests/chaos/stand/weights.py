@@ -1,4 +1,4 @@
-"""What stands for weights, and the log-probability by which every sampled token tells of the weights and the prefix that it came from. Pure.
+"""What stands for weights, and the log-probability by which every sampled token tells of the weights and the prefix it came from. Pure.
 
 A version has two parts, one of each trainer rank, so that an engine can hold parts of two versions. The log-probability of a token is a
 digest of the version's parts, the tokens before it and the token itself: a mixed version, a lost prefix or a token of another response
@@ -38,7 +38,7 @@ def packed(part: str, size: int) -> bytes:
 
 def unpacked(data: bytes) -> str:
     """Return the part that bytes carry; ValueError if they carry none, or pieces of several."""
-    part, _, rest = data.partition(b"\0")
+    part, _, _ = data.partition(b"\0")
     if not part or (part + b"\0") * (len(data) // (len(part) + 1)) != data:
         raise ValueError(f"{len(data)} bytes, and {data[:40]!r} does not make all of them")
     return part.decode()

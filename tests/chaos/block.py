@@ -22,8 +22,6 @@ from tests.chaos.schedule import Fault
 from tests.chaos.world import World, marked_pids
 from tests.system.runs import wait_for
 
-RECOVERY_S = 150.0
-"""Longest recovery: every limit of the configuration is far below it."""
 _ORPHAN_S = 25.0
 _POLL_S = 0.05
 _IN_HAND = 1
@@ -62,9 +60,9 @@ class Block:
         for at, fault in enumerate(self._faults):
             if fault.moment != "recovery":
                 faults.await_moment(world, fault.moment)
-            said, cuts = self._said_now(), len(self._cuts())
+            said, cuts = self._said_now(), len(self._world.cuts())
             done = faults.do(world, fault)
-            self._pending.append(Pending(fault, done, self._best(), said, cuts))
+            self._pending.append(Pending(fault, done, self._world.best(), said, cuts))
             follows = self._faults[at + 1].moment == "recovery" if at + 1 < len(self._faults) else False
             if follows:
                 continue  # the next fault comes while the run still recovers from this one
@@ -81,12 +79,12 @@ class Block:
         self._pending, self._undone = [], set()
         last = pending[-1]
         causes = tuple(cause for one in pending for cause in faults.causes(one.fault))
-        until, refused = time.monotonic() + RECOVERY_S, 0
+        until, refused = time.monotonic() + world.recovery_s, 0
         best = max(one.step for one in pending) + _IN_HAND
         if last.done.stops:
             found += self._stopped(pending, causes, blame=False)
             world.start()
-        while (self._best() <= best or len(self._undone) < len(pending)) and time.monotonic() < until:
+        while (self._world.best() <= best or len(self._undone) < len(pending)) and time.monotonic() < until:
             self._undo(pending, world.running)
             if not world.running:
                 self._undo(pending, False)
@@ -97,10 +95,10 @@ class Block:
                 world.start()
             time.sleep(_POLL_S)
         now = time.monotonic()
-        if self._best() <= best:
-            found.append(f"no new step {RECOVERY_S:.0f} s after the fault")
+        if self._world.best() <= best:
+            found.append(f"no new step {world.recovery_s:.0f} s after the fault")
         found += self._holds(pending, causes)
-        cuts = [one["tokens"] for one in self._cuts()[pending[0].cuts :]]
+        cuts = world.cuts()[pending[0].cuts :]
         for one in pending:
             yield {
                 "fault": str(one.fault),
@@ -128,11 +126,8 @@ class Block:
     def _holds(self, pending: Sequence[Pending], causes: Sequence[str]) -> list[str]:
         """Return what is wrong while the run goes on."""
         world = self._world
-        wrongs = [line for path in world.notes.glob("wrong-*.jsonl") for line in world.lines(path)]
-        found = [*invariants.trained_once(self._trained()), *invariants.ledger_exact(world.lines(world.run_dir / "rollout.jsonl"))]
-        found += [f"{one['fault']}" for one in world.lines(world.notes / "mixed.jsonl")[:3]]
-        found += [f"an engine: {one['what']}" for one in wrongs[:3]]
-        return found + list(invariants.cause_named(causes, self._said(pending[0])))
+        found = [*invariants.trained_once(self._world.trained()), *invariants.ledger_exact(world.lines(world.run_dir / "rollout.jsonl"))]
+        return found + world.wrongs()[:3] + list(invariants.cause_named(causes, self._said(pending[0])))
 
     def _stopped(self, pending: Sequence[Pending], causes: Sequence[str], *, blame: bool = True) -> list[str]:
         """Return what is wrong with a run that has ended: processes that are left, the cause it names, its journal."""
@@ -150,7 +145,7 @@ class Block:
     def _journal_holds(self) -> list[str]:
         now = self._read_journal()
         samples = self._world.lines(self._world.run_dir / "samples" / "rollout.jsonl")
-        found = list(invariants.nothing_lost(self._journal, now, self._trained(), invariants.ended_of(samples)))
+        found = list(invariants.nothing_lost(self._journal, now, self._world.trained(), invariants.ended_of(samples)))
         self._journal = now
         return found
 
@@ -173,28 +168,18 @@ class Block:
         mark, found = world.command.mark, [] if ended else ["the run did not end within 60 s of Ctrl-C"]
         if not wait_for(lambda: not marked_pids(mark), _ORPHAN_S):
             found.append(f"processes are left: {world.pids()}")
-        found += self._journal_holds() + list(invariants.trained_once(self._trained()))
+        found += self._journal_holds() + list(invariants.trained_once(self._world.trained()))
         found += [f"left over: {name}" for name in world.leftovers()]
         if (world.run_dir / "rendezvous.json").exists():
             found.append("left over: rendezvous.json")
-        lineage = invariants.newest(self._trained())
+        lineage = invariants.newest(self._world.trained())
         return {"kind": "end", "steps": len(lineage), "starts": world.starts, "violations": found}
 
     # ------------------------------------------------------------ observations
 
     def _await_step(self, beyond: int) -> None:
-        if not wait_for(lambda: self._best() > beyond, RECOVERY_S):
+        if not wait_for(lambda: self._world.best() > beyond, self._world.recovery_s):
             raise AssertionError(f"no step\n{self._world.said.read_text()[-2000:]}")
-
-    def _trained(self) -> list[dict[str, Any]]:
-        return self._world.lines(self._world.notes / "trained.jsonl")
-
-    def _best(self) -> int:
-        """The highest step that was ever trained."""
-        return max((one["step"] for one in self._trained() if "step" in one), default=0)
-
-    def _cuts(self) -> list[dict[str, Any]]:
-        return [one for path in sorted(self._world.notes.glob("engine-*.jsonl")) for one in self._world.lines(path) if one["what"] == "cut"]
 
     def _said_now(self) -> tuple[int, int, int]:
         return (self._world.starts, _size(self._world.said), _size(self._world.run_dir / "logs" / "controller.log"))

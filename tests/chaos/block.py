@@ -6,7 +6,7 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,8 @@ class Block:
         self._world, self._faults = world, faults_
         self._journal: JournalRows | None = None
         self._pending: list[Pending] = []
-        self._undone: set[int] = set()
+        self._over: dict[int, float] = {}
+        self._floor = 0
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Yield a record of each fault once the run has recovered from it. Ends after the first violation."""
@@ -76,27 +77,28 @@ class Block:
     def _recovered(self) -> Iterator[dict[str, Any]]:
         """Wait until a new step is trained after all pending faults, with the same command after a stop; say how it went."""
         world, pending, found = self._world, self._pending, list[str]()
-        self._pending, self._undone = [], set()
-        last = pending[-1]
+        self._pending, self._over = [], {}
+        last, noticed = pending[-1], self._noticed(pending)
         causes = tuple(cause for one in pending for cause in faults.causes(one.fault))
-        until, refused = time.monotonic() + world.recovery_s, 0
-        best = max(one.step for one in pending) + _IN_HAND
+        until, starts = time.monotonic() + world.recovery_s, 0
+        self._floor = max(one.step for one in pending) + _IN_HAND
         if last.done.stops:
             found += self._stopped(pending, causes, blame=False)
             world.start()
-        while (self._world.best() <= best or len(self._undone) < len(pending)) and time.monotonic() < until:
+            starts += 1
+        while time.monotonic() < until and not (len(self._over) == len(pending) and world.best() > self._floor and (starts or noticed())):
             self._undo(pending, world.running)
             if not world.running:
-                self._undo(pending, False)
                 found += self._stopped(pending, causes)
-                if last.done.restore is not None and refused == 0:
+                if last.done.restore is not None and starts == 1:
                     last.done.restore()
-                refused += 1
                 world.start()
+                starts += 1
             time.sleep(_POLL_S)
         now = time.monotonic()
-        if self._world.best() <= best:
-            found.append(f"no new step {world.recovery_s:.0f} s after the fault")
+        if now >= until:
+            told = f"over {sorted(self._over)}, noticed {noticed()}"
+            found.append(f"after {world.recovery_s:.0f} s: step {world.best()}, expected {self._floor + 1}; {told}")
         found += self._holds(pending, causes)
         cuts = world.cuts()[pending[0].cuts :]
         for one in pending:
@@ -105,21 +107,28 @@ class Block:
                 "kind": "kill" if one.done.stops and not one.done.target else one.fault.kind,
                 "target": one.done.target or ("everything" if one.done.stops else "nothing"),
                 "moment": one.fault.moment,
-                "seconds": round(now - one.done.at, 2),
-                "starts": refused + one.done.stops,
+                "seconds": round(now - self._over.get(one.fault.number, one.done.at), 2),
+                "starts": starts,
                 "cut_tokens": sum(cuts),
                 "most_cut": max(cuts, default=0),
                 "causes": self._said(pending[0]).causes,
                 "violations": found,
             }
 
+    def _noticed(self, pending: Sequence[Pending]) -> Callable[[], bool]:
+        return lambda: all(faults.noticed(one.fault, one.done, self._said(one)) for one in pending)
+
     def _undo(self, pending: Sequence[Pending], running: bool) -> None:
-        """End the faults whose time is over, and all of a run that has ended."""
+        """End the faults whose time is over, and all of a run that has ended; two more steps are expected then."""
         for one in pending:
+            if one.fault.number in self._over:
+                continue
             gone = one.fault.kind == "hang" and one.done.target not in self._world.pids()
-            if one.fault.number not in self._undone and (time.monotonic() >= one.done.until or not running or gone):
+            if time.monotonic() >= one.done.until or not running or gone:
                 one.done.undo()
-                self._undone.add(one.fault.number)
+                self._over[one.fault.number] = time.monotonic() if one.done.until else one.done.at
+                if one.done.until:
+                    self._floor = max(self._floor, self._world.best() + _IN_HAND)
 
     # ------------------------------------------------------------ invariants
 

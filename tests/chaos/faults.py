@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.checkpoints import directories
+from tests.chaos.invariants import Said
 from tests.chaos.schedule import Fault, Moment
 from tests.chaos.world import ENGINE_PARTS, World
 
@@ -73,6 +75,14 @@ def causes(fault: Fault) -> tuple[str, ...]:
     return CAUSES.get((fault.kind, sort), ())
 
 
+def noticed(fault: Fault, done: Done, said: Said) -> bool:
+    """Whether the run has said that it lost what a fault has ended, where it goes on without it."""
+    sort = fault.target.partition(".")[0]
+    if fault.kind != "kill" or sort not in ("engine", *ENGINE_PARTS) or not done.target:
+        return True
+    return re.search(r"engine\.\d+ is fenced", said.controller) is not None
+
+
 def await_moment(world: World, moment: Moment) -> None:
     """Return at the next sign of what the moment names, or after a while without one."""
     if moment in ("any time", "recovery"):
@@ -97,7 +107,8 @@ def do(world: World, fault: Fault) -> Done:
             target = _target(world, fault)
             does = {"delay_s": 4.0 * fault.amount} if fault.kind == "delay" else {fault.kind: 0.2 + 0.8 * fault.amount}
             world.network(target.removeprefix("engine."), fault.seconds, **does)
-            return Done(time.monotonic(), target)
+            now = time.monotonic()
+            return Done(now, target, until=now + fault.seconds)
         case "full disk":
             world.fill()
             now = time.monotonic()
@@ -176,7 +187,7 @@ def _file(run_dir: Path, fault: Fault) -> Path | None:
     match fault.target:
         case "checkpoint":
             found = directories.complete(run_dir)
-            return found[-1] / "part-0" if len(found) > 1 else None
+            return max(found[-1].iterdir(), key=lambda path: path.stat().st_size) if len(found) > 1 else None
         case "segment" | "turns":
             files = sorted((journal / ("segments" if fault.target == "segment" else "turns")).glob("*.segment"))
             return files[int(len(files) * fault.amount)] if files else None

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from asyncmoe import storage
 from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken, StorageError, UserError, WaitTimeout
-from asyncmoe.journal import rows
+from asyncmoe.journal import rows, wal
 from asyncmoe.journal.rows import Change
 from asyncmoe.queue.accounts import Accounts
 
@@ -180,10 +180,13 @@ class States:
         try:
             for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
                 connection.execute(f"PRAGMA {pragma}").fetchall()
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE")  # from here on nobody else writes
+            _check_log(self._path)
             if not connection.execute("SELECT name FROM sqlite_master").fetchall():
                 _fill(connection, self._identity)
             connection.execute("COMMIT")
+            # The log begins anew, so that what an earlier start has left behind its end is not taken for damage.
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             if (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise DataError(
                     str(self._path), got=" ".join(found.split())[:200], expected="a whole journal", hint=_afresh(self._path.parent)
@@ -252,6 +255,17 @@ class States:
         known = storage.probe(self._path.parent) or OSError(number, str(error))
         then = "then start the run again, or name another journal.folder"
         return storage.explain(known, "the journal", self._path, then) or StorageError(f"the journal: cannot write {self._path}: {error}")
+
+
+def _check_log(path: Path) -> None:
+    """Refuse a damaged write-ahead log, of which SQLite would read the beginning and forget the rest. Raises DataError."""
+    log_file = path.with_name(f"{path.name}-wal")
+    try:
+        log_bytes = log_file.read_bytes()
+    except FileNotFoundError:
+        return
+    if (found := wal.damage(log_bytes)) is not None:
+        raise DataError(str(log_file), got=found, expected="a whole journal", hint=_afresh(path.parent))
 
 
 def _fill(connection: sqlite3.Connection, identity: Mapping[str, str]) -> None:

@@ -1,8 +1,8 @@
 """Damage in SQLite's write-ahead log, which SQLite itself takes for its end: it would forget every later transaction without a word.
 
 A log ends at the first frame that is not whole. After a power cut that is right for the newest transaction only, because each commit is on
-disk before the next begins (synchronous=FULL). So a frame that is not whole, with a commit after it and something after that commit, was
-whole once. The newest transaction may be torn as well as damaged: that cannot be told apart, and it is forgotten as one that was never made.
+disk before the next begins (synchronous=FULL). So a frame that is not whole, with a commit after it and something after that commit, once
+was. The newest transaction may be torn as well as damaged: that cannot be told apart, and it is forgotten as one that was never made.
 
 The format: https://sqlite.org/fileformat2.html#the_write_ahead_log
 """

@@ -290,11 +290,13 @@ def test_damage_in_the_log_is_named_with_its_cost_unless_it_may_be_a_torn_end(ki
     log = (killed / "journal" / f"{FILE}-wal").read_bytes()
     frames = list(range(32, len(log), 24 + 4096))
     commits = [at for at in frames if int.from_bytes(log[at + 4 : at + 8])]
-    for place in (8, *(at + within for at in frames for within in (5, 17, 2000)), *(at + 9 for at in frames if at <= commits[-3])):
+    newest = commits[-2] + 24 + 4096
+    older = (*(at + 5 for at in frames if at < newest), *(at + 9 for at in frames if at <= commits[-3]))
+    for place in (8, *older, *(at + within for at in frames for within in (17, 2000))):
         copy = tmp_path / str(place)
         shutil.copytree(killed, copy)
         (copy / "journal" / f"{FILE}-wal").write_bytes(log[:place] + bytes([log[place] ^ 1]) + log[place + 1 :])
-        if place >= commits[-2] + 24 + 4096:  # of the newest transaction
+        if place >= newest:
             in_loop(read_all(copy))
         else:
             with pytest.raises(DataError, match=rf"{FILE}-wal: got .* not whole.*expected a whole journal; delete .*sampled again"):

@@ -37,6 +37,7 @@ class Pending:
     step: int
     said: tuple[int, int, int]
     cuts: int
+    rejected: int
 
 
 class Block:
@@ -61,9 +62,9 @@ class Block:
         for at, fault in enumerate(self._faults):
             if fault.moment != "recovery":
                 faults.await_moment(world, fault.moment)
-            said, cuts = self._said_now(), len(self._world.cuts())
+            said, cuts, rejected = self._said_now(), len(self._world.cuts()), self._rejected()
             done = faults.do(world, fault)
-            self._pending.append(Pending(fault, done, self._world.best(), said, cuts))
+            self._pending.append(Pending(fault, done, self._world.best(), said, cuts, rejected))
             follows = self._faults[at + 1].moment == "recovery" if at + 1 < len(self._faults) else False
             if follows:
                 continue  # the next fault comes while the run still recovers from this one
@@ -111,6 +112,7 @@ class Block:
                 "starts": starts,
                 "cut_tokens": sum(cuts),
                 "most_cut": max(cuts, default=0),
+                "started_over": self._rejected() - pending[0].rejected,
                 "causes": self._said(pending[0]).causes,
                 "violations": found,
             }
@@ -189,6 +191,11 @@ class Block:
     def _await_step(self, beyond: int) -> None:
         if not wait_for(lambda: self._world.best() > beyond, self._world.recovery_s):
             raise AssertionError(f"no step\n{self._world.said.read_text()[-2000:]}")
+
+    def _rejected(self) -> int:
+        """Responses that were given up so far, with the others of their groups, as the ledger counts them."""
+        told = self._world.lines(self._world.run_dir / "rollout.jsonl")
+        return sum(told[-1]["rejected"].values()) if told else 0
 
     def _said_now(self) -> tuple[int, int, int]:
         return (self._world.starts, _size(self._world.said), _size(self._world.run_dir / "logs" / "controller.log"))

@@ -29,6 +29,7 @@ def _of_tier(records: Sequence[Record]) -> dict[str, Any]:
         "unfinished_tokens_cut": {
             "most_of_one_response": max((one["most_cut"] for one in met), default=0),
             "median_of_a_fault": median(one["cut_tokens"] for one in met) if met else 0,
+            "responses_started_over": sum(one.get("started_over", 0) for one in met),
         },
         "runs_ended": len(ends),
         "steps": sum(one["steps"] for one in ends),

@@ -76,8 +76,10 @@ def causes(fault: Fault) -> tuple[str, ...]:
 
 
 def noticed(fault: Fault, done: Done, said: Said) -> bool:
-    """Whether the run has said that it lost what a fault has ended, where it goes on without it."""
+    """Whether the run shows that it has met a fault, where it goes on without what the fault has ended. One that ends the run shows in that."""
     sort = fault.target.partition(".")[0]
+    if sort == "supervisor" and fault.kind in ("kill", "interrupt"):
+        return False
     if fault.kind != "kill" or sort not in ("engine", *ENGINE_PARTS) or not done.target:
         return True
     return re.search(r"engine\.\d+ is fenced", said.controller) is not None

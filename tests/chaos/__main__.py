@@ -21,11 +21,12 @@ from typing import Any
 
 from tests.chaos import report, schedule
 from tests.chaos.block import Block
+from tests.chaos.joined_world import JOINED, JoinedWorld
 from tests.chaos.real_world import REAL, RealWorld
 from tests.chaos.world import World
 
-TIERS = {"protocol": (schedule.KINDS, World), "real": (REAL, RealWorld)}
-"""Of each tier: the kinds of faults, and the world that they meet."""
+TIERS = {"protocol": ((schedule.KINDS, World), (JOINED, JoinedWorld)), "real": ((REAL, RealWorld),)}
+"""Of each tier: the kinds of faults and the world that they meet, for one block after the other."""
 
 
 def main(arguments: list[str]) -> int:
@@ -62,7 +63,7 @@ def _blocks(records: list[dict[str, Any]], asked: argparse.Namespace) -> Iterato
 
 
 def _run(block: int, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    kinds, made = TIERS[asked.tier]
+    kinds, made = TIERS[asked.tier][block % len(TIERS[asked.tier])]
     faults = list(schedule.block(asked.seed, block, asked.size, kinds))
     with made(block) as world:
         for record in Block(world, faults).run():

@@ -89,6 +89,7 @@ class Block:
             starts += 1
         while time.monotonic() < until and not (len(self._over) == len(pending) and world.best() > self._floor and (starts or noticed())):
             self._undo(pending, world.running)
+            world.tend()
             if not world.running:
                 found += self._stopped(pending, causes)
                 if last.done.restore is not None and starts == 1:
@@ -189,7 +190,11 @@ class Block:
     # ------------------------------------------------------------ observations
 
     def _await_step(self, beyond: int) -> None:
-        if not wait_for(lambda: self._world.best() > beyond, self._world.recovery_s):
+        def reached() -> bool:
+            self._world.tend()
+            return self._world.best() > beyond
+
+        if not wait_for(reached, self._world.recovery_s):
             raise AssertionError(f"no step\n{self._world.said.read_text()[-2000:]}")
 
     def _rejected(self) -> int:

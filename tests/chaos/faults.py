@@ -34,6 +34,8 @@ CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("hang", "controller"): (_SILENT,),
     ("hang", "rank"): (_SILENT, r"took no part in a collective for"),
     ("hang", "engine"): (_LOST, r"no token for"),
+    ("kill", "joiner"): (_LOST,),
+    ("hang", "joiner"): (_LOST, r"no heartbeat for"),
     ("drop", "engine"): (_LOST,),
     ("delay", "engine"): (_LOST,),
     ("half", "engine"): (_LOST,),
@@ -76,7 +78,7 @@ def causes(fault: Fault) -> tuple[str, ...]:
 
 
 def noticed(fault: Fault, done: Done, said: Said) -> bool:
-    """Whether the run shows that it has met a fault, where it goes on without what the fault has ended. One that ends the run shows in that."""
+    """Whether the run shows that it has met a fault after which it goes on. A fault that ends the run shows in that."""
     sort = fault.target.partition(".")[0]
     if sort == "supervisor" and fault.kind in ("kill", "interrupt"):
         return False

@@ -32,7 +32,7 @@ exec {python} -m tests.chaos.stand.engine "$@"
 """
 
 
-def configuration(folder: Path, seed: int) -> dict[str, Any]:
+def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
     """Return the configuration of a run that takes a step in a fraction of a second, and all limits of which are seconds."""
     return {
         "run": {"dir": str(folder / "disk" / "run"), "steps": 1_000_000, "seed": seed},
@@ -55,6 +55,7 @@ def configuration(folder: Path, seed: int) -> dict[str, Any]:
             "start_timeout_s": 20.0,
             "restarts": 1000,
             "max_total_tokens": 4096,
+            **engines,
         },
         "journal": {"piece_tokens": 12, "segment_bytes": 1 << 16},
         "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 10.0, "max_restarts": 5},
@@ -92,11 +93,15 @@ class World:
         subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(self._shim), str(STAND / "shim.c"), "-ldl"], check=True)
         self.disturb()
 
+    def configuration(self) -> dict[str, Any]:
+        """Return the run's configuration, if it is not the command's own."""
+        return configuration(self.folder, self.seed)
+
     def __enter__(self) -> World:
         make_model(self.folder / "model", MadeModel(), seed=0)
         (self.folder / "python").write_text(_PYTHON.format(python=sys.executable))
         (self.folder / "python").chmod(0o755)
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(configuration(self.folder, self.seed)))
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.configuration()))
         (self.notes / "published.jsonl").touch()
         return self
 
@@ -117,13 +122,20 @@ class World:
     def start(self) -> None:
         """Start the run, or go on with it: the same command."""
         self.starts += 1
-        self.command = self._command(
-            TMPDIR=str(self.temporary),
-            CHAOS_FOLDER=str(self.notes),
-            CHAOS_START=str(self.starts),
-            CHAOS_SHIM=str(self._control),
-            LD_PRELOAD=str(self._shim),
-        )
+        self.command = self._command(**self._environment)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {
+            "TMPDIR": str(self.temporary),
+            "CHAOS_FOLDER": str(self.notes),
+            "CHAOS_START": str(self.starts),
+            "CHAOS_SHIM": str(self._control),
+            "LD_PRELOAD": str(self._shim),
+        }
+
+    def tend(self) -> None:
+        """Do what the site does for the run while it runs; here nothing."""
 
     def _command(self, **environment: str) -> Command:
         return Command("run", str(self.folder / "config.yaml"), module="tests.chaos.stand.supervisor", log=self.said, **environment)
@@ -245,8 +257,10 @@ def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
     text = " ".join(words)
     if "-m tests.chaos.stand.supervisor run" in text or "-m asyncmoe run" in text:
         return "supervisor"
-    if "asyncmoe rollout" in text:
+    if "-m asyncmoe rollout" in text:
         return "controller"
+    if "-m asyncmoe engine" in text:
+        return f"joiner.{words[words.index('--index') + 1]}"
     if "-m tests.chaos.stand.agent" in text or "-m asyncmoe.launch.torchrun" in text:
         return "agent"
     if "-m tests.chaos.stand.rank" in text or "-m asyncmoe.trainer" in text:

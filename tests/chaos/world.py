@@ -52,7 +52,7 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
             "count": 2,
             "python": str(folder / "python"),
             "hang_timeout_s": 12.0,
-            "start_timeout_s": 20.0,
+            "start_timeout_s": 60.0,
             "restarts": 1000,
             "max_total_tokens": 4096,
             **engines,

@@ -14,16 +14,17 @@ from asyncmoe.errors import AsyncmoeError
 
 
 class Collective:
-    """Call it with a value on every rank; it returns everyone's.
+    """Call it with a value on every rank; it returns everyone's. `timeout_s`: for this call; default: the one of all.
 
     Raises:
-        AsyncmoeError: a rank took no part within `timeout_s`.
+        AsyncmoeError: a rank took no part within the limit.
     """
 
     def __init__(self, folder: Path, rank: int, world: int, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
         place = str(folder / f"ranks-{os.getppid()}")
         self._files: list[Any] = []
+        self._sockets: list[socket.socket] = []
         if rank == 0:
             with suppress(FileNotFoundError):
                 os.unlink(place)
@@ -37,7 +38,9 @@ class Collective:
         else:
             self._files = [self._file(self._connected(place))]
 
-    def __call__(self, value: Any) -> list[Any]:
+    def __call__(self, value: Any, timeout_s: float | None = None) -> list[Any]:
+        for connection in self._sockets:
+            connection.settimeout(timeout_s or self._timeout_s)
         with self._bounded("a rank"):
             if self._rank == 0:
                 found = [value, *(self._read(file) for file in self._files)]
@@ -63,6 +66,7 @@ class Collective:
 
     def _file(self, connection: socket.socket) -> Any:
         connection.settimeout(self._timeout_s)
+        self._sockets.append(connection)
         return connection.makefile("rw")
 
     def _write(self, file: Any, value: Any) -> None:

@@ -19,7 +19,7 @@ from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import directories, intact
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
@@ -75,18 +75,48 @@ class Rank:
         if metrics is not None:
             metrics.write(Resume(resumed_at=self._step, time=time.time(), epoch=trainer_epoch()))
             self._note("trained", start=self._start, resumed_at=self._step)
-        self._publish_if_due()
-        while self._step < self._total and not (leased := self._lease()).stop:
-            self._train(leased)
-            if metrics is not None:
-                metrics.write(Step(step=self._step, phase="rl", time=time.time(), lineage=leased.lineage))
-            if self._step % self._config.trainer.checkpoint_every == 0:
-                self._save()
+        stopped = self._advance(metrics)
         if self._saved != self._step:
             self._save()
-        if self._publisher is not None:
-            self._publisher.settle()
+        try:
+            self._settle()
+        except WeightSyncError:
+            if not stopped:
+                raise
         self._ask(Goodbye(self._rank, self._step == self._total))
+
+    def _advance(self, metrics: JsonLines | None) -> bool:
+        """Take the steps that are left. Return whether the controller asked to stop before the last."""
+        try:
+            self._publish_if_due()
+            while self._step < self._total:
+                if (leased := self._lease()).stop:
+                    return True
+                self._train(leased)
+                if metrics is not None:
+                    metrics.write(Step(step=self._step, phase="rl", time=time.time(), lineage=leased.lineage))
+                if self._step % self._config.trainer.checkpoint_every == 0:
+                    self._save()
+        except WeightSyncError:
+            # Which engines a run that stops still has decides nothing any more.
+            if self._step == self._total or not self._ask(self._terms(0.0)).stop:
+                raise
+            return True
+        return False
+
+    def _terms(self, wait_s: float) -> Lease:
+        return Lease(self._step, "rl", self._config.rollout.batch, self._step, wait_s)
+
+    def _settle(self) -> None:
+        """Wait until the version under way is served; a failure is raised on every rank."""
+        failure = ""
+        try:
+            if self._publisher is not None:
+                self._publisher.settle()
+        except AsyncmoeError as error:
+            failure = str(error)
+        if failure := self._everyones(failure, self._config.engines.start_timeout_s + 4 * self._config.sync.timeout_s)[0]:
+            raise WeightSyncError(failure)
 
     def _lease(self) -> Leased:
         until = time.monotonic() + self._config.queue.lease_timeout_s
@@ -94,7 +124,7 @@ class Rank:
             if self._publisher is not None:
                 self._publisher.check()
             heartbeats.beat(f"waiting for the batch of step {self._step + 1}")
-            got = self._ask(Lease(self._step, "rl", self._config.rollout.batch, self._step, _PATIENCE_S), _PATIENCE_S + _ANSWER_S)
+            got = self._ask(self._terms(_PATIENCE_S), _PATIENCE_S + _ANSWER_S)
             assert isinstance(got, Leased)
             if got.items or got.stop:
                 return got
@@ -123,11 +153,10 @@ class Rank:
             return
         self._parts.offer(self._step, self._part)
         parts = self._everyones(self._part)
+        self._settle()
         if self._publisher is not None:
-            self._publisher.settle()
             self._note("published", version=self._step, parts=parts)
             self._publisher.begin(self._step, parts)
-        self._everyones("settled")
 
     def _check(self, batch: list[Trajectory]) -> None:
         """Note every token that no weights of its version have sampled."""

@@ -23,7 +23,7 @@ _POLL_S = 0.002
 HANG_S = 45.0
 """How long a process is stopped that hangs, unless it is replaced before."""
 _SILENT = r"silent|stacks of every process"
-_LOST = r"no engine is left|publishing version|beginning version|starting the weight receivers|weight group|receiver is gone"
+_LOST = r"no engine is left|publishing version|beginning version|starting the weight receivers|weight group|receiver"
 CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("kill", "supervisor"): (),
     ("kill", "controller"): (r"controller ended with status -9", r"controller.*SIGKILL"),

@@ -59,7 +59,7 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
         },
         "journal": {"piece_tokens": 12, "segment_bytes": 1 << 16},
         "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 10.0, "max_restarts": 5},
-        "sync": {"timeout_s": 8.0, "verify_every": 2, "spot_check_every": 3},
+        "sync": {"timeout_s": 20.0, "verify_every": 2, "spot_check_every": 3},
         "verify": {"probe_every": 0},
         "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
         "telemetry": {"live": "off", "tensorboard": "off", "samples": {"groups": 4}},
@@ -230,9 +230,9 @@ class World:
                 return sizes(journal, "states.sqlite*")
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the records of a file of JSON lines, without a line that is not whole."""
+        """Return the records of a file of JSON lines, without a line that is not whole. Sampled texts hold every sort of line break."""
         try:
-            return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            return [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")]
         except FileNotFoundError:
             return []
 

@@ -111,7 +111,6 @@ SHORT = (
     Fault(1, "kill", "rank.1", "checkpoint", 0.0, 0.0, 0.5),
     Fault(2, "kill", "engine.0", "staging", 0.0, 0.0, 0.5),
     Fault(3, "stop", "controller", "commit", 0.0, 1.0, 0.5),
-    Fault(4, "damage", "checkpoint", "any time", 0.0, 0.0, 0.5),
 )
 
 

@@ -119,13 +119,16 @@ class Meeting:
             self._connections.append((connection, file))
 
     def send(self, update: int, version: int, ports: list[int]) -> None:
-        """Have every receiver stage a version; OSError or ValueError if one does not."""
+        """Have every receiver stage a version; ValueError names one that does not."""
         order = json.dumps({"update": update, "version": version, "ports": ports, "host": "127.0.0.1"}).encode() + b"\n"
-        for connection, _ in self._connections:
-            connection.sendall(order)
-        for _, file in self._connections:
-            if json.loads(file.readline() or b"{}").get("staged") != update:
-                raise ValueError("a receiver is gone")
+        for number, (connection, file) in enumerate(self._connections):
+            try:
+                connection.sendall(order)
+                staged = json.loads(file.readline() or b"{}").get("staged") == update
+            except OSError as error:
+                raise ValueError(f"receiver {number} has not staged version {version}: {error}") from error
+            if not staged:
+                raise ValueError(f"receiver {number} is gone")
 
     def close(self) -> None:
         for connection, file in self._connections:

@@ -74,7 +74,7 @@ class Publisher:
             except (AsyncmoeError, OSError, ValueError) as error:
                 self._disperse()
                 if not self._others():
-                    raise WeightSyncError(f"{type(error).__name__}: {error}") from error
+                    raise WeightSyncError(str(error)) from error
                 log.warning("engines changed during version %d; sending it again: %s", version, error)
                 continue
             while not self._settling.wait(_LOOK_S):
@@ -109,7 +109,8 @@ class Publisher:
         return every > 0 and version % every == 0
 
     def _others(self) -> bool:
-        until = time.monotonic() + _NOTICED_S
+        section = self._config.cluster
+        until = time.monotonic() + (section.heartbeat_timeout_s + _GRACE_S if self._config.engines.join else _NOTICED_S)
         while (now := self._engines(0.0)).roster == self._roster and not now.lost and time.monotonic() < until:
             time.sleep(0.1)
         return now.roster != self._roster or bool(now.lost)

@@ -121,9 +121,11 @@ class Meeting:
     def send(self, update: int, version: int, ports: list[int]) -> None:
         """Have every receiver stage a version; ValueError names one that does not."""
         order = json.dumps({"update": update, "version": version, "ports": ports, "host": "127.0.0.1"}).encode() + b"\n"
-        for number, (connection, file) in enumerate(self._connections):
-            try:
+        for connection, _ in self._connections:
+            with suppress(OSError):  # its silence says it
                 connection.sendall(order)
+        for number, (_, file) in enumerate(self._connections):
+            try:
                 staged = json.loads(file.readline() or b"{}").get("staged") == update
             except OSError as error:
                 raise ValueError(f"receiver {number} has not staged version {version}: {error}") from error

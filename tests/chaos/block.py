@@ -146,6 +146,7 @@ class Block:
         world = self._world
         assert world.command is not None
         mark, found = world.command.mark, list[str]()
+        world.untend()
         if not wait_for(lambda: not marked_pids(mark), _ORPHAN_S):
             found.append(f"{len(marked_pids(mark))} processes are left {_ORPHAN_S:.0f} s after the end: {world.pids()}")
             world.end_all()
@@ -177,6 +178,7 @@ class Block:
         assert world.command is not None
         world.command.process.send_signal(signal.SIGINT)
         ended = wait_for(lambda: not world.running, 60.0)
+        world.untend()
         mark, found = world.command.mark, [] if ended else ["the run did not end within 60 s of Ctrl-C"]
         if not wait_for(lambda: not marked_pids(mark), _ORPHAN_S):
             found.append(f"processes are left: {world.pids()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 from tests.chaos.schedule import KINDS, Kind
@@ -41,3 +42,12 @@ class JoinedWorld(World):
             with (self.folder / f"joiner-{index}.txt").open("ab") as log:
                 command = [sys.executable, "-m", "asyncmoe", *arguments]
                 self._joiners[index] = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
+
+    def untend(self) -> None:
+        """Without a controller they would wait for the next one, for engines.start_timeout_s."""
+        for joiner in self._joiners.values():
+            joiner.terminate()
+        for joiner in self._joiners.values():
+            with suppress(subprocess.TimeoutExpired):  # whoever looks for processes that are left finds it
+                joiner.wait(30.0)
+        self._joiners.clear()

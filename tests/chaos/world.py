@@ -137,6 +137,9 @@ class World:
     def tend(self) -> None:
         """Do what the site does for the run while it runs; here nothing."""
 
+    def untend(self) -> None:
+        """End what the site has started for a run that has ended."""
+
     def _command(self, **environment: str) -> Command:
         return Command("run", str(self.folder / "config.yaml"), module="tests.chaos.stand.supervisor", log=self.said, **environment)
 

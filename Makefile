@@ -39,7 +39,7 @@ hashed     = $(if $(filter 0,$(GPU)),$(wildcard requirements/hashed/$(1)-cpu-$(T
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-megatron-next sanitize audit fuzz lint clean
+.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-chaos test-megatron-next sanitize audit fuzz lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -102,6 +102,12 @@ audit:
 fuzz: setup
 	@mkdir -p build
 	$(TRAIN)/bin/python -m tests.fuzz --out build/fuzz.json $(FUZZ)
+
+# 2,000 random faults in runs of the real controller, journal and supervisor with light engines and ranks, then 100 in runs of real ones: hours;
+# the same command continues. CHAOS="--seed 1" changes that; CHAOS=--report prints the summary.
+test-chaos: setup
+	$(TRAIN)/bin/python -m tests.chaos --tier protocol --faults 2000 $(CHAOS)
+	$(TRAIN)/bin/python -m tests.chaos --tier real --faults 100 --size 10 $(CHAOS)
 
 # Test the extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a separate build.
 sanitize: setup

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncmoe import storage
 from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken, StorageError, UserError
-from asyncmoe.journal import rows
+from asyncmoe.journal import rows, wal
 from asyncmoe.journal.rows import Change
 
 log = logging.getLogger(__name__)
@@ -53,10 +53,13 @@ class StatesFile:
         try:
             for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
                 connection.execute(f"PRAGMA {pragma}").fetchall()
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE")  # from here on nobody else writes
+            self._check_log()
             if not connection.execute("SELECT name FROM sqlite_master").fetchall():
                 rows.make_tables(connection, self._identity)
             connection.execute("COMMIT")
+            # The log begins anew, so that what an earlier start has left behind its end is not taken for damage.
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             if (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 got = " ".join(found.split())[:200]
                 raise DataError(str(self._path), got=got, expected="a whole journal", hint=_afresh(self._folder))
@@ -94,6 +97,16 @@ class StatesFile:
 
     def close(self) -> None:
         """Do nothing: the connection holds the file."""
+
+    def _check_log(self) -> None:
+        """Refuse a damaged write-ahead log, of which SQLite would read the beginning and forget the rest. Raises DataError."""
+        log_file = self._path.with_name(f"{FILE}-wal")
+        try:
+            log_bytes = log_file.read_bytes()
+        except FileNotFoundError:
+            return
+        if (found := wal.damage(log_bytes)) is not None:
+            raise DataError(str(log_file), got=found, expected="a whole journal", hint=_afresh(self._folder))
 
 
 def _afresh(folder: Path) -> str:

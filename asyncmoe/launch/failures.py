@@ -71,13 +71,13 @@ def only_lost(failed: Sequence[Ended]) -> bool:
 
 
 def _rank(ended: Ended) -> int:
-    """Sort key of a failure: a user error is lowest, then a kill, the controller's own reason, wrong numbers or programs, a crash, another
-    own reason, no reason, and the loss of another process.
+    """Sort key of a failure: a user error with its reason is lowest, then a kill, the controller's own reason, wrong numbers or programs, a
+    crash, another own reason, no reason, and the loss of another process.
 
     The controller's own reason precedes a crash, because a rank may crash while it ends for lack of a controller; a kill has another cause.
     """
     status, reason = ended.returncode, ended.reason or ""
-    if status == UserError.exit_code:
+    if status == UserError.exit_code and reason:  # a full disk keeps reasons out of logs, perhaps not all of them
         return 0
     if (status is not None and status < 0) or reason.startswith(KILLED):
         named = reason.startswith(tuple(f"{KILLED} {number.name}" for number in _CRASHES))

@@ -286,6 +286,34 @@ def test_states_cut_anywhere_are_a_state_the_queue_had(killed: Path, tmp_path: P
     assert len(seen) >= 5, seen
 
 
+def test_damage_in_the_log_is_named_with_its_cost_unless_it_may_be_a_torn_end(killed: Path, tmp_path: Path) -> None:
+    log = (killed / "journal" / f"{FILE}-wal").read_bytes()
+    frames = list(range(32, len(log), 24 + 4096))
+    commits = [at for at in frames if int.from_bytes(log[at + 4 : at + 8])]
+    newest = commits[-2] + 24 + 4096
+    older = (*(at + 5 for at in frames if at < newest), *(at + 9 for at in frames if at <= commits[-3]))
+    for place in (8, *older, *(at + within for at in frames for within in (17, 2000))):
+        copy = tmp_path / str(place)
+        shutil.copytree(killed, copy)
+        (copy / "journal" / f"{FILE}-wal").write_bytes(log[:place] + bytes([log[place] ^ 1]) + log[place + 1 :])
+        if place >= newest:
+            in_loop(read_all(copy))
+        else:
+            with pytest.raises(DataError, match=rf"{FILE}-wal: got .* not whole.*expected a whole journal; delete .*sampled again"):
+                in_loop(live(copy))
+        shutil.rmtree(copy)
+    assert len(commits) > 5
+
+
+def test_what_an_earlier_start_left_behind_the_end_of_the_log_is_no_damage(killed: Path, tmp_path: Path) -> None:
+    path = killed / "journal" / f"{FILE}-wal"
+    torn, log = tmp_path / "torn", path.read_bytes()
+    shutil.copytree(killed, torn)
+    (torn / "journal" / path.name).write_bytes(log[:-2000] + bytes(100) + log[-1900:])
+    for _ in range(3):
+        in_loop(read_all(torn))
+
+
 async def read_all(copy: Path) -> tuple[int, ...]:
     """Groups begun, queued at step 0, to start, and leases; every payload named is read."""
     life = await live(copy)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
 from asyncmoe.rollout.engines.liveness import Liveness
-from asyncmoe.rollout.engines.pool import Member, Pool
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.engines.pool import Member, Pool, PooledGeneration
+from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage
 from tests.unit.fake_engine import fake, handles
@@ -246,6 +247,70 @@ def test_a_lost_engine_is_fenced_by_whichever_call_finds_it() -> None:
         return pool
 
     assert [member.fenced is not None for member in asyncio.run(run()).members] == [True, False]
+
+
+class Hearing:
+    """A listener that lets a response go on."""
+
+    every, kept = 1, None
+
+    def __init__(self, live: bool) -> None:
+        self.live, self.heard = live, list[int]()
+
+    def hear(self, tokens: Sequence[int]) -> bool:
+        self.heard += tokens
+        return False
+
+    def forget(self) -> None:
+        self.heard.clear()
+
+
+async def lost(pool: Pool, deaths: int, listener: Hearing | None = None) -> PooledGeneration:
+    """Have the engine of one response die in the middle, so many times in a row."""
+    asking = asyncio.create_task(pool.generate((1,), SAMPLING, listener=listener))
+    for _ in range(deaths):
+        while not any(member.in_flight and member.fenced is None for member in pool.members):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for member in pool.members:
+            fake(member.engine).dead |= member.in_flight > 0
+        await asyncio.sleep(0)
+    return await asking
+
+
+def test_the_requests_of_a_lost_engine_go_to_another() -> None:
+    async def run(deaths: int, listener: Hearing | None = None) -> int:
+        pool = Pool(handles(5), 8, 5.0, lambda *_: None)
+        answer = await lost(pool, deaths, listener)
+        assert sum(member.fenced is not None for member in pool.members) == deaths
+        return len(answer.generation.tokens)
+
+    assert asyncio.run(run(1)) == SAMPLING.max_new_tokens
+    assert asyncio.run(run(2)) == SAMPLING.max_new_tokens
+    with pytest.raises(TrajectoryRejected, match="engine_died"):
+        asyncio.run(run(3))
+    hearing = Hearing(live=False)
+    assert asyncio.run(run(1, hearing)) == len(hearing.heard), "what the lost engine had sampled is forgotten"
+    with pytest.raises(TrajectoryRejected, match="engine_died"):
+        asyncio.run(run(1, Hearing(live=True)))
+
+
+def test_a_connection_that_breaks_off_does_not_end_an_engine_that_answers() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+        first = fake(pool.members[0].engine)
+        whole = first.generate
+
+        async def breaks_off(*arguments: Any, **named: Any) -> Generation:
+            first.generate = whole  # type: ignore[method-assign]
+            raise EngineLost("engine.0: /generate: Server disconnected")
+
+        first.generate = breaks_off  # type: ignore[method-assign]
+        assert len((await pool.generate((1,), SAMPLING)).generation.tokens) == SAMPLING.max_new_tokens
+        assert [(member.fenced, member.suspect) for member in pool.members] == [(None, True), (None, False)]
+        return pool
+
+    assert not fake(asyncio.run(run()).members[0].engine).dead
 
 
 def test_an_engine_that_recovers_serves_again() -> None:

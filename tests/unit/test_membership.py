@@ -173,6 +173,21 @@ def test_one_that_falls_silent_is_dead(rig: Play) -> None:
     rig(scene)
 
 
+def test_a_controller_that_stood_still_takes_nobody_for_dead(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(it: Rig) -> None:
+        member = await it.join("a")
+        it.pool.fence_dead()
+        begin = time.monotonic()
+        monkeypatch.setattr(membership.time, "monotonic", lambda: begin + 100.0)
+        it.pool.fence_dead()
+        assert member.fenced is None, "its heartbeats wait to be read"
+        monkeypatch.setattr(membership.time, "monotonic", lambda: begin + 101.0)
+        it.pool.fence_dead()
+        assert member.fenced is not None, "and there were none"
+
+    rig(scene)
+
+
 def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         await it.join("a")

@@ -24,6 +24,9 @@ MembershipRequest = EngineJoin | EngineAlive | EngineLeave
 _POLL_S = 0.1
 _FAREWELL_S = 3.0
 """Maximum wait, in seconds, for engines that have not fetched their last order yet."""
+_STILL_S = 2.0
+"""The pool looks at every engine twice a second. After so many seconds without a look this process itself has stood still (it was stopped,
+or its machine had no time for it), and the heartbeats that came meanwhile are still to be read."""
 LEFT = "it has left"
 
 
@@ -39,12 +42,17 @@ class RemoteEngine:
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
-        self._timeout_s, self._heard, self._gone = heartbeat_timeout_s, time.monotonic(), ""
+        self._timeout_s, self._gone = heartbeat_timeout_s, ""
+        self._heard = self._looked = time.monotonic()
 
     @property
     def died(self) -> str | None:
         """Why the engine counts as dead, or None."""
-        silent = time.monotonic() - self._heard
+        now = time.monotonic()
+        if (stood := now - self._looked) > _STILL_S:
+            self._heard += stood
+        self._looked = now
+        silent = now - self._heard
         if not self._gone and silent > self._timeout_s:
             self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
         return self._gone or None

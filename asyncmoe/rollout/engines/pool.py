@@ -6,8 +6,9 @@
 - The gate is closed during a weight update: a request already at an engine pauses there and a new request waits here, so no prefix is
   cached under a version that is about to change.
 - An engine that exits or falls silent (`asyncmoe.rollout.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
-  can never serve a mixed version. Its responses in progress fail with `TrajectoryRejected("engine_died")`; the producer restarts those
-  groups on the remaining engines, which also receive the next version. `watch` raises as soon as no engine is left.
+  can never serve a mixed version. Its requests go to the remaining engines, which also receive the next version; a request that has lost
+  several engines fails with `TrajectoryRejected("engine_died")`, and the producer restarts its group. `watch` raises as soon as no engine
+  is left. A connection that breaks off while its engine answers others makes the engine a suspect.
 - An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
 """
 
@@ -16,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncmoe.config.rollout import Balance, Order
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _PATIENCE = 4
 """A request is overtaken at most `_PATIENCE * limit` times, so the order yields only after a wait of several responses."""
+_OTHERS = 2
+"""Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
 
 
 @dataclass(eq=False)
@@ -156,21 +159,38 @@ class Pool:
             TrajectoryRejected: "engine_died", "engine_error" or "engine_timeout".
             EngineError: no engine is left.
         """
-        async with self._gate.place(request):
-            await self._some()
-            member = self._choose(request)
-            answer = await self._ask(member, tokens, sampling, routed, listener)
+        answer, member = await self._answered(tokens, sampling, routed, request, listener)
         self._homes.note(request.conversation, member.engine.name)
         goes_on = request.partial and answer.generation.finish == "length"
         if answer.generation.finish != ABORTED and not goes_on:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
         return answer
 
+    async def _answered(
+        self, tokens: Sequence[int], sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
+    ) -> tuple[PooledGeneration, Member]:
+        """Ask engines until one answers: what an answer before this one brought is not lost with an engine."""
+        lost = 0
+        while True:
+            try:
+                async with self._gate.place(request):
+                    await self._some()
+                    member = self._choose(request)
+                    return await self._ask(member, tokens, sampling, routed, listener), member
+            except TrajectoryRejected as error:
+                lost += 1
+                if error.reason != "engine_died" or lost > _OTHERS or (listener is not None and listener.live):
+                    raise  # what a live listener has heard cannot be taken back
+                log.warning("a request goes to another engine: %s", error)
+            if listener is not None:
+                listener.forget()
+            request = replace(request, continues=True)  # it has waited before
+
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response; any engine can say. See `Engine.parse_calls`. Raises as `generate`."""
         await self._some()
         member = min(self.serving, key=lambda member: (member.suspect, member.in_flight))
-        with self._asking(member):
+        async with self._asking(member):
             return await member.engine.client.parse_calls(text, parser, tools)
 
     def join(self, engine: EngineHandle) -> Member:
@@ -258,25 +278,29 @@ class Pool:
     ) -> PooledGeneration:
         self._enter(member)
         try:
-            with self._asking(member), member.serving() as serving:
-                salt = serving.version
-                client = member.engine.client
-                generation = await client.generate(tokens, sampling, serving.salt, self._timeout_s, routed, serving.adapter, listener)
-                if member.slots is not None:
-                    generation = attributed(generation, serving)
+            async with self._asking(member):
+                with member.serving() as serving:
+                    salt = serving.version
+                    client = member.engine.client
+                    generation = await client.generate(tokens, sampling, serving.salt, self._timeout_s, routed, serving.adapter, listener)
+                    if member.slots is not None:
+                        generation = attributed(generation, serving)
         finally:
             self._leave(member)
         member.heard, member.suspect = time.monotonic(), False
         self.generated_tokens += len(generation.tokens)
         return PooledGeneration(generation, salt)
 
-    @contextmanager
-    def _asking(self, member: Member) -> Iterator[None]:
-        """Reject the trajectory if the engine fails within the block; fence an engine that is gone, and suspect one that is silent."""
+    @asynccontextmanager
+    async def _asking(self, member: Member) -> AsyncIterator[None]:
+        """Reject the trajectory if the engine fails within the block; fence an engine that is gone, and suspect one that may not be."""
         try:
             yield
         except EngineLost as error:
-            self.fence(member, str(error))
+            if member.fenced is None and member.engine.died is None and await member.engine.client.ready():
+                member.suspect = True
+            else:
+                self.fence(member, str(error))
             raise TrajectoryRejected("engine_died", str(error)) from error
         except EngineError as error:
             raise TrajectoryRejected("engine_error", str(error)) from error

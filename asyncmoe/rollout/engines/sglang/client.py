@@ -49,7 +49,7 @@ class SGLangClient(WeightEndpoints):
         try:
             async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(5.0)) as reply:
                 return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # RuntimeError: the session was closed
             return False
 
     async def alive(self, timeout_s: float) -> bool:
@@ -57,7 +57,7 @@ class SGLangClient(WeightEndpoints):
         try:
             async with self._session.get(f"{self.url}/health_generate", timeout=aiohttp.ClientTimeout(timeout_s)) as reply:
                 return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # RuntimeError: the session was closed
+        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # as above
             return False
 
     async def freeze(self) -> None:

@@ -1,0 +1,115 @@
+"""What must hold after every fault, as pure functions of what was observed. Each returns what is wrong, in words; nothing is good."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncmoe.journal.recovery import JournalRows
+
+Record = Mapping[str, Any]
+
+
+def newest(trained: Sequence[Record]) -> dict[int, Record]:
+    """Return what each step was trained on in the lineage behind the newest weights, by step.
+
+    Args:
+        trained: of each start of the trainer a record with `resumed_at`, followed by one of each step.
+    """
+    found: dict[int, Record] = {}
+    for one in trained:
+        if "resumed_at" in one:
+            found = {step: what for step, what in found.items() if step <= one["resumed_at"]}
+        else:
+            found[one["step"]] = one
+    return found
+
+
+def trained_once(trained: Sequence[Record]) -> Iterator[str]:
+    """Every step is trained on the batch of its first time, no sample is in two steps, and no step is passed over."""
+    first: dict[int, Record] = {}
+    for one in trained:
+        if "step" not in one:
+            continue
+        before = first.setdefault(one["step"], one)
+        if (before["keys"], before["digests"]) != (one["keys"], one["digests"]):
+            yield f"step {one['step']}: start {one['start']} trained another batch than start {before['start']}"
+    lineage = newest(trained)
+    if sorted(lineage) != list(range(1, len(lineage) + 1)):
+        yield f"steps {sorted(set(range(1, max(lineage) + 1)) - set(lineage))[:5]} were passed over"
+    steps: dict[tuple[str, ...], int] = {}
+    for step, one in sorted(lineage.items()):
+        for key in one["keys"]:
+            sample = tuple(key.split(".")[:2])
+            if steps.setdefault(sample, step) != step:
+                yield f"{key} was trained in steps {steps[sample]} and {step}"
+
+
+def ledger_exact(rollout: Iterable[Record]) -> Iterator[str]:
+    """Whatever was started is running, accepted, dropped, rejected or requeued."""
+    for one in rollout:
+        ended = sum(sum(one[name].values()) for name in ("dropped", "rejected", "requeued"))
+        if one["started"] != one["running"] + one["accepted"] + ended:
+            yield f"ledger: {one['started']} started, {one['running']} running, {one['accepted']} accepted, {ended} ended otherwise"
+            return
+
+
+def groups_of(trained: Sequence[Record]) -> set[int]:
+    """Return the groups that were trained."""
+    return {int(key[1:].split(".")[0]) for one in newest(trained).values() for key in one["keys"]}
+
+
+def ended_of(samples: Iterable[Record]) -> set[int]:
+    """Return the groups that were dropped or rejected."""
+    return {one["group"] for one in samples if one["record"] in ("group", "stale") and one["fate"] in ("dropped", "rejected")}
+
+
+def nothing_lost(before: JournalRows | None, now: JournalRows, trained: Sequence[Record], ended: Collection[int]) -> Iterator[str]:
+    """What was finished at one stop is finished, as it was, at the next, or was trained or dropped meanwhile; no prompt is passed over.
+
+    Args:
+        before, now: the journal at two stops.
+        ended: groups that were dropped or rejected until now.
+    """
+    done = groups_of(trained)
+    for number, group in ({} if before is None else before.groups).items():
+        if group.place is None or number in ended:
+            continue
+        after = now.groups.get(number)
+        if after is None and number not in done:
+            yield f"group {number} was finished, and is gone"
+        elif after is not None and after.place != group.place:
+            yield f"group {number} was finished at {group.place}, and is now {after.state} at {after.place}"
+    if lost := set(range(now.next)) - set(now.groups) - set(ended) - done:
+        yield f"groups {sorted(lost)[:5]} are in no state"
+    for lease in now.leases.values():
+        one = newest(trained).get(lease.step + 1)
+        keys = sorted(key for group in lease.groups for key in group.keys)
+        if one is not None and lease.committed and sorted(one["keys"]) != keys:
+            yield f"step {lease.step + 1} was trained on another batch than the journal's lease"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a run has said since a fault: its own output, and the controller's log."""
+
+    supervisor: str
+    controller: str
+
+    @property
+    def causes(self) -> list[str]:
+        """The reasons that the supervisor gave."""
+        lines = self.supervisor.splitlines()
+        return [line for line in lines if line.startswith("error: ") or line.startswith("the trainer starts again")]
+
+
+def cause_named(expected: Sequence[str], said: Said) -> Iterator[str]:
+    """If the run ended or lost its trainer, its reasons name one of the causes.
+
+    Args:
+        expected: regular expressions.
+    """
+    if said.causes and not any(re.search(one, line) for one in expected for line in said.causes):
+        yield f"causes {said.causes}, expected one of {list(expected)}"

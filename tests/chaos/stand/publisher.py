@@ -1,0 +1,129 @@
+"""Publishes versions from a thread of rank 0, by the rules of `asyncmoe.trainer.weight_sync.reshard`: it meets the engines anew when they
+changed, sends a version again if an engine was lost or if all that had received it are gone, and fails if nothing changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, WeightSyncError
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
+from tests.chaos.stand.exchange import Meeting
+
+log = logging.getLogger(__name__)
+_LOOK_S, _NOTICED_S, _GRACE_S = 0.3, 2.0, 5.0
+
+
+class Publisher:
+    """One version at a time: `begin`, then `settle`.
+
+    Args:
+        client: not shared.
+        ports: at which the ranks serve their parts.
+    """
+
+    def __init__(self, config: Config, client: Client, ports: list[int]) -> None:
+        self._config, self._client, self._ports = config, client, ports
+        self._meeting: Meeting | None = None
+        self._roster, self._updates = 0, 0
+        self._settling, self._running = threading.Event(), None
+
+    _running: Future[None] | None
+
+    def begin(self, version: int, parts: list[str]) -> None:
+        """Start to publish a version, which all ranks serve by now."""
+        self._settling.clear()
+        result: Future[None] = Future()
+        self._running = result
+
+        def work() -> None:
+            try:
+                self._publish(version, parts)
+                result.set_result(None)
+            except Exception as error:  # noqa: BLE001  raised by `check` and `settle`
+                result.set_exception(error)
+
+        threading.Thread(target=work, name="weights", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise what the version under way has failed with; do not wait."""
+        if self._running is not None and self._running.done():
+            self._running.result()
+
+    def settle(self) -> None:
+        """Wait until all engines serve the version under way."""
+        if self._running is not None:
+            self._settling.set()
+            self._running.result()
+            self._running = None
+
+    def _publish(self, version: int, parts: list[str]) -> None:
+        while True:
+            engines = self._engines(self._config.engines.start_timeout_s)
+            if not engines.engines:
+                raise WeightSyncError("no engine is left")
+            try:
+                if self._meeting is None or engines.roster != self._roster:
+                    self._meet(engines)
+                self._send(version, parts)
+            except (AsyncmoeError, OSError, ValueError) as error:
+                self._disperse()
+                if not self._others():
+                    raise WeightSyncError(str(error)) from error
+                log.warning("engines changed during version %d; sending it again: %s", version, error)
+                continue
+            while not self._settling.wait(_LOOK_S):
+                now = self._engines(0.0).engines
+                if now and all(engine.waiting for engine in now):
+                    break
+            else:
+                return
+
+    def _meet(self, engines: Engines) -> None:
+        self._disperse()
+        self._roster, self._updates = engines.roster, 0
+        self._meeting = Meeting()
+        group = f"weights-{engines.roster}"
+        self._ask(WeightsJoin("127.0.0.1", self._meeting.port, group, "gloo", "reshard", len(self._ports)))
+        self._meeting.wait(sum(engine.tp for engine in engines.engines), self._config.sync.timeout_s)
+
+    def _send(self, version: int, parts: list[str]) -> None:
+        assert self._meeting is not None
+        self._updates += 1
+        self._ask(WeightsStage(version))
+        try:
+            self._meeting.send(self._updates, version, self._ports)
+            expected = ({f"part.{index}": part for index, part in enumerate(parts)},) if self._verifies(version) else ()
+            self._ask(WeightsCommit(version, expected, self._updates))
+        except (AsyncmoeError, OSError, ValueError) as error:
+            self._ask(WeightsAbort(version, str(error) or type(error).__name__))
+            raise
+
+    def _verifies(self, version: int) -> bool:
+        every = self._config.sync.verify_every
+        return every > 0 and version % every == 0
+
+    def _others(self) -> bool:
+        section = self._config.cluster
+        until = time.monotonic() + (section.heartbeat_timeout_s + _GRACE_S if self._config.engines.join else _NOTICED_S)
+        while (now := self._engines(0.0)).roster == self._roster and not now.lost and time.monotonic() < until:
+            time.sleep(0.1)
+        return now.roster != self._roster or bool(now.lost)
+
+    def _engines(self, wait_s: float) -> Engines:
+        reply = self._client.ask(EnginesAsk(wait_s), wait_s + self._config.sync.timeout_s + _GRACE_S)[0]
+        assert isinstance(reply, Engines)
+        return reply
+
+    def _disperse(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+        self._meeting = None
+
+    def _ask(self, request: object) -> None:
+        self._client.ask(request, self._config.sync.timeout_s + _GRACE_S)  # type: ignore[arg-type]

@@ -1,0 +1,285 @@
+"""The folder, the file system, the clock and the network of a run under faults, and the run itself as the user's command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncmoe.config.model import MadeModel
+from asyncmoe.models.make import make_model
+from tests.chaos.schedule import Moment
+from tests.system.runs import MARK, Command
+
+STAND = Path(__file__).parent / "stand"
+ENGINE_PARTS = ("scheduler", "detokenizer")
+_PYTHON = """#!/bin/sh
+# The engines' Python: it has SGLang, as far as anybody asks, and runs the stand-in for it.
+[ "$1" = -c ] && {{ echo answer:; exit 0; }}
+exec {python} -m tests.chaos.stand.engine "$@"
+"""
+
+
+def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
+    """Return the configuration of a run that takes a step in a fraction of a second, and all limits of which are seconds."""
+    return {
+        "run": {"dir": str(folder / "disk" / "run"), "steps": 1_000_000, "seed": seed},
+        "model": {"path": str(folder / "model")},
+        "task": {"kind": "arithmetic"},
+        "rollout": {
+            "groups_per_step": 4,
+            "group_size": 4,
+            "max_new_tokens": 48,
+            "max_concurrent": 32,
+            "max_rejected_share": 1.0,
+            "request_timeout_s": 8.0,
+        },
+        "queue": {"staleness": {"max_staleness": 2}, "lease_timeout_s": 60.0},
+        "keep": {"routing": "off"},
+        "engines": {
+            "count": 2,
+            "python": str(folder / "python"),
+            "hang_timeout_s": 12.0,
+            "start_timeout_s": 60.0,
+            "restarts": 1000,
+            "max_total_tokens": 4096,
+            **engines,
+        },
+        "journal": {"piece_tokens": 12, "segment_bytes": 1 << 16},
+        "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 10.0, "max_restarts": 5},
+        "sync": {"timeout_s": 20.0, "verify_every": 2, "spot_check_every": 3},
+        "verify": {"probe_every": 0},
+        "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
+        "telemetry": {"live": "off", "tensorboard": "off", "samples": {"groups": 4}},
+    }
+
+
+class World:
+    """Everything around one run. Use it as a context manager; it removes what it has made.
+
+    Attributes:
+        folder: of everything; `run_dir` lies in it, on a small file system of its own if one can be mounted.
+        notes: folder that the stand-ins write to.
+        command: the run, if it was started.
+        mounted: whether the run's disk can be filled.
+    """
+
+    recovery_s = 150.0
+    """Longest recovery: every limit of the configuration is far below it."""
+    disk_bytes = 48 << 20
+
+    def __init__(self, seed: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
+        self.run_dir, self.notes, self.temporary = self.folder / "disk" / "run", self.folder / "notes", self.folder / "t"
+        self.command: Command | None = None
+        self.starts, self.seed = 0, seed
+        for folder in (self.folder / "disk", self.notes, self.temporary):
+            folder.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={self.disk_bytes}", "tmpfs", str(self.folder / "disk")]
+        self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+        self._shim, self._control = self.folder / "shim.so", self.folder / "shim"
+        subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(self._shim), str(STAND / "shim.c"), "-ldl"], check=True)
+        self.disturb()
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the run's configuration, if it is not the command's own."""
+        return configuration(self.folder, self.seed)
+
+    def __enter__(self) -> World:
+        make_model(self.folder / "model", MadeModel(), seed=0)
+        (self.folder / "python").write_text(_PYTHON.format(python=sys.executable))
+        (self.folder / "python").chmod(0o755)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.configuration()))
+        (self.notes / "published.jsonl").touch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.command is not None:
+            self.end_all()
+        if self.mounted:
+            subprocess.run(["umount", "--lazy", str(self.folder / "disk")], check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ------------------------------------------------------------ the run
+
+    @property
+    def said(self) -> Path:
+        """File with all that the command has printed since it was started last."""
+        return self.folder / f"said-{self.starts}.txt"
+
+    def start(self) -> None:
+        """Start the run, or go on with it: the same command."""
+        self.starts += 1
+        self.command = self._command(**self._environment)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {
+            "TMPDIR": str(self.temporary),
+            "CHAOS_FOLDER": str(self.notes),
+            "CHAOS_START": str(self.starts),
+            "CHAOS_SHIM": str(self._control),
+            "LD_PRELOAD": str(self._shim),
+        }
+
+    def tend(self) -> None:
+        """Do what the site does for the run while it runs; here nothing."""
+
+    def untend(self) -> None:
+        """End what the site has started for a run that has ended."""
+
+    def _command(self, **environment: str) -> Command:
+        return Command("run", str(self.folder / "config.yaml"), module="tests.chaos.stand.supervisor", log=self.said, **environment)
+
+    @property
+    def running(self) -> bool:
+        """Whether the command runs."""
+        return self.command is not None and self.command.process.poll() is None
+
+    def pids(self) -> dict[str, int]:
+        """Return the processes of the run by role: supervisor, controller, agent, rank.N, engine.SEED, scheduler.PID, detokenizer.PID."""
+        assert self.command is not None
+        found: dict[str, int] = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdigit() or self.command.mark.encode() not in (entry / "environ").read_bytes():
+                    continue
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if role := role_of(words, environ):
+                found[role if role not in ENGINE_PARTS else f"{role}.{entry.name}"] = int(entry.name)
+        return found
+
+    def end_all(self) -> None:
+        """Kill every process of the run."""
+        assert self.command is not None
+        for _ in range(5):
+            for pid in marked_pids(self.command.mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        self.command.process.wait(10)
+
+    # ------------------------------------------------------------ disturbances
+
+    def disturb(self, clock_s: int = 0, fsync_us: int = 0) -> None:
+        """Set the clock's offset and what each fsync takes longer; without arguments, neither."""
+        data = struct.pack("<qq", clock_s, fsync_us)
+        if not self._control.exists():
+            self._control.write_bytes(data)
+        with self._control.open("r+b", buffering=0) as file:  # in place: the processes map it
+            file.write(data)
+
+    def network(self, engine: str, seconds: float, **does: float) -> None:
+        """Make the network of an engine a bad one for some seconds; see `stand.engine.Network`."""
+        made = self.notes / f".network-{engine}"
+        made.write_text(json.dumps({"until": time.monotonic() + seconds, **does}))
+        made.replace(self.notes / f"network-{engine}.json")
+
+    def fill(self) -> None:
+        """Fill the disk of the run."""
+        with suppress(OSError), (self.folder / "disk" / "ballast").open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def empty(self) -> None:
+        """Make room on the disk again."""
+        (self.folder / "disk" / "ballast").unlink(missing_ok=True)
+
+    # ------------------------------------------------------------ observations
+
+    def trained(self) -> list[dict[str, Any]]:
+        """Return what each start of the trainer has trained, as `invariants.newest` takes it."""
+        return self.lines(self.notes / "trained.jsonl")
+
+    def best(self) -> int:
+        """Return the highest step that was ever trained."""
+        return max((one["step"] for one in self.trained() if "step" in one), default=0)
+
+    def wrongs(self) -> list[str]:
+        """Return what engines and ranks have seen that must not be."""
+        engines = [one for path in self.notes.glob("wrong-*.jsonl") for one in self.lines(path)]
+        return [f"an engine: {one['what']}" for one in engines] + [one["fault"] for one in self.lines(self.notes / "mixed.jsonl")]
+
+    def cuts(self) -> list[int]:
+        """Return the tokens of each response that was cut off."""
+        return [one["tokens"] for path in sorted(self.notes.glob("engine-*.jsonl")) for one in self.lines(path) if one["what"] == "cut"]
+
+    def sign(self, moment: Moment) -> object:
+        """Return what changes when a moment comes; None: it is not there at the moment."""
+        journal = self.run_dir / "journal"
+        match moment:
+            case "staging" | "commit":
+                return sum(path.read_text().count(f'"what": "{moment}"') for path in self.notes.glob("engine-*.jsonl"))
+            case "checkpoint":
+                return [path.name for path in (self.run_dir / "checkpoints").glob("*.writing")] or None
+            case "segment":
+                return sizes(journal / "segments", "*")
+            case _:
+                return sizes(journal, "states.sqlite*")
+
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        """Return the records of a file of JSON lines, without a line that is not whole. Sampled texts hold every sort of line break."""
+        try:
+            return [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")]
+        except FileNotFoundError:
+            return []
+
+    def leftovers(self) -> list[str]:
+        """Return temporary files and shared memory of processes that have ended."""
+        found = [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        return found + [path.name for path in Path("/dev/shm").iterdir() if any(name in path.name for name in found)]
+
+
+def sizes(folder: Path, pattern: str) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of change of files."""
+    found = []
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            status = path.stat()
+            found.append((path.name, status.st_size, status.st_mtime_ns))
+    return sorted(found)
+
+
+def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
+    """Return the role of a process by its command line; "" if it is none that a fault may meet."""
+    text = " ".join(words)
+    if "-m tests.chaos.stand.supervisor run" in text or "-m asyncmoe run" in text:
+        return "supervisor"
+    if "-m asyncmoe rollout" in text:
+        return "controller"
+    if "-m asyncmoe engine" in text:
+        return f"joiner.{words[words.index('--index') + 1]}"
+    if "-m tests.chaos.stand.agent" in text or "-m asyncmoe.launch.torchrun" in text:
+        return "agent"
+    if "-m tests.chaos.stand.rank" in text or "-m asyncmoe.trainer" in text:
+        return f"rank.{next((word[5:] for word in environ if word.startswith('RANK=')), '?')}"
+    if "--random-seed" in words and "sglang::" not in text:
+        return f"engine.{words[words.index('--random-seed') + 1]}"
+    if text.startswith("sglang::"):
+        return text[8:].split()[0].partition("_")[0]
+    return ""
+
+
+def marked_pids(mark: str) -> list[int]:
+    """Return all processes that inherited a mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
-from asyncmoe.receiver import failing
+from asyncmoe.receiver import failing, hosting
 from asyncmoe.reshard import device_threads
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import (
@@ -65,6 +65,7 @@ class BroadcastPublisher(AtOnce):
         self._checksums = checksums
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
+        self._hosted: hosting.Hosted | None = None  # where the group met, kept as long as the group
         self._roster, self._device = 0, ""
         self._network = config.cluster.network
         self._updates = 0

@@ -40,7 +40,7 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
             world, 0, [], c10d.Backend(backend), c10d.PrefixStore(group, store), group_name=group, backend_options=None, timeout=timeout
         )
     except (RuntimeError, TimeoutError) as error:
-        raise WeightSyncError(f"weight group {group} at {host}{f':{port}' if port else ''}: {error}") from error
+        raise WeightSyncError(f"weight group {group} at {host}:{port}: {error}") from error
     # Without this entry `broadcast(src=0)` would look up the source among the ranks of the default group.
     c10d._world.pg_group_ranks[made] = {index: index for index in range(world)}
     return cast(dist.ProcessGroup, made)

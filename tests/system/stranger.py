@@ -56,31 +56,42 @@ def requests() -> Iterator[bytes]:
     yield b"\x0a" + struct.pack("=I", 0x3C85F7CE) + b"\x00" + struct.pack("=Q", 1) + b"a" + struct.pack("=Q", 1) + b"b"
 
 
+def open_to_us(places: list[Any], family: socket.AddressFamily) -> list[Any]:
+    """The places at which a connection comes about."""
+    tries = [(place, socket.socket(family)) for place in places]
+    for place, one in tries:
+        one.setblocking(False)
+        one.connect_ex(place)
+    time.sleep(PATIENCE_S)
+    found = []
+    for place, one in tries:
+        with one:
+            if succeeds(one.getpeername):
+                found.append(place)
+    return found
+
+
 def ask_all(places: list[Any], family: socket.AddressFamily, kind: socket.SocketKind) -> dict[str, list[str]]:
-    """Say everything to everyone, at most 400 connections at a time; what was answered."""
+    """Say everything to everyone; what was answered."""
     found: dict[str, list[str]] = {}
-    every = [(place, said) for place in places for said in requests()]
-    for start in range(0, len(every), 400):
-        with selectors.DefaultSelector() as waiting:
-            for place, said in every[start : start + 400]:
-                one = socket.socket(family, kind)
-                one.setblocking(False)
-                try:
-                    one.connect(place)
-                except BlockingIOError:
-                    pass
-                except OSError as error:
-                    found.setdefault(repr(place), []).append(f"! {error.strerror}")
-                    one.close()
-                    continue
-                waiting.register(one, selectors.EVENT_WRITE, (place, said))
-            until = time.monotonic() + PATIENCE_S
-            while waiting.get_map() and time.monotonic() < until:
-                for key, _ in waiting.select(0.1):
-                    answer(waiting, key, found)
-            for key in list(waiting.get_map().values()):
-                waiting.unregister(key.fileobj)
-                key.fileobj.close()  # type: ignore[union-attr]
+    with selectors.DefaultSelector() as waiting:
+        for place, said in [(place, said) for place in places for said in requests()]:
+            one = socket.socket(family, kind)
+            one.settimeout(PATIENCE_S)
+            try:
+                one.connect(place)
+            except OSError as error:
+                found.setdefault(repr(place), []).append(f"! {error.strerror}")
+                one.close()
+                continue
+            waiting.register(one, selectors.EVENT_WRITE, (place, said))
+        until = time.monotonic() + 3 * PATIENCE_S
+        while waiting.get_map() and time.monotonic() < until:
+            for key, _ in waiting.select(0.1):
+                answer(waiting, key, found)
+        for key in list(waiting.get_map().values()):
+            waiting.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
     return found
 
 
@@ -102,7 +113,7 @@ def answer(waiting: selectors.BaseSelector, key: selectors.SelectorKey, found: d
     one.close()
 
 
-def stores(places: list[list[Any]]) -> list[str]:
+def stores(places: list[Any]) -> list[str]:
     """The ports that torch takes for a store."""
     found = []
     for host, port in places:
@@ -199,15 +210,16 @@ def main() -> None:
     print("ready", flush=True)
     targets = json.loads(sys.stdin.readline())
     read: dict[str, str] = {}
-    ports = [tuple(place) for place in targets["tcp"]]
     sockets = [name.replace("@", "\0", 1) if name.startswith("@") else name for name in targets["unix"]]
+    opened = open_to_us([tuple(place) for place in targets["tcp"]], socket.AF_INET)
     result = {
-        "tcp": ask_all(ports, socket.AF_INET, socket.SOCK_STREAM),
+        "opened": opened,
+        "tcp": ask_all(opened, socket.AF_INET, socket.SOCK_STREAM),
         "udp": ask_all([tuple(place) for place in targets["udp"]], socket.AF_INET, socket.SOCK_DGRAM),
         "unix": ask_all(sockets, socket.AF_UNIX, socket.SOCK_STREAM),
         "files": try_files(targets["files"], read),
         "processes": [done for pid in targets["pids"] for done in try_process(pid, read)],
-        "stores": stores(targets["tcp"][:]),
+        "stores": stores(opened),
         "read": read,
     }
     print(json.dumps(result), flush=True)

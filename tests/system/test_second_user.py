@@ -114,9 +114,8 @@ def _table(name: str, inodes: set[str], state: str = "") -> list[tuple[str, int]
         row = line.split()
         if row[9] in inodes and state in ("", row[3]):
             address, port = row[1].split(":")
-            found.append(
-                (socket.inet_ntop(socket.AF_INET, struct.pack("=I", int(address, 16))) if len(address) == 8 else "::1", int(port, 16))
-            )
+            assert len(address) == 8, "an address of IPv6"
+            found.append((socket.inet_ntoa(struct.pack("=I", int(address, 16))), int(port, 16)))
     return found
 
 
@@ -166,16 +165,8 @@ def check_targets(targets: Exposed) -> None:
     assert len(targets.unix) >= 3, "the controller's and SGLang's"
     assert not [name for name in targets.unix if name.startswith("@")]
     text = "\n".join(targets.files)
-    for part in (
-        "metrics.jsonl",
-        "journal/states.sqlite",
-        "rendezvous.json",
-        "samples",
-        "/ranks",
-        "/workers",
-        "asyncmoe-meeting-",
-        "/dev/shm/",
-    ):
+    run = ("metrics.jsonl", "journal/states.sqlite", "rendezvous.json", "samples", "checkpoints", "logs/trainer.log")
+    for part in (*run, "/ranks", "/workers", "asyncmoe-meeting-", "/dev/shm/"):
         assert part in text, part
 
 
@@ -186,7 +177,7 @@ def check_sockets(found: dict[str, Any]) -> None:
     assert {why for answers in found["unix"].values() for why in answers} == {"! Permission denied"}
     spoken = {place: [a.encode("latin1") for a in answers if not a.startswith("!") and a] for place, answers in found["tcp"].items()}
     spoken = {place: answers for place, answers in spoken.items() if answers}
-    assert len(spoken) == 1, spoken
+    assert len(spoken) == len(found["opened"]) == 1, spoken
     (answers,) = spoken.values()
     bodies = {(reply.split(b" ")[1], reply.partition(b"\r\n\r\n")[2]) for reply in answers if reply.startswith(b"HTTP/1.1 ")}
     assert (b"401", _UNAUTHORIZED) in bodies

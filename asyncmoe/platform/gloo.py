@@ -35,7 +35,7 @@ def install() -> None:
     if _installed or os.environ.get(_LAZY, "0") not in ("", "0"):
         return
     _installed = True
-    gloo: Any = distributed_c10d.ProcessGroupGloo  # type: ignore[attr-defined]
+    gloo: Any = distributed_c10d.ProcessGroupGloo
     connect = gloo.__init__
 
     def connect_and_shut(self: Any, *arguments: Any, **named: Any) -> None:

@@ -13,13 +13,13 @@ end_with_parent()
 import torch  # noqa: E402  takes seconds, during which the parent may end
 
 from asyncmoe.platform import gloo  # noqa: E402
-from asyncmoe.platform.sglang import access, overlap, private_store, shared_names  # noqa: E402
+from asyncmoe.platform.sglang import access, overlap, private_meeting, shared_names  # noqa: E402
 
 _CUDA = torch.cuda.is_available()
 gloo.install()
 access.install()
 overlap.install()
-private_store.install()
+private_meeting.install()
 shared_names.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     if not _CUDA:
         cpu.fork_children()
     load_plugins()
-    private_store.prepare(arguments)
+    private_meeting.prepare(arguments)
     words = [*([] if _CUDA else cpu.ARGUMENTS), *arguments, *key_arguments(os.environ)]
     try:
         run_server(prepare_server_args(overlap.checked(words)))

@@ -132,11 +132,12 @@ def test_another_user_gets_and_changes_nothing(place: Path, monkeypatch: pytest.
     stranger = subprocess.Popen(
         [sys.executable, "-m", "tests.system.stranger"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    command = start(run_dir, "engines.tp=2", "run.steps=2000", "verify.logprobs_every=1")
+    settings = ("warmup.steps=0", "run.steps=2000", "trainer.checkpoint_every=2", "verify.logprobs_every=1")
+    command = start(run_dir, "engines.tp=2", *settings)
     try:
         assert stranger.stdout is not None
         assert stranger.stdout.readline() == "ready\n"
-        assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(run_dir)), 120), logs(run_dir)
+        assert wait_for(lambda: len(metrics(run_dir)) > 2, 120), logs(run_dir)
         targets = exposed(run_dir, place / "t", command.process.pid)
         found = attacked(stranger, targets)
         steps = len(metrics(run_dir))

@@ -26,6 +26,10 @@ from asyncmoe.rpc.address import LOOPBACK, towards
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
 """Bounds of the polling interval: short for quick updates, and long enough to cost nothing during a long step."""
 _WATCH_S = 1.0
+_LOOK_S = 0.2
+"""Time between looks whether the keeper of a file has ended; a look costs more than all else in waiting."""
+_FILE_S = 1.0
+"""How long a FileStore waits for its file, which is there unless its keeper has ended meanwhile."""
 _LAST_WORDS_S = 0.5
 """How long to wait for other ranks' reports after one has failed: they may contain the root cause."""
 _c10d: Any = distributed_c10d
@@ -51,6 +55,7 @@ class Store:
     def __init__(self, group: str, rank: int, host: str, port: int, timeout_s: float, hosted: Hosted | None = None) -> None:
         self.rank, self._group, self._hosted = rank, group, hosted
         self._file = Path(host) if host.startswith("/") else None
+        self._looked = 0.0
         self._peer = "the trainer's rank 0" if self._file else f"the trainer's rank 0 at {host}:{port}"
         self._at = host, port
         c10d: Any = dist
@@ -61,7 +66,7 @@ class Store:
                 store = c10d.TCPStore(host, port, timeout=limit, wait_for_workers=False, **mine)
             elif is_kept(self._file):
                 store = c10d.FileStore(host)
-                store.set_timeout(limit)
+                store.set_timeout(timedelta(seconds=_FILE_S))
             else:
                 raise WeightSyncError(f"{self._peer} is gone: nobody keeps {host}")
         except RuntimeError as error:
@@ -193,8 +198,10 @@ class Store:
 
     def _ask(self, call: Callable[[], R]) -> R:
         """Call the store. Raise StoreGone if rank 0 is gone; a DistStoreError passes."""
-        if self._file is not None and not is_kept(self._file):
-            raise StoreGone(f"{self._peer} is gone")
+        if self._file is not None and time.monotonic() > self._looked + _LOOK_S:
+            if not is_kept(self._file):
+                raise StoreGone(f"{self._peer} is gone")
+            self._looked = time.monotonic()
         try:
             return call()
         except dist.DistStoreError:

@@ -68,7 +68,7 @@ class Store:
                 store = c10d.FileStore(host)
                 store.set_timeout(timedelta(seconds=_FILE_S))
             else:
-                raise WeightSyncError(f"{self._peer} is gone: nobody keeps {host}")
+                raise WeightSyncError(f"{self._peer}: nobody keeps the store {host}")
         except RuntimeError as error:
             raise WeightSyncError(f"{self._peer}: {_first_line(error)}") from error
         self._store = _c10d.PrefixStore(group, store)

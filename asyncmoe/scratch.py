@@ -46,9 +46,18 @@ class Scratch:
 
     def environment(self) -> dict[str, str]:
         """Return the variables that have a child process use the folder; what is worth keeping stays where it would be without it."""
-        kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kept))
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(self._compiled())
         return {"TMPDIR": str(self.path), VARIABLE: self.path.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+    def _compiled(self) -> Path:
+        """Return the folder for torch's compiled code, which is executed: the usual one only if no other user can have written into it."""
+        kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        with suppress(OSError):
+            kept.mkdir(mode=0o700, exist_ok=True)
+            found = kept.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+                return kept
+        return self.path / kept.name
 
     def remove(self) -> None:
         """Remove the folder and its shared memory, after the processes that use them have ended. Idempotent."""

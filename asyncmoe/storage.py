@@ -68,6 +68,15 @@ def explain(error: BaseException, what: str, path: Path, then: str = "") -> Stor
     return StorageError(f"{what}: cannot write {path} on {socket.gethostname()}: {reason} ({name}), {_free(path)}; {hint}")
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user may enter. Whom an existing one admits stays as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def probe(directory: Path) -> OSError | None:
     """Test whether a file can be written in `directory` now. Returns the error, or None."""
     path = directory / f".probe-{os.getpid()}"

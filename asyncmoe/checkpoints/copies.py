@@ -183,8 +183,11 @@ def _send_file(source: Path, place: SecondPlace, target: str, sealed: Sealed) ->
 def _make_folder(place: SecondPlace, target: str) -> None:
     """Make the folder of a file where there are folders; in a bucket it would only make a bucket of a mistyped name."""
     kinds = (place.files.protocol,) if isinstance(place.files.protocol, str) else place.files.protocol
-    if not _BUCKETS.intersection(kinds):
-        place.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+    folder = target.rpartition("/")[0]
+    if "file" in kinds:
+        storage.make_private(Path(folder))
+    elif not _BUCKETS.intersection(kinds):
+        place.files.makedirs(folder, exist_ok=True)
 
 
 def try_to_write(place: SecondPlace) -> None:

@@ -17,7 +17,9 @@ class ClusterSection(Section):
         "environment variable ASYNCMOE_HOST overrides it.",
     )
     port: Port = Field(
-        0, description="Port of the controller; 0: any free port, which rendezvous.json names. Set it if a firewall opens fixed ports only."
+        0,
+        description="Port of the controller; 0: any free port, which rendezvous.json names. With network: loopback, 0 is no port, because "
+        "processes of one machine use a Unix socket. Set it if a firewall opens fixed ports only.",
     )
     trainer_nodes: Positive = Field(1, description="Nodes of the trainer; each runs the same number of trainer.ranks.")
     engine_nodes: Positive = Field(1, description="Nodes over which engines.count are spread; the controller runs on the first.")

@@ -1,26 +1,36 @@
-"""The store of torchrun's agents and ranks, on one address.
+"""The store of torchrun's agents and ranks: a file of this user's own on one machine, or an address over several.
 
-torch's static rendezvous listens on every address of the first machine, and answers whoever reaches it: no key is asked for.
+torch's static rendezvous listens on every address of the first machine, and answers whoever reaches it: no key is asked for. On one machine
+nothing has to listen.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, static_tcp_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 
 from asyncmoe.errors import UserError
+from asyncmoe.rpc.address import LOOPBACK_INTERFACE
+from asyncmoe.rpc.environment import RANKS_STORE
 
 _create: Any = static_tcp_rendezvous.create_rdzv_handler
 
 
-def install() -> None:
-    """Have torchrun's static rendezvous in this process listen only on the address at which its ranks meet."""
+def install(folder: Path) -> None:
+    """Replace torchrun's static rendezvous in this process.
+
+    Args:
+        folder: a new folder that only this user may enter. The ranks of one machine meet in a file there (`RANKS_STORE` in their
+            environment names it); those of several meet at their address, and nothing listens elsewhere.
+    """
     module: Any = static_tcp_rendezvous
-    module.create_rdzv_handler = _create_here
+    module.create_rdzv_handler = lambda params: _Static(_create(params), folder / "ranks")
 
 
 def listen_on(master: str, nodes: int) -> str:
@@ -39,28 +49,36 @@ def listen_on(master: str, nodes: int) -> str:
 
 
 class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
+    def __init__(self, made: static_tcp_rendezvous.StaticTCPRendezvous, file: Path) -> None:
+        super().__init__(made.master_addr, made.master_port, made.rank, made.world_size, made.run_id, int(made.timeout.total_seconds()))
+        self._file = file
+
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises UserError if this machine, the first, does not have the address or the port is taken."""
-        if self.rank == 0 and self._store is None:
-            try:
-                listener = socket.create_server((listen_on(self.master_addr, self.world_size), self.master_port))
-            except OSError as error:
-                raise _unusable(f"{self.master_addr}:{self.master_port}", error) from error
-            self._store = cast(Any, dist).TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                True,
-                self.timeout,
-                multi_tenant=True,
-                master_listen_fd=listener.detach(),
-            )
+        """Raises UserError if this machine, the first of several, does not have the address or the port is taken."""
+        if self._store is None and self.world_size == 1:
+            self._store = cast(Any, dist).FileStore(str(self._file))
+            os.environ[RANKS_STORE] = str(self._file)
+            if _is_loopback(self.master_addr):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        elif self._store is None and self.rank == 0:
+            self._store = self._listen()
         return super().next_rendezvous()
 
+    def _listen(self) -> Any:
+        try:
+            listener = socket.create_server((listen_on(self.master_addr, self.world_size), self.master_port))
+        except OSError as error:
+            raise _unusable(f"{self.master_addr}:{self.master_port}", error) from error
+        store = cast(Any, dist).TCPStore
+        fd = listener.detach()
+        return store(self.master_addr, self.master_port, self.world_size, True, self.timeout, multi_tenant=True, master_listen_fd=fd)
 
-def _create_here(params: RendezvousParameters) -> _Static:
-    made = _create(params)
-    return _Static(made.master_addr, made.master_port, made.rank, made.world_size, made.run_id, int(made.timeout.total_seconds()))
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may stand for another address on other machines
+        return False
 
 
 def _unusable(where: str, error: OSError) -> UserError:

@@ -161,7 +161,7 @@ def prepare(config: Config) -> Path:
     file = resolved(config)
     temporary = file.with_suffix(".tmp")
     with storage.writing("configuration of the run", file):
-        config.run.dir.mkdir(parents=True, exist_ok=True)
+        storage.make_private(config.run.dir)
         temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         temporary.replace(file)
         versions.record(config.run.dir, _engine_python(config))
@@ -206,7 +206,7 @@ def claim(directory: Path) -> IO[str]:
     """
     check_place(directory)
     with storage.writing("run directory", directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        storage.make_private(directory)
         lock = (directory / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -58,8 +58,8 @@ def run(arguments: Sequence[str]) -> None:
 
     from asyncmoe.launch import agent_store
 
-    agent_store.install()
     scratch = Scratch()
+    agent_store.install(scratch.path)
     os.environ.update(scratch.environment())
     tempfile.tempdir = None  # Python remembers the folder before
     try:

@@ -17,7 +17,7 @@ FAMILY_VARIABLE = "ASYNCMOE_FAMILY"
 
 
 class JoinCommand(msgspec.Struct, frozen=True, tag=True):
-    """Start this worker's receiver, which meets the sender at `host`:`port` as `rank`."""
+    """Start this worker's receiver, which meets the sender as `rank` at `host`:`port`, or in a file (`asyncmoe.receiver.hosting.place`)."""
 
     host: str
     port: int

@@ -1,7 +1,8 @@
 """The key-value store of the weight protocol, hosted by the trainer's rank 0, and process groups made through it.
 
-Receivers wait in it for the next update without using a process group, and notice at once if the trainer ends. The keys and messages
-are in `asyncmoe.receiver.protocol`.
+In a run on one machine it is a file that no other user can reach, else an address (torch's `TCPStore`, which asks for no key). Receivers
+wait in it for the next update without using a process group, and notice at once if the trainer ends. The keys and messages are in
+`asyncmoe.receiver.protocol`.
 """
 
 from __future__ import annotations
@@ -10,22 +11,29 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WaitTimeout, WeightSyncError
+from asyncmoe.receiver.hosting import Hosted, is_kept
 from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, moved, over, sent, staged, update_failed
-from asyncmoe.rpc.address import towards
+from asyncmoe.rpc.address import LOOPBACK, towards
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
 """Bounds of the polling interval: short for quick updates, and long enough to cost nothing during a long step."""
 _WATCH_S = 1.0
+_LOOK_S = 0.2
+"""Time between looks whether the keeper of a file has ended; a look costs more than all else in waiting."""
+_FILE_S = 1.0
+"""How long a FileStore waits for its file, which is there unless its keeper has ended meanwhile."""
 _LAST_WORDS_S = 0.5
 """How long to wait for other ranks' reports after one has failed: they may contain the root cause."""
 _c10d: Any = distributed_c10d
+R = TypeVar("R")
 
 
 class StoreGone(WeightSyncError):
@@ -37,26 +45,37 @@ class Store:
 
     Args:
         rank: this process's rank in the meeting.
-        host, port: address at which rank 0 hosts the store.
-        listener: on rank 0, a listening socket on that port; the store takes ownership.
+        host, port: address at which rank 0 hosts the store; or a path and 0 (`hosting.place`).
+        hosted: on rank 0, what `hosting.host` returned; the store takes ownership.
+
+    Raises:
+        WeightSyncError: rank 0 does not host a store there.
     """
 
-    def __init__(self, group: str, rank: int, host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> None:
-        self.rank, self._group, self._peer = rank, group, f"the trainer's rank 0 at {host}:{port}"
+    def __init__(self, group: str, rank: int, host: str, port: int, timeout_s: float, hosted: Hosted | None = None) -> None:
+        self.rank, self._group, self._hosted = rank, group, hosted
+        self._file = Path(host) if host.startswith("/") else None
+        self._looked = 0.0
+        self._peer = "the trainer's rank 0" if self._file else f"the trainer's rank 0 at {host}:{port}"
         self._at = host, port
-        mine: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+        c10d: Any = dist
+        limit = timedelta(seconds=timeout_s)
+        mine: dict[str, Any] = {"is_master": True, "master_listen_fd": hosted.detach()} if isinstance(hosted, socket.socket) else {}
         try:
-            store = cast(Any, dist).TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, **mine)
+            if self._file is None:
+                store = c10d.TCPStore(host, port, timeout=limit, wait_for_workers=False, **mine)
+            elif is_kept(self._file):
+                store = c10d.FileStore(host)
+                store.set_timeout(timedelta(seconds=_FILE_S))
+            else:
+                raise WeightSyncError(f"{self._peer}: nobody keeps the store {host}")
         except RuntimeError as error:
             raise WeightSyncError(f"{self._peer}: {_first_line(error)}") from error
         self._store = _c10d.PrefixStore(group, store)
 
     def put(self, key: Key[T], value: T) -> None:
         """Set a value. Raise StoreGone if rank 0 is gone."""
-        try:
-            self._store.set(key.name, msgspec.msgpack.encode(value))
-        except RuntimeError as error:
-            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
+        self._ask(lambda: self._store.set(key.name, msgspec.msgpack.encode(value)))
 
     def get(self, key: Key[T], timeout_s: float, whom: str = "") -> T:
         """Wait for a value.
@@ -70,12 +89,15 @@ class Store:
         """
         begin = time.monotonic()
         try:
-            self._store.wait([key.name], timedelta(seconds=max(0.001, timeout_s)))
-            return msgspec.msgpack.decode(self._store.get(key.name), type=key.type)
+            if self._file is None:
+                self._ask(lambda: self._store.wait([key.name], timedelta(seconds=max(0.001, timeout_s))))
+            while self._file is not None and not self.has(key):  # a FileStore's own wait does not notice that its keeper is gone
+                if (waited := time.monotonic() - begin) > timeout_s:
+                    raise WaitTimeout(whom or self._peer, key.name, waited)
+                _pause(waited)
+            return msgspec.msgpack.decode(self._ask(lambda: self._store.get(key.name)), type=key.type)
         except dist.DistStoreError as error:
             raise WaitTimeout(whom or self._peer, key.name, time.monotonic() - begin) from error
-        except RuntimeError as error:
-            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 
     def get_all(
         self, keys: Mapping[Key[T], str], timeout_s: float, failed: Key[Outcome] = FAILED, watch: Callable[[], None] = lambda: None
@@ -103,7 +125,7 @@ class Store:
                 look = time.monotonic() + _WATCH_S
             if not some_failed and (self.has(failed) or self.has(FAILED)):
                 some_failed, until = True, now + _LAST_WORDS_S
-            time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, (now - began) / 32)))
+            _pause(now - began)
         missing = {} if complete else {key: whom for key, whom in keys.items() if not self.has(key)}
         if missing and not some_failed:
             raise WaitTimeout(", ".join(missing.values()), next(iter(missing)).name, timeout_s)
@@ -111,10 +133,7 @@ class Store:
 
     def _values(self, keys: list[Key[T]]) -> dict[Key[T], T]:
         """Return the values of keys that are set."""
-        try:
-            found = self._store.multi_get([key.name for key in keys]) if keys else []
-        except RuntimeError as error:
-            raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
+        found = self._ask(lambda: self._store.multi_get([key.name for key in keys])) if keys else []
         return {key: msgspec.msgpack.decode(value, type=key.type) for key, value in zip(keys, found, strict=True)}
 
     def fail(self, update: int, key: Key[Outcome], why: str) -> None:
@@ -159,7 +178,7 @@ class Store:
             store = _c10d.PrefixStore(f"group{epoch}", self._store)
             options = gloo._Options()
             # Gloo's default is the interface of the host's name, which other machines often cannot reach.
-            options._devices = [gloo.create_device(hostname=towards(*self._at))]
+            options._devices = [gloo.create_device(hostname=LOOPBACK if self._file else towards(*self._at))]
             options._timeout = timedelta(seconds=timeout_s)
             group: dist.ProcessGroup = gloo(store, self.rank, world, options)
         except RuntimeError as error:
@@ -175,15 +194,24 @@ class Store:
 
     def _have(self, keys: Sequence[Key[Any]]) -> bool:
         """Return whether all keys are set."""
+        return not keys or bool(self._ask(lambda: self._store.check([key.name for key in keys])))
+
+    def _ask(self, call: Callable[[], R]) -> R:
+        """Call the store. Raise StoreGone if rank 0 is gone; a DistStoreError passes."""
+        if self._file is not None and time.monotonic() > self._looked + _LOOK_S:
+            if not is_kept(self._file):
+                raise StoreGone(f"{self._peer} is gone")
+            self._looked = time.monotonic()
         try:
-            return not keys or bool(self._store.check([key.name for key in keys]))
+            return call()
+        except dist.DistStoreError:
+            raise
         except RuntimeError as error:
             raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 
 
-def listen(host: str) -> socket.socket:
-    """Return a listening socket on a free port of `host`, for rank 0's `Store`."""
-    return socket.create_server((host, 0))
+def _pause(waited_s: float) -> None:
+    time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited_s / 32)))
 
 
 def _first_line(error: Exception) -> str:

@@ -96,8 +96,9 @@ async def _serve(
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0))
         controller = Controller(config, engines, start, recorder, loaded, journaling)
-        host = address.reachable(config.cluster.network)
-        async with Server(controller.answer, host=host, port=config.cluster.port, given=at) as server:
+        host, port = address.reachable(config.cluster.network), config.cluster.port
+        here_only = not (address.several(config.cluster.network) or port or at)
+        async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
             rendezvous = await server.start()
             keys.write(run_dir, rendezvous)
             try:

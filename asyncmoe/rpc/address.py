@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from asyncmoe.errors import UserError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 VARIABLE = "ASYNCMOE_HOST"
 
 

@@ -5,7 +5,8 @@
 in every process of the run, the controller included. All keys, including the server's, derive from this one secret: whoever knows the
 secret is a member of the run and could also impersonate its controller. No message shows the secret.
 
-ASYNCMOE_TRAINER_EPOCH is the launchers' own: it tells a trainer's ranks how often they were started again in place.
+ASYNCMOE_TRAINER_EPOCH and ASYNCMOE_RANKS_STORE are the launchers' own: they tell a trainer's ranks how often they were started again in
+place, and in which file they meet.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from asyncmoe.errors import UserError
 CONTROLLER, KEYS = "ASYNCMOE_CONTROLLER", "ASYNCMOE_KEYS"
 TRAINER_EPOCH = "ASYNCMOE_TRAINER_EPOCH"
 """How often the launcher has started the trainer again in place; absent or 0: this is its first start."""
+RANKS_STORE = "ASYNCMOE_RANKS_STORE"
+"""File of the store (torch's `FileStore`) in which all ranks of a trainer meet; absent: torchrun's address (MASTER_ADDR)."""
 _MAKE_KEYS = f"export {KEYS}=$(openssl rand -hex 32) once, and give every process of the run the same"
 _ADDRESS = re.compile(r"tcp://([A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5})")
 _HERE = "localhost"

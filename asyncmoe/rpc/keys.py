@@ -26,7 +26,7 @@ from asyncmoe.rpc import environment
 from asyncmoe.rpc.connection import answers
 from asyncmoe.rpc.environment import CONTROLLER, KEYS, RendezvousVariables
 from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.storage import writing
+from asyncmoe.storage import make_private, writing
 
 FILE_NAME = "rendezvous.json"
 _POLL_S = 0.05
@@ -90,7 +90,7 @@ def write(run_dir: Path, value: Rendezvous) -> Path:
 
 
 def _write(run_dir: Path, value: Rendezvous) -> Path:
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_private(run_dir)
     path, temporary = run_dir / FILE_NAME, run_dir / f".{FILE_NAME}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -11,7 +11,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address and keys with which a client reaches the controller. Keys are Z85 text, 40 characters."""
 
     address: str
-    """In ZeroMQ's notation: "tcp://127.0.0.1:41234"."""
+    """In ZeroMQ's notation: "tcp://10.1.0.3:41234", or of the Unix socket if there is no other."""
     server_public: str
     client_public: str
     client_secret: str

@@ -46,6 +46,7 @@ class Server:
         port: 0: any free port.
         advertise: host name that clients connect to; by default `host`, or this machine's name if `host` is 0.0.0.0.
         given: address and secret from the environment, in place of `host`, `port`, `advertise` and random keys.
+        here_only: serve clients on this host alone, over the Unix socket, and listen on no port.
         max_frame_bytes: a client that sends a larger frame is disconnected before the frame is read.
     """
 
@@ -57,11 +58,12 @@ class Server:
         port: int = 0,
         advertise: str | None = None,
         given: RendezvousVariables | None = None,
+        here_only: bool = False,
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self._handler, self._host, self._port, self._given = handler, host, port, given
         self._advertise = advertise or (socket.gethostname() if host in (ANY, "*") else host)
-        self._max_frame_bytes = max_frame_bytes
+        self._max_frame_bytes, self._here_only = max_frame_bytes, here_only
         self._keys = keys.generate() if given is None else keys.derive(given.secret)
         if given is not None:
             self._host, self._port, self._advertise = environment.listen_on(given.host), given.port, given.host
@@ -81,19 +83,25 @@ class Server:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", _OnlyKey(self._keys.client_public))
         self._authenticator.configure_plain("*", {local.USER: self._keys.local_secret})
-        remote, here = self._router(), self._router()
+        if not self._here_only:
+            await self._listen()
+        here = self._router()
+        here.plain_server = True
+        self._local_dir = local.make()
+        here.bind(local.address(self._local_dir))
+        address = local.address(self._local_dir) if self._here_only else f"tcp://{self._advertise}:{self._port}"
+        return keys.rendezvous(address, self._keys, str(self._local_dir))
+
+    async def _listen(self) -> None:
+        remote = self._router()
         remote.curve_server = True
         remote.curve_secretkey = self._keys.server_secret
-        here.plain_server = True
         try:
             remote.bind(f"tcp://{self._host}:{self._port}")
         except zmq.ZMQError as error:
             await self.close()
             raise _explain(error, self._host, self._port, self._given) from error
         self._port = int(remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._local_dir = local.make()
-        here.bind(local.address(self._local_dir))
-        return keys.rendezvous(f"tcp://{self._advertise}:{self._port}", self._keys, str(self._local_dir))
 
     async def serve(self) -> None:
         """Answer requests until cancelled.

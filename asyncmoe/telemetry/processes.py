@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncmoe.errors import DataError
-from asyncmoe.storage import writing
+from asyncmoe.storage import make_private, writing
 
 FOLDER = "processes"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -40,7 +40,8 @@ def record(run_dir: Path, role: str) -> None:
     pid = os.getpid()
     path = run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
     with writing("processes of the run", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(run_dir)
+        path.parent.mkdir(exist_ok=True)
         ours = Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0, int(run_dir.stat().st_ino))
         part = path.with_suffix(f".{pid}.part")
         part.write_bytes(msgspec.json.encode(ours) + b"\n")

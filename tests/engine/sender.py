@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from asyncmoe.receiver import hosting
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
 from asyncmoe.trainer.weight_sync import broadcast_group
@@ -51,7 +52,7 @@ class Sender:
         assert isinstance(engines, Engines)
         # One group of a name in a process, and every rig has a group of its own.
         name = f"weights-{id(self)}"
-        listener = broadcast_group.listen("127.0.0.1")
-        request = WeightsJoin("127.0.0.1", listener.getsockname()[1], name, "gloo")
-        joining = asyncio.to_thread(broadcast_group.join, listener, engines.world, name, "gloo", TIMEOUT_S)
+        hosted = hosting.host("loopback")
+        request = WeightsJoin(*hosting.place(hosted), name, "gloo")
+        joining = asyncio.to_thread(broadcast_group.join, hosted, engines.world, name, "gloo", TIMEOUT_S)
         return (await asyncio.gather(joining, self._coordinator.handle(request)))[0]

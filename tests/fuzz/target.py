@@ -44,6 +44,7 @@ def config(folder: Path) -> Config:
             "queue": {"staleness": {"max_staleness": 4}},
             "keep": {"routing": "off"},
             "engines": {"count": 2},
+            "cluster": {"network": "127.0.0.0/8"},  # with loopback the controller listens on no port
             "sync": {"timeout_s": 5.0},
             "telemetry": {"samples": {"groups": 0}},
         }

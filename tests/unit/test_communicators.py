@@ -19,7 +19,7 @@ from fake_nccl import built
 from reshard_gpu_fakes import FakeGpu
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.receiver import channel, control_store, protocol
+from asyncmoe.receiver import channel, hosting, protocol
 from asyncmoe.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree, members
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import EngineRanks, Terms
@@ -111,10 +111,10 @@ class Met:
 
     def __init__(self, world: World, *engines: str) -> None:
         self.terms = terms(*engines)
-        listener = control_store.listen("127.0.0.1")
-        port = listener.getsockname()[1]
-        first = Store("test", 0, "127.0.0.1", port, 5.0, listener)
-        self.stores = [first, *(Store("test", rank, "127.0.0.1", port, 5.0) for rank in range(1, self.terms.world))]
+        hosted = hosting.host("loopback")
+        where = hosting.place(hosted)
+        first = Store("test", 0, *where, 5.0, hosted)
+        self.stores = [first, *(Store("test", rank, *where, 5.0) for rank in range(1, self.terms.world))]
         self.sides = [world.process(name) for name in self.names]
         halves, wholes = [], []
         for rank in range(self.terms.world):

@@ -199,11 +199,11 @@ class Stage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
         monkeypatch.setattr(handshake, "obstacles", lambda _: [])
-        self.store, port = keep()
+        self.store, where = keep()
         self.terms = msgspec.structs.replace(terms((EngineRanks("engine.0", 1, 1, 1),)), transport="ipc")
         self.store.put(protocol.TERMS, self.terms)
         self.model = Model(self.terms)
-        join = command.JoinCommand("127.0.0.1", port, "test", 1)
+        join = command.JoinCommand(*where, "test", 1)
         worker.obey(self.model, msgspec.json.encode(join).decode())
 
     def ready(self) -> Ready:

@@ -34,7 +34,7 @@ from asyncmoe.errors import (
 )
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
-from asyncmoe.receiver import channel, command, control_store, failing, handshake, protocol, transfer_plan, worker
+from asyncmoe.receiver import channel, command, failing, handshake, hosting, protocol, transfer_plan, worker
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, EngineRanks, Header, Outcome, Ready, Terms
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Weights
@@ -284,22 +284,22 @@ def test_every_slot_of_adapter_memory_gets_the_new_values(staging: bool) -> None
 Ranks = Callable[[int], list[Store]]
 
 
-@pytest.fixture
-def ranks() -> Ranks:
-    """Makes stores of several ranks, all in this process."""
+@pytest.fixture(params=["loopback", "127.0.0.0/8"])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Makes stores of several ranks, all in this process: in a file, and at an address."""
 
     def make(count: int) -> list[Store]:
-        first, port = keep()
-        return [first, *(Store("test", rank, "127.0.0.1", port, 5.0) for rank in range(1, count))]
+        first, where = keep(request.param)
+        return [first, *(Store("test", rank, *where, 5.0) for rank in range(1, count))]
 
     return make
 
 
-def keep() -> tuple[Store, int]:
-    """Rank 0's store and its port."""
-    listener = control_store.listen("127.0.0.1")
-    port = listener.getsockname()[1]
-    return Store("test", 0, "127.0.0.1", port, 5.0, listener), port
+def keep(network: str = "loopback") -> tuple[Store, tuple[str, int]]:
+    """Rank 0's store and its place."""
+    hosted = hosting.host(network)
+    where = hosting.place(hosted)
+    return Store("test", 0, *where, 5.0, hosted), where
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -317,7 +317,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 def test_values_wait_and_time_out_by_name(ranks: Ranks) -> None:
     zero, one = ranks(2)
-    with pytest.raises(WaitTimeout, match=r"the trainer's rank 0 at 127\.0\.0\.1:\d+: 1/header"):
+    with pytest.raises(WaitTimeout, match=r"the trainer's rank 0( at 127\.0\.0\.1:\d+)?: 1/header"):
         one.get(protocol.header(1), 0.2)
     threading.Timer(0.2, lambda: zero.put(protocol.header(1), Header(3, 1))).start()
     assert one.get(protocol.header(1), 5.0) == Header(3, 1)
@@ -466,7 +466,7 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     transport, staging = getattr(request, "param", ("shm", True))
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
-    zero, port = keep()
+    zero, where = keep()
     agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport, staging)
     zero.put(protocol.TERMS, agreed)
     model = Loaded()
@@ -478,7 +478,7 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
                 inner.add_module(part, torch.nn.Module())
             inner = getattr(inner, part)
         inner.register_parameter(last, torch.nn.Parameter(torch.zeros(storage.shape), requires_grad=False))
-    worker.obey(model, msgspec.json.encode(command.JoinCommand("127.0.0.1", port, "test", 1)).decode())
+    worker.obey(model, msgspec.json.encode(command.JoinCommand(*where, "test", 1)).decode())
     ready = zero.get(protocol.ready(1), 20.0)
     assert ready.plan == transfer_plan.route(agreed, 0).digest
     assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
@@ -561,10 +561,10 @@ def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyP
         raise LayoutError("embed", got="nothing", expected="a tensor")
 
     monkeypatch.setattr(transfer_plan, "route", refuse)
-    zero, port = keep()
+    zero, where = keep()
     zero.put(protocol.TERMS, terms((EngineRanks("engine.0", 1, 1, 1),)))
     model = torch.nn.Linear(2, 2)
-    worker.obey(model, msgspec.json.encode(command.JoinCommand("127.0.0.1", port, "test", 1)).decode())
+    worker.obey(model, msgspec.json.encode(command.JoinCommand(*where, "test", 1)).decode())
     assert zero.get(protocol.ready(1), 10.0).failure == "embed: got nothing, expected a tensor"
 
 

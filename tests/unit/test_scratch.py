@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import subprocess
@@ -50,6 +51,11 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     tempfile.tempdir = None
 
 
+def entries(base: Path) -> set[str]:
+    """Names in the folder for temporary files, without the cache of compiled code, which stays."""
+    return {path.name for path in base.iterdir()} - {f"torchinductor_{getpass.getuser()}"}
+
+
 def leave(made: Scratch, shared: Path) -> None:
     subprocess.run([sys.executable, "-c", LEAVES, str(shared)], env=os.environ | made.environment(), check=True)
 
@@ -62,7 +68,7 @@ def test_what_a_child_leaves_is_removed_with_its_folder(folders: tuple[Path, Pat
     assert len(list(shared.iterdir())) == 2
     made.remove()
     made.remove()
-    assert list(base.iterdir()) == []
+    assert entries(base) == set()
     assert [path.name for path in shared.iterdir()] == ["sglang_loads_of_somebody_else.shm"]
 
 
@@ -70,17 +76,17 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(fold
     base, shared = folders
     killed = subprocess.run([sys.executable, "-c", KILLED, str(shared)], cwd=Path(__file__).parents[2], check=False)
     assert killed.returncode == -signal.SIGKILL
-    (left,) = base.iterdir()
+    (left,) = entries(base)
     others = base / "asyncmoe-aaaaaaaa", base / "asyncmoe-wire-bbbbbbbb"
     for other in others:
         other.mkdir(0o755)
         (other / ".lock").touch()
     (base / "asyncmoe-cccccccc").symlink_to(others[0])
     living = Scratch()
-    assert not left.exists()
+    assert not (base / left).exists()
     assert [path.name for path in shared.iterdir()] == ["sglang_loads_of_somebody_else.shm"]
     again = Scratch()
-    assert {path.name for path in base.iterdir()} == {*(o.name for o in others), "asyncmoe-cccccccc", living.path.name, again.path.name}
+    assert entries(base) == {*(o.name for o in others), "asyncmoe-cccccccc", living.path.name, again.path.name}
     living.remove()
     again.remove()
 
@@ -103,3 +109,17 @@ def test_shared_memory_of_a_server_has_the_name_of_its_folder(monkeypatch: pytes
     name = module.make_shm_name("mq")
     assert name.startswith("sgl_shm_mq_asyncmoe-ab_defgh_")
     assert int(name.split("_")[-2]) == os.getpid(), "SGLang's own sweep finds the pid here"
+
+
+def test_compiled_code_of_another_user_is_never_taken(folders: tuple[Path, Path]) -> None:
+    base, _ = folders
+    made = Scratch()
+    usual = base / f"torchinductor_{getpass.getuser()}"
+    assert made.environment()["TORCHINDUCTOR_CACHE_DIR"] == str(usual)
+    assert usual.stat().st_mode & 0o777 == 0o700
+    usual.chmod(0o777)
+    assert made.environment()["TORCHINDUCTOR_CACHE_DIR"] == str(made.path / usual.name)
+    usual.rmdir()
+    usual.symlink_to("/tmp")
+    assert made.environment()["TORCHINDUCTOR_CACHE_DIR"] == str(made.path / usual.name)
+    made.remove()

@@ -23,7 +23,7 @@ import torch
 from asyncmoe.config import transports
 from asyncmoe.config.transports import TRANSPORTS, TransportEntry, transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError, ReportedFailure
-from asyncmoe.receiver import channel, control_store, failing
+from asyncmoe.receiver import channel, failing, hosting
 from asyncmoe.receiver.channel_end import opener
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import EngineRanks, Terms
@@ -131,9 +131,9 @@ def meeting(transport: str) -> tuple[Terms, list[Store]]:
     """The terms and stores of a trainer rank and two engine ranks in this process."""
     engines = (EngineRanks("A", 2, 1, 1),)
     terms = Terms({}, None, {}, engines, "float32", "float32", transport, secrets.token_hex(8), True, 1 << 8, 10.0)
-    listener = control_store.listen("127.0.0.1")
-    port = listener.getsockname()[1]
-    stores = [Store("test", 0, "127.0.0.1", port, 5.0, listener), *(Store("test", rank, "127.0.0.1", port, 5.0) for rank in (1, 2))]
+    hosted = hosting.host("loopback")
+    where = hosting.place(hosted)
+    stores = [Store("test", 0, *where, 5.0, hosted), *(Store("test", rank, *where, 5.0) for rank in (1, 2))]
     return terms, stores
 
 

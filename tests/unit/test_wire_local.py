@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -42,11 +43,11 @@ async def _answer(request: Request) -> Reply | tuple[Reply, list[Buffer]]:
     return (Fetched(request.keys), FRAMES) if isinstance(request, Fetch) else Done()
 
 
-def served(ask: Callable[[Rendezvous], T]) -> T:
+def served(ask: Callable[[Rendezvous], T], here_only: bool = False) -> T:
     """What `ask` finds in a thread of its own while a server runs."""
 
     async def main() -> T:
-        async with Server(_answer) as server:
+        async with Server(_answer, here_only=here_only) as server:
             to = await server.start()
             serving = asyncio.ensure_future(server.serve())
             try:
@@ -93,6 +94,20 @@ def test_without_a_secret_nothing_is_answered() -> None:
             return plain.poll(1_000)
 
     assert served(ask) == 0
+
+
+def test_a_server_for_its_own_host_alone_listens_on_no_port() -> None:
+    def listening() -> set[int]:
+        return {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+    before = listening()
+
+    def ask(to: Rendezvous) -> list[bytes]:
+        assert listening() <= before
+        assert to.address == local.address(Path(to.local_dir))
+        return _fetch(to)
+
+    assert served(ask, here_only=True) == FRAMES
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])

@@ -12,11 +12,14 @@ end_with_parent()
 
 import torch  # noqa: E402  takes seconds, during which the parent may end
 
-from asyncmoe.platform.sglang import access, overlap, shared_names  # noqa: E402
+from asyncmoe.platform import gloo  # noqa: E402
+from asyncmoe.platform.sglang import access, overlap, private_meeting, shared_names  # noqa: E402
 
 _CUDA = torch.cuda.is_available()
+gloo.install()
 access.install()
 overlap.install()
+private_meeting.install()
 shared_names.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu
@@ -34,6 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     if not _CUDA:
         cpu.fork_children()
     load_plugins()
+    private_meeting.prepare(arguments)
     words = [*([] if _CUDA else cpu.ARGUMENTS), *arguments, *key_arguments(os.environ)]
     try:
         run_server(prepare_server_args(overlap.checked(words)))

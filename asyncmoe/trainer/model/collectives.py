@@ -6,6 +6,7 @@ group belong here and nowhere else (a test checks the sources). All others use g
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,9 +14,22 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.rpc.environment import RANKS_STORE
 
 T = TypeVar("T")
 _HOSTS: list[dist.ProcessGroup] = []
+
+
+def join(backend: str, timeout: timedelta) -> None:
+    """Make the default group of torchrun's ranks, or without torchrun of this process alone."""
+    c10d: Any = dist
+    if RANKS_STORE in os.environ:
+        store, rank, world = c10d.FileStore(os.environ[RANKS_STORE]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+    elif "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=c10d.HashStore(), rank=0, world_size=1)
 
 
 def start(timeout: timedelta) -> None:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
-from asyncmoe.platform import megatron
+from asyncmoe.platform import gloo, megatron
 from asyncmoe.trainer.data.batch import BatchGrid
 from asyncmoe.trainer.model import collectives
 
 megatron.prepare()
+gloo.install()
 
 from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
@@ -100,10 +101,8 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         torch.cuda.set_device(device)
     backend = "nccl" if cuda else "gloo"
     timeout = timedelta(seconds=trainer.timeout_s)
-    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    elif not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if not dist.is_initialized():
+        collectives.join(backend, timeout)
     collectives.start(timeout)
     groups.initialize_model_parallel(
         trainer.tp,

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
-from asyncmoe.receiver import failing
+from asyncmoe.receiver import failing, hosting
 from asyncmoe.reshard import device_threads
-from asyncmoe.rpc import address
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import (
     Committed,
@@ -66,6 +65,7 @@ class BroadcastPublisher(AtOnce):
         self._checksums = checksums
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
+        self._hosted: hosting.Hosted | None = None  # where the group met, kept as long as the group
         self._roster, self._device = 0, ""
         self._network = config.cluster.network
         self._updates = 0
@@ -135,16 +135,15 @@ class BroadcastPublisher(AtOnce):
         if self._group is not None and engines.roster == self._roster:
             return self._group
         backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"
-        host, name = address.reachable(self._network), f"{_GROUP}.{engines.roster}"
-        listener = broadcast_group.listen(host)
-        port = listener.getsockname()[1]
+        hosted, name = hosting.host(self._network), f"{_GROUP}.{engines.roster}"
+        host, port = hosting.place(hosted)
         joined: list[dist.ProcessGroup] = []
 
         def join() -> None:
-            joined.append(broadcast_group.join(listener, engines.world, name, backend, self._sync.timeout_s))
+            joined.append(broadcast_group.join(hosted, engines.world, name, backend, self._sync.timeout_s))
 
         self._ask_while(WeightsJoin(host, port, name, backend), join)
-        self._group, self._roster = joined[0], engines.roster
+        self._group, self._roster, self._hosted = joined[0], engines.roster, hosted
         return self._group
 
     def _ask_while(self, request: Request, act: Callable[[], None]) -> Reply:

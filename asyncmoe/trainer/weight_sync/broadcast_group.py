@@ -5,7 +5,6 @@ It is separate from torch's default groups, because the trainer's ranks and the 
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,22 +12,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WeightSyncError
+from asyncmoe.receiver.hosting import Hosted, Keeper, place
 
 
-def listen(host: str) -> socket.socket:
-    """Return a listening socket on a free port of `host`, for `join`."""
-    return socket.create_server((host, 0))
-
-
-def join(listener: socket.socket, world: int, group: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
+def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Join `group` as rank 0; return when all `world` ranks have joined.
 
-    Takes the same steps as SGLang's `init_custom_process_group` (`sglang.srt.utils.common`), which the engines run: a TCP store, prefixed
-    with the group's name, and a backend outside the default group. Under torchrun, `tcp://` would make every rank a client of torchrun's
-    own store, so rank 0 creates the store itself, on the caller's socket.
+    Takes the same steps as SGLang's `init_custom_process_group` (`sglang.srt.utils.common`), which the engines run: a store, prefixed with
+    the group's name, and a backend outside the default group. Under torchrun, `tcp://` would make every rank a client of torchrun's own
+    store, so rank 0 creates the store itself, on the caller's socket.
 
     Args:
-        listener: from `listen`; the store takes ownership.
+        hosted: what `asyncmoe.receiver.hosting.host` returned. The store takes ownership of a socket; a file must be kept as long as the
+            group is used.
         backend: "gloo" or "nccl".
         timeout_s: bound of the rendezvous, and of every collective of the group.
 
@@ -37,11 +33,9 @@ def join(listener: socket.socket, world: int, group: str, backend: str, timeout_
     """
     timeout = timedelta(seconds=timeout_s)
     c10d: Any = distributed_c10d
-    host, port = listener.getsockname()[:2]
+    host, port = place(hosted)
     try:
-        store = cast(Any, dist).TCPStore(
-            host, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-        )
+        store = _store(hosted, host, port, world, timeout)
         made, _ = c10d._new_process_group_helper(
             world, 0, [], c10d.Backend(backend), c10d.PrefixStore(group, store), group_name=group, backend_options=None, timeout=timeout
         )
@@ -50,3 +44,13 @@ def join(listener: socket.socket, world: int, group: str, backend: str, timeout_
     # Without this entry `broadcast(src=0)` would look up the source among the ranks of the default group.
     c10d._world.pg_group_ranks[made] = {index: index for index in range(world)}
     return cast(dist.ProcessGroup, made)
+
+
+def _store(hosted: Hosted, host: str, port: int, world: int, timeout: timedelta) -> Any:
+    c10d: Any = dist
+    if isinstance(hosted, Keeper):
+        store = c10d.FileStore(host)
+        store.set_timeout(timeout)
+        return store
+    fd = hosted.detach()
+    return c10d.TCPStore(host, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd, use_libuv=True)

@@ -17,7 +17,7 @@ from asyncmoe.config import Config
 from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
-from asyncmoe.receiver import cards, control_store, failing, handshake, protocol, transfer_plan
+from asyncmoe.receiver import cards, failing, handshake, hosting, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, Outcome, Ready, Terms
@@ -214,12 +214,11 @@ def _ask_engines(config: Config, client: Client, devices: bool = False) -> Engin
 
 
 def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tuple[Store, str]:
-    """Host the store, publish the terms and start the engines' receivers; return the store and its "host:port"."""
+    """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
     world, sync = model.mesh.world, config.sync
-    host = address.reachable(config.cluster.network)
-    listener = control_store.listen(host)
-    port = int(listener.getsockname()[1])
-    store = Store(_GROUP, 0, host, port, sync.timeout_s, listener)
+    hosted = hosting.host(config.cluster.network)
+    host, port = hosting.place(hosted)
+    store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)
     ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
     terms = Terms(
         hf=dict(model.hf),

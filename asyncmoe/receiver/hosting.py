@@ -1,0 +1,77 @@
+"""Where ranks meet: on one machine in a file, over several at an address.
+
+The file is of torch's `FileStore`, in a folder that only this user may enter. The address is of torch's `TCPStore`, which asks for no key.
+Unlike an address, a file does not say when its keeper ends. So the keeper holds a lock beside it, which the kernel releases with the
+process, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import socket
+import tempfile
+import weakref
+from pathlib import Path
+
+from asyncmoe.rpc.address import reachable, several
+from asyncmoe.storage import writing
+
+_STORE, _LOCK = "store", "lock"
+
+
+class Keeper:
+    """A new file, which exists as long as this object.
+
+    Attributes:
+        path: of the store.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+
+    def __init__(self) -> None:
+        temporary = Path(tempfile.gettempdir())
+        with writing("the store in which ranks meet", temporary):
+            folder = Path(tempfile.mkdtemp(prefix="asyncmoe-meeting-"))
+            self._lock = (folder / _LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = folder / _STORE
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+
+Hosted = socket.socket | Keeper
+"""What rank 0 hosts a store with: a listening socket, or a file."""
+
+
+def host(network: str) -> Hosted:
+    """Return the place for rank 0's store: a file, or with several machines a listening socket on a free port of this one.
+
+    Args:
+        network: as `cluster.network`.
+
+    Raises:
+        UserError: see `asyncmoe.rpc.address.reachable`.
+        StorageError: the file cannot be made.
+    """
+    return socket.create_server((reachable(network), 0)) if several(network) else Keeper()
+
+
+def place(hosted: Hosted) -> tuple[str, int]:
+    """Return what others know a store's place by: address and port; or path and 0."""
+    if isinstance(hosted, Keeper):
+        return str(hosted.path), 0
+    address, port = hosted.getsockname()[:2]
+    return str(address), int(port)
+
+
+def is_kept(path: Path) -> bool:
+    """Return whether the keeper of a store still has it."""
+    try:
+        with path.with_name(_LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False

@@ -1,0 +1,194 @@
+"""Another user of the machine tries every port, file and process of a run, and nothing is answered or written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncmoe.platform.sglang.lifetime import API_KEY
+from tests.system.runs import REPOSITORY, logs, metrics, start, wait_for
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
+]
+_LISTENS = "0A"
+_UNAUTHORIZED = b'{"error": {"message": "Unauthorized"}}'
+WORLD_READABLE = {
+    *("arch_status", "autogroup", "cgroup", "cmdline", "comm", "coredump_filter", "cpu_resctrl_groups", "cpuset", "gid_map", "limits"),
+    *("loginuid", "mountinfo", "mounts", "oom_adj", "oom_score", "oom_score_adj", "projid_map", "sched", "schedstat", "sessionid"),
+    *("setgroups", "stat", "statm", "status", "timens_offsets", "uid_map", "wchan", "dev_snmp6"),
+}
+"""Files of /proc/PID that Linux lets every user read (proc(5)); of these only cmdline says what the process chose."""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that everybody may enter, and in it one for temporary files, as /tmp is."""
+    folder = Path(tempfile.mkdtemp(prefix="second-"))
+    folder.chmod(0o755)
+    (folder / "t").mkdir()
+    (folder / "t").chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """What a run has that another user might reach.
+
+    Attributes:
+        tcp, udp: addresses and ports it listens on.
+        unix: its Unix sockets with a name; an abstract one begins with @.
+        files: its files and folders.
+        secrets: keys that must not be read.
+    """
+
+    pids: list[int]
+    tcp: list[tuple[str, int]]
+    udp: list[tuple[str, int]]
+    unix: list[str]
+    files: list[str]
+    secrets: list[str]
+
+
+def exposed(run_dir: Path, temporary: Path, supervisor: int) -> Exposed:
+    """What a run has now, as the kernel knows it."""
+    parent = psutil.Process(supervisor)
+    pids = [supervisor, *(child.pid for child in parent.children(recursive=True))]
+    inodes, files, secrets = set(), set(), []
+    for pid in pids:
+        for link in _links(pid):
+            if link.startswith("socket:["):
+                inodes.add(link[8:-1])
+            elif link.startswith((str(run_dir), str(temporary), "/dev/shm/")):
+                files.add(link.removesuffix(" (deleted)"))
+        environment = psutil.Process(pid).environ() if psutil.pid_exists(pid) else {}
+        secrets += [environment[API_KEY]] if API_KEY in environment else []
+    for root in (run_dir, *temporary.iterdir()):
+        files |= {str(root), *(str(path) for path in root.rglob("*"))}
+    scratch = [path.name for path in temporary.iterdir()]
+    files |= {str(path) for path in Path("/dev/shm").iterdir() if any(name in path.name for name in scratch)}
+    rendezvous = json.loads((run_dir / "rendezvous.json").read_text())
+    secrets += [rendezvous["client_secret"], rendezvous["local_secret"]]
+    assert all(len(secret) >= 32 for secret in secrets)
+    tcp = _table("tcp", inodes, _LISTENS)
+    assert not _table("tcp6", inodes, _LISTENS)
+    unix = [line.split(None, 7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return Exposed(
+        pids, tcp, _table("udp", inodes), sorted({row[7] for row in unix if row[6] in inodes and len(row) > 7}), sorted(files), secrets
+    )
+
+
+def _links(pid: int) -> Iterator[str]:
+    for folder in ("fd", "map_files"):
+        try:
+            entries = list(Path(f"/proc/{pid}/{folder}").iterdir())
+        except OSError:  # it has ended
+            return
+        for entry in entries:
+            try:
+                yield os.readlink(entry)
+            except OSError:
+                continue
+
+
+def _table(name: str, inodes: set[str], state: str = "") -> list[tuple[str, int]]:
+    found = []
+    for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+        row = line.split()
+        if row[9] in inodes and state in ("", row[3]):
+            address, port = row[1].split(":")
+            assert len(address) == 8, "an address of IPv6"
+            found.append((socket.inet_ntoa(struct.pack("=I", int(address, 16))), int(port, 16)))
+    return found
+
+
+def attacked(stranger: subprocess.Popen[str], targets: Exposed) -> dict[str, Any]:
+    told = {"pids": targets.pids, "tcp": targets.tcp, "udp": targets.udp, "unix": targets.unix, "files": targets.files}
+    out, _ = stranger.communicate(json.dumps(told) + "\n", timeout=120)
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_another_user_gets_and_changes_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(place / "t"))
+    run_dir = place / "run"
+    stranger = subprocess.Popen(
+        [sys.executable, "-m", "tests.system.stranger"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    settings = ("warmup.steps=0", "run.steps=2000", "trainer.checkpoint_every=2", "verify.logprobs_every=1")
+    command = start(run_dir, "engines.tp=2", *settings)
+    try:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "ready\n"
+        assert wait_for(lambda: len(metrics(run_dir)) > 2, 120), logs(run_dir)
+        targets = exposed(run_dir, place / "t", command.process.pid)
+        found = attacked(stranger, targets)
+        steps = len(metrics(run_dir))
+        assert wait_for(lambda: len(metrics(run_dir)) >= steps + 2, 60), logs(run_dir)
+    finally:
+        stranger.kill()
+        command.process.send_signal(signal.SIGINT)
+        status, _, error = command.finish(60)
+    print(json.dumps({key: value for key, value in found.items() if key != "read"})[:3000])
+    check_targets(targets)
+    check_sockets(found)
+    assert found["files"] == []
+    check_read(found["read"], targets)
+    assert found["processes"] == []
+    assert "resumes from" in error or status == 0, error
+    assert (json.loads((run_dir / "summary.json").read_text()))["max_abs_logprob_diff_same_version"] <= 1e-5
+    assert command.gone(), command.alive()
+
+
+def check_targets(targets: Exposed) -> None:
+    """The attack has met all that there is."""
+    assert len(targets.pids) >= 8, "supervisor, controller, torchrun, two ranks, a server with two schedulers and a detokenizer"
+    assert len(targets.tcp) > 20, "gloo's and the server's"
+    assert {host for host, _ in targets.tcp} == {"127.0.0.1"}
+    assert targets.udp == []
+    assert len(targets.unix) >= 3, "the controller's and SGLang's"
+    assert not [name for name in targets.unix if name.startswith("@")]
+    text = "\n".join(targets.files)
+    run = ("metrics.jsonl", "journal/states.sqlite", "rendezvous.json", "samples", "checkpoints", "logs/trainer.log")
+    for part in (*run, "/ranks", "/workers", "asyncmoe-meeting-", "/dev/shm/"):
+        assert part in text, part
+
+
+def check_sockets(found: dict[str, Any]) -> None:
+    """Only the server answers at all, with a refusal."""
+    assert found["udp"] == {}
+    assert found["stores"] == []
+    assert {why for answers in found["unix"].values() for why in answers} == {"! Permission denied"}
+    spoken = {place: [a.encode("latin1") for a in answers if not a.startswith("!") and a] for place, answers in found["tcp"].items()}
+    spoken = {place: answers for place, answers in spoken.items() if answers}
+    assert len(spoken) == len(found["opened"]) == 1, spoken
+    (answers,) = spoken.values()
+    bodies = {(reply.split(b" ")[1], reply.partition(b"\r\n\r\n")[2]) for reply in answers if reply.startswith(b"HTTP/1.1 ")}
+    assert (b"401", _UNAUTHORIZED) in bodies
+    assert bodies <= {(b"401", _UNAUTHORIZED), (b"401", b""), (b"400", b"Invalid HTTP request received.")}, bodies
+    assert {reply for reply in answers if not reply.startswith(b"HTTP/1.1 ")} <= {_UNAUTHORIZED}
+
+
+def check_read(read: dict[str, str], targets: Exposed) -> None:
+    """Nothing but what Linux tells every user of every process."""
+    names = {re.sub(r"^/proc/\d+/", "", path) for path in read}
+    assert not {name for name in names if not name.startswith("net/")} - WORLD_READABLE
+    text = "\0".join(read.values())
+    assert not [secret for secret in targets.secrets if secret in text]

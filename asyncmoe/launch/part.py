@@ -1,4 +1,4 @@
-"""One part of a run in this process: the controller, or an engine that joins."""
+"""One part of a run in this process: the controller, an engine that joins, or the keeper of this machine's engines."""
 
 from __future__ import annotations
 
@@ -62,6 +62,21 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     heartbeats.start(loaded.run.dir, name, loaded.watch.beat_s)
     engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
     heartbeats.beat(heartbeats.ENDED)
+
+
+def keeper(config: Path) -> None:
+    """Run the keeper of a run's engines on this machine, until they are to end.
+
+    Raises:
+        AsyncmoeError: see `asyncmoe.rollout.engines.keeper.run`.
+    """
+    from asyncmoe import config as configuration
+    from asyncmoe.models.hub import with_local_model
+    from asyncmoe.rollout.engines import keeper
+
+    loaded = with_local_model(configuration.load(config, ()), download=False)
+    processes.record(loaded.run.dir, "keeper")
+    keeper.run(loaded, loaded.run.dir)
 
 
 def main(run: Callable[[], object]) -> None:

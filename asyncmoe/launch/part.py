@@ -76,7 +76,9 @@ def keeper(config: Path) -> None:
 
     loaded = with_local_model(configuration.load(config, ()), download=False)
     processes.record(loaded.run.dir, "keeper")
+    heartbeats.start(loaded.run.dir, "keeper", loaded.watch.beat_s)
     keeper.run(loaded, loaded.run.dir)
+    heartbeats.beat(heartbeats.ENDED)
 
 
 def main(run: Callable[[], object]) -> None:

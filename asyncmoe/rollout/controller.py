@@ -74,10 +74,10 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     """
     keys.refuse_another(run_dir)
     at = given()
-    keeper = keeper_of(config, run_dir, memory)
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
     journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
+    keeper = keeper_of(config, run_dir, memory)  # after the journal, which refuses a second controller
     asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
 
 
@@ -111,10 +111,11 @@ async def _serve(
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
-        await loaded.check(config)
         if keeper is not None and keeper.found and journaling.is_new:  # the engines' version is of steps that nothing knows any more
             await asyncio.gather(*(keeper.stop(index) for index in keeper.found))
             keeper.forget()
+        if keeper is None or not keeper.found:  # else the controller that started the engines has tried the parts
+            await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0) if keeper is None else keeper.engine(index))
         controller = Controller(config, engines, start, recorder, loaded, journaling, keeper)

@@ -36,7 +36,7 @@ from asyncmoe.rpc.keeper_messages import (
 )
 from asyncmoe.rpc.messages import Done, Reply, Request
 from asyncmoe.rpc.server import Server
-from asyncmoe.telemetry import processes
+from asyncmoe.telemetry import heartbeats, processes
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.5
@@ -123,6 +123,7 @@ class Keeper:
         """Return when no controller has been there for `engines.orphan_s`."""
         limit, alone = self._config.engines.orphan_s, None
         while True:
+            heartbeats.beat("looks after its engines")
             now = time.monotonic()
             alone = None if self._guarded() else (alone or now)
             if alone is not None and now - alone > limit:

@@ -85,6 +85,8 @@ class Belonging:
     def clear_if_empty(self, folder: Path, *payloads: Path) -> None:
         """Delete a journal in which no group was ever begun: it may belong to anything. Raises as `States.open`.
 
+        If it is this run's, and has steps of the warm-up, a trainer may go on that took them.
+
         Args:
             payloads: its folders of segments.
         """
@@ -92,10 +94,11 @@ class Belonging:
             return
         states = States.open(folder, {})
         try:
-            known = states.read(rows.read)
+            known, facts = states.read(lambda connection: (rows.read(connection), rows.facts(connection)))
         finally:
             states.close()
-        if not known.groups and not known.leases and not known.next:
+        kept = known.trained and json.loads(facts["identity"]) == dict(self.identity)
+        if not known.groups and not known.leases and not known.next and not kept:
             with storage.writing("the journal", folder):
                 for path in folder.glob(f"{FILE}*"):
                     path.unlink()

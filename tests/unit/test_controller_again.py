@@ -89,11 +89,13 @@ def test_a_rank_that_missed_the_answer_to_its_commit_and_one_that_did_not_agree(
             if phase == "rl":
                 trainer.step = 1
                 await trainer.publish()
-            second = await asyncio.gather(missing, *(trainer.ask(Lease(1, phase, 4, 1, 20.0), rank) for rank in range(RANKS)))  # type: ignore[arg-type]
+            await missing
+            asked = Lease(1, phase, 4, 1, 20.0)  # type: ignore[arg-type]
+            second = await asyncio.gather(*(trainer.ask(asked, rank) for rank in range(RANKS)))
             assert isinstance(first, Leased)
-            assert isinstance(second[1], Leased)
-            assert second[1] == second[2]
-            assert not {item.key for item in first.items} & {item.key for item in second[1].items}
+            assert isinstance(second[0], Leased)
+            assert second[0] == second[1]
+            assert not {item.key for item in first.items} & {item.key for item in second[0].items}
             with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 1"):
                 await trainer.ask(Hello(0, RANKS, config.digest, 3, goes_on=True))
         close(trainer.ranks)

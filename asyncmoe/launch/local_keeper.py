@@ -13,7 +13,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
 from asyncmoe.process import Child
-from asyncmoe.rpc import keys
+from asyncmoe.rollout.engines import kept
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.keeper_messages import KeeperEnd, KeeperTake
 from asyncmoe.rpc.rendezvous import Rendezvous
@@ -39,7 +39,7 @@ class LocalKeeper:
         """
         log = config.run.dir / "logs" / "keeper.log"
         self.process: Child | Adopted
-        left = keys.keeper(config.run.dir)
+        left = kept.running(config.run.dir)
         if left is not None and taken(left, config):
             self.process = Adopted(processes.of("keeper", left.pid, config.run.dir), log)
         else:
@@ -103,7 +103,7 @@ def taken(left: Rendezvous, config: Config) -> bool:
         else:
             return True
     until = time.monotonic() + STOP_GRACE_S
-    while keys.keeper(config.run.dir) is not None:
+    while kept.running(config.run.dir) is not None:
         if time.monotonic() > until:
             raise WaitTimeout("the keeper of engines", f"its end; process {left.pid}", STOP_GRACE_S)
         time.sleep(_POLL_S)

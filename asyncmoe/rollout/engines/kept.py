@@ -28,12 +28,23 @@ from asyncmoe.rpc.keeper_messages import (
     KeptEngine,
 )
 from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.telemetry import processes
 
 _ANSWER_S = 30.0
 """Limit on each request; the longest waits for the end of an engine's processes."""
 _POLL_S = 0.2
 _START_S = 60.0
 """Seconds in which a keeper that was started beside the controller answers."""
+
+
+def running(run_dir: Path) -> Rendezvous | None:
+    """Return where the keeper of a run's engines on this host is; None if none answers. In a copy of a run's directory there is none: it
+    belongs to the run from which the directory was copied."""
+    found = keys.keeper(run_dir)
+    if found is None:
+        return None
+    ours = [one for one in processes.read(run_dir) if one.role == "keeper" and processes.runs(one)]
+    return found if any(one.pid == found.pid for one in ours) else None
 
 
 def find(run_dir: Path, expected: bool) -> Rendezvous | None:
@@ -46,7 +57,7 @@ def find(run_dir: Path, expected: bool) -> Rendezvous | None:
         WaitTimeout: the expected one does not answer.
     """
     begin = time.monotonic()
-    while (found := keys.keeper(run_dir)) is None and expected:
+    while (found := running(run_dir)) is None and expected:
         if time.monotonic() - begin > _START_S:
             raise WaitTimeout("the keeper of engines", "start; see logs/keeper.log", _START_S)
         time.sleep(_POLL_S)

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.launch.controller_restarts import PREPARED_AFTER_S
 from asyncmoe.telemetry import processes
 from benchmarks.provenance import here
 
@@ -29,6 +30,8 @@ EVERY, LOST = 4, 2
 """Steps between checkpoints, and steps since the newest one when a rank is killed."""
 WARM = 4
 LIMIT_S = 300.0
+_PREPARING_S = 15.0
+"""Seconds in which the next controller loads its programs, and stands by."""
 _CHECKOUT = Path(__file__).parents[1]
 _SHAPE = (
     f"warmup.steps={WARM}",
@@ -137,7 +140,9 @@ class _Rig:
         return Recovery(met - begin, trained - begin)
 
     def succession(self) -> tuple[Successor, float]:
-        """Kill the controller after a step, and measure what follows; also return the CPU seconds of the next one until it generates."""
+        """Kill the controller after a step, and measure what follows; also return the CPU seconds of the next one until it generates, those
+        in which it stood by included."""
+        time.sleep(PREPARED_AFTER_S + _PREPARING_S)
         before = len(self._records())
         self._wait(lambda: any(one.get("step", 0) > WARM for one in self._records()[before:]))
         last, begin = self._records()[-1]["step"], time.time()

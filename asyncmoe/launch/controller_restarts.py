@@ -15,6 +15,8 @@ from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.schema import Step
 
+PREPARED_AFTER_S = 20.0
+"""Seconds after a controller's first step of reinforcement learning in which the next one is not prepared: starts take the cores."""
 _POLL_S = 0.25
 
 
@@ -26,13 +28,23 @@ class ControllerRestarts:
         self._history: list[StartFailure] = []
         self._step = 0
         """Highest step trained since the last start."""
+        self._since: float | None = None
 
     def feed(self, records: Sequence[Followed]) -> None:
         """Take new records."""
-        self._step = max([self._step, *(record.step for record in records if isinstance(record, Step))])
+        steps = [record for record in records if isinstance(record, Step)]
+        self._step = max([self._step, *(record.step for record in steps)])
+        if self._since is None and any(record.phase == "rl" for record in steps):
+            self._since = time.monotonic()
 
     def close(self) -> None:
         """Nothing: it holds nothing."""
+
+    def prepare(self, starter: ControllerStarter) -> None:
+        """Have the next controller prepared, if it is time."""
+        due = self._since is not None and time.monotonic() - self._since > PREPARED_AFTER_S
+        if due and self._config.run.controller_restarts:
+            starter.prepare()
 
     def again(
         self, error: AsyncmoeError, starter: ControllerStarter, processes: Processes, stopping: Callable[[], bool], view: LiveView
@@ -66,7 +78,7 @@ class ControllerRestarts:
         view.say(text)
         self._watcher.lost("controller_lost", text)
         self._history.append(failed)
-        self._step = 0
+        self._step, self._since = 0, None
         starter.end()
         self._watcher.forget("controller")
         until = time.monotonic() + decision.after_s

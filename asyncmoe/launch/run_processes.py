@@ -40,6 +40,9 @@ class TrainerStarter(Protocol[Started]):
 class ControllerStarter(Protocol):
     """Starts the controller of a run, again and again, while engines and trainer go on."""
 
+    def prepare(self) -> None:
+        """Be ready to start the next one quickly; called again and again while the run goes on."""
+
     def end(self) -> None:
         """Kill it, if it still runs."""
 

@@ -122,6 +122,7 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
             view.refresh()
         except ProcessSilent as silent:
             processes = restarts.again(processes, silent)
+        restarts.prepare(processes)
         controller = processes.controller
         if stop.count > told:
             told = stop.count
@@ -162,6 +163,11 @@ class _Restarts:
     stop: StopOnSignal
     trainers: TrainerRestarts
     controllers: ControllerRestarts
+
+    def prepare(self, processes: Processes) -> None:
+        """Be ready for the loss of the controller, if it can be started again."""
+        if processes.controllers is not None and not self._stopping():
+            self.controllers.prepare(processes.controllers)
 
     def again(self, processes: Processes, error: AsyncmoeError) -> Processes:
         """Start the controller again if it was lost, else the trainer.

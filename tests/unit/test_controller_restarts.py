@@ -45,6 +45,9 @@ class Controllers:
         self.child = Child("controller", ["sh", "-c", script], self.folder / "controller.log")
         return self.child
 
+    def prepare(self) -> None:
+        pass
+
     def end(self) -> None:
         self.child.end(0.0)
 

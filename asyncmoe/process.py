@@ -97,6 +97,7 @@ class Child:
         log: file to which its output is appended.
         environment: variables added to this process's environment.
         bounds: of the log.
+        outlives: whether it goes on when this process ends.
 
     Raises:
         StorageError: the log cannot be opened.
@@ -110,6 +111,7 @@ class Child:
         log: Path,
         environment: Mapping[str, str] | None = None,
         bounds: LogBounds | None = None,
+        outlives: bool = False,
     ) -> None:
         self.name, self.log = name, log
         with writing(f"log of {name}", log):
@@ -125,7 +127,7 @@ class Child:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=None if outlives else die_with_parent,
                 )
             except OSError as error:
                 raise AsyncmoeError(f"{name}: {command[0]} cannot be started: {error.strerror}") from error

@@ -1,6 +1,7 @@
-"""How long a run stands after a trainer rank is killed: the trainer started again in place, next to everything started again.
+"""How long a run stands after a trainer rank is killed: the trainer started again in place, next to everything started again; and after
+the controller is killed, which is started again in place.
 
-A run of the demo with a real engine, in which a rank is killed again and again, each time as many steps after a checkpoint.
+A run of the demo with a real engine, in which one process is killed again and again, each time as many steps after a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.launch.controller_restarts import PREPARED_AFTER_S
 from asyncmoe.telemetry import processes
 from benchmarks.provenance import here
 
@@ -28,6 +30,8 @@ EVERY, LOST = 4, 2
 """Steps between checkpoints, and steps since the newest one when a rank is killed."""
 WARM = 4
 LIMIT_S = 300.0
+_PREPARING_S = 15.0
+"""Seconds in which the next controller loads its programs, and stands by."""
 _CHECKOUT = Path(__file__).parents[1]
 _SHAPE = (
     f"warmup.steps={WARM}",
@@ -49,15 +53,26 @@ class Recovery:
     trained: float
 
 
+@dataclass(frozen=True)
+class Successor:
+    """Seconds from the kill of the controller until the next one has counted episodes under way (`generates`), and until the trainer has
+    trained the second step after it, which no earlier controller can have leased (`trained`)."""
+
+    generates: float
+    trained: float
+
+
 def run(rounds: int = 3) -> dict[str, Any]:
-    """Kill a rank `rounds` times in each way, in turn.
+    """Kill a rank `rounds` times in each way, and the controller, in turn.
 
     Everything started again: a rank and the run's supervisor are killed, and the same command is started when all processes have ended. A
     run that ends by itself after the loss of a rank takes longer, because it waits for the reasons of all processes.
 
     Returns:
-        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "ratio"}; of a way: "seconds" (median, kill to the step that
-        was under way), "met" (median, kill to the trainer's first request) and "each". ratio: of the two medians, everything / in_place.
+        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "ratio", "controller"}; of a way: "seconds" (median, kill to
+        the step that was under way), "met" (median, kill to the trainer's first request) and "each". ratio: of the two medians,
+        everything / in_place. controller: "seconds" (median, kill to the second step after it), "generates" (median; see `Successor`),
+        "each" of these, and "cpu": median CPU seconds that the next controller had used by then.
 
     Raises:
         InvariantBroken: the run ended.
@@ -65,17 +80,28 @@ def run(rounds: int = 3) -> dict[str, Any]:
     """
     measured_at = here()
     found: dict[str, list[Recovery]] = {"in_place": [], "everything": []}
+    lost: list[tuple[Successor, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         rig = _Rig(Path(folder))
         try:
             for _ in range(rounds):
+                lost.append(rig.succession())
                 found["in_place"].append(rig.recovery(rig.kill_rank))
                 found["everything"].append(rig.recovery(rig.start_over))
         finally:
             rig.end()
     ways = {way: _figures(recoveries) for way, recoveries in found.items()}
     ratio = round(ways["everything"]["seconds"] / ways["in_place"]["seconds"], 2)
-    return {**measured_at, "steps_replayed": LOST, **ways, "ratio": ratio}
+    return {**measured_at, "steps_replayed": LOST, **ways, "ratio": ratio, "controller": _succession(lost)}
+
+
+def _succession(found: list[tuple[Successor, float]]) -> dict[str, Any]:
+    return {
+        "seconds": round(median(one.trained for one, _ in found), 2),
+        "generates": round(median(one.generates for one, _ in found), 2),
+        "cpu": round(median(cpu for _, cpu in found), 2),
+        "each": [round(one.generates, 2) for one, _ in found],
+    }
 
 
 def _figures(found: list[Recovery]) -> dict[str, Any]:
@@ -113,6 +139,22 @@ class _Rig:
         trained = next(one["time"] for one in after if one.get("step") == last + 1 and one["time"] > met)
         return Recovery(met - begin, trained - begin)
 
+    def succession(self) -> tuple[Successor, float]:
+        """Kill the controller after a step, and measure what follows; also return the CPU seconds of the next one until it generates, those
+        in which it stood by included."""
+        time.sleep(PREPARED_AFTER_S + _PREPARING_S)
+        before = len(self._records())
+        self._wait(lambda: any(one.get("step", 0) > WARM for one in self._records()[before:]))
+        last, begin = self._records()[-1]["step"], time.time()
+        lost = self._pid("controller")
+        os.kill(lost, signal.SIGKILL)
+        self._wait(lambda: any(one["time"] > begin and one["running"] for one in self._counts()[-10:]))
+        counted = next(one["time"] for one in self._counts() if one["time"] > begin and one["running"])
+        used = psutil.Process(self._pid("controller")).cpu_times()
+        self._wait(lambda: any(one.get("step", 0) == last + 2 for one in self._records()))
+        trained = next(one["time"] for one in self._records() if one.get("step") == last + 2)
+        return Successor(counted - begin, trained - begin), used.user + used.system
+
     def kill_rank(self) -> None:
         """Kill the last rank; the run starts the trainer again."""
         ranks = [one for one in processes.read(self._dir) if one.role.startswith("trainer.") and processes.runs(one)]
@@ -123,6 +165,7 @@ class _Rig:
         every = psutil.Process(self._process.pid).children(recursive=True)
         self.kill_rank()
         self._process.kill()
+        os.kill(self._pid("keeper"), signal.SIGKILL)  # else the engines would wait for the next command
         self._process.wait()
         _, left = psutil.wait_procs(every, timeout=60.0)
         if left:
@@ -141,8 +184,17 @@ class _Rig:
         with self._output.open("ab") as output:
             return subprocess.Popen([sys.executable, "-m", "asyncmoe", *self._command], stdout=output, stderr=output)
 
+    def _pid(self, role: str) -> int:
+        return next(one.pid for one in processes.read(self._dir) if one.role == role)
+
     def _records(self) -> list[dict[str, Any]]:
-        path = self._dir / "metrics.jsonl"
+        return self._lines("metrics.jsonl")
+
+    def _counts(self) -> list[dict[str, Any]]:
+        return self._lines("rollout.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self._dir / name
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
     def _wait(self, condition: Callable[[], bool]) -> None:
@@ -159,4 +211,7 @@ def table(found: dict[str, Any]) -> str:
     """A line a way."""
     lines = [f"{'':<12}{'trainer met':>12}{'step trained':>14}   s after the kill"]
     lines += [f"{way:<12}{found[way]['met']:>12.1f}{found[way]['seconds']:>14.1f}" for way in ("in_place", "everything")]
-    return "\n".join([*lines, f"{found['ratio']:g} times as fast in place, {found['steps_replayed']} steps trained again"])
+    lines.append(f"{found['ratio']:g} times as fast in place, {found['steps_replayed']} steps trained again")
+    lost = found["controller"]
+    said = f"generates after {lost['generates']:.1f} s ({lost['cpu']:.1f} s of CPU), and the trainer has trained two steps after"
+    return "\n".join([*lines, f"controller killed: the next one {said} {lost['seconds']:.1f} s"])

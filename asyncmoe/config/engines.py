@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Port, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Port, Positive, PositiveFloat, Section
 
 _OWNED = {
     **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "engines.tp"),
@@ -75,6 +75,12 @@ class EngineSection(Section):
         3,
         description="How often an engine that died or hung starts again while another serves, by the controller or by asyncmoe engine; 5 s "
         "pass before the first restart and twice as long before each further one. The engine serves from the next version on.",
+    )
+    orphan_s: NonNegativeFloat = Field(
+        60.0,
+        description="Seconds that the engines of `asyncmoe run` outlive a controller that is lost, until the next one takes them over; "
+        "trainer ranks wait for it as long. Raise it if the controller takes long to start. 0: engines end with their controller, and a "
+        "lost controller ends the run.",
     )
     args: tuple[str, ...] = Field((), description="Further command-line arguments for sglang.launch_server.")
 

@@ -26,3 +26,8 @@ class RunSection(Section):
     )
     seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
     resume: bool = Field(True, description="Resume from the newest checkpoint in `dir`; if false, fail when a checkpoint exists.")
+    controller_restarts: NonNegative = Field(
+        2,
+        description="How often in a row, without a new step in between, a controller that a signal ended (killed, crashed, out of memory) "
+        "is started again in place, while engines and trainer go on; see engines.orphan_s. 0: a lost controller ends the run.",
+    )

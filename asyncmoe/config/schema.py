@@ -220,6 +220,14 @@ class Config(Section):
         return self.rollout.truncated if self.keep.sampling_mask == "auto" else self.keep.sampling_mask == "on"
 
     @property
+    def keeps_engines(self) -> bool:
+        """True if the engines of `asyncmoe run` outlive their controller: only then can it be started again in place. Its successor must
+        know from the journal what the trainer has, and whether an engine holds a whole version."""
+        here = self.launch == "local" and not self.engines.join
+        whole = self.sync.method == "reshard" and self.sync.staging
+        return here and whole and self.journal.enabled and self.engines.orphan_s > 0
+
+    @property
     def checkpoint_kind(self) -> dict[str, Any]:
         """Settings that the names in a checkpoint depend on, except `distributed_optimizer` where trainer.optimizer.distributed is null."""
         kind: dict[str, Any] = {"expert_parallel": self.trainer.ep > 1, "train": self.train}

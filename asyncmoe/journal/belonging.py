@@ -86,6 +86,8 @@ class Belonging:
     def clear_if_empty(self, folder: Path, *payloads: Path) -> None:
         """Delete a journal in which no group was ever begun: it may belong to anything. Raises as `States.open`.
 
+        If it is this run's, and has steps of the warm-up, a trainer may go on that took them.
+
         Args:
             payloads: its folders of segments.
         """
@@ -93,10 +95,10 @@ class Belonging:
             return
         states = States.open(folder, {})
         try:
-            blank = states.read(rows.is_blank)
+            blank, known, facts = states.read(lambda connection: (rows.is_blank(connection), rows.read(connection), rows.facts(connection)))
         finally:
             states.close()
-        if blank:
+        if blank and not (known.trained and json.loads(facts["identity"]) == dict(self.identity)):
             with storage.writing("the journal", folder):
                 for path in folder.glob(f"{FILE}*"):
                     path.unlink()

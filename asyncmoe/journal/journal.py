@@ -86,6 +86,12 @@ class Unjournaled:
     def committed(self, step: int, skipped: str = "") -> None:
         """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason."""
 
+    def warmed_up(self, step: int) -> None:
+        """A step of the warm-up is over."""
+
+    async def settled(self) -> None:
+        """Return once all changes so far are on disk. Raises as `finished`."""
+
     def released(self, step: int) -> None:
         """A lease ends untrained. Raises InvariantBroken if a later one does not."""
 
@@ -161,7 +167,7 @@ class Journal(Unjournaled):
             belonging.note()
             return cls(f"journal {folder}", belonging, Stores(states, segments, answers, held.pop_all()), recorded)
 
-    def begin(self, step: int, base: int, batch: int, first_group: int) -> Recovered:
+    def begin(self, step: int, base: int, batch: int, first_group: int, *, goes_on: bool = False) -> Recovered:
         """Return the state in which the queue begins; see `recover`.
 
         Args:
@@ -169,9 +175,9 @@ class Journal(Unjournaled):
         """
         if self.recorded.first is None:
             self.recorded = replace(self.recorded, first=max(step, base), next=first_group)
-        found = recover(self.recorded, step, base, batch, self.name)
+        found = recover(self.recorded, step, base, batch, self.name, goes_on=goes_on)
         self.lineage, self._next, self._replays = found.lineage, found.next, dict(found.replays)
-        facts = {"lineage": found.lineage, "first": self.recorded.first, "next": found.next}
+        facts = {"lineage": found.lineage, "first": self.recorded.first, "next": found.next, "trained": step}
         # Together, or the next restart would take what the replays skipped out of the ledger a second time.
         self._states.write([rows.reopened(max(step, base)), *(rows.fact(name, value) for name, value in facts.items())], found.accounts)
         return found
@@ -220,7 +226,13 @@ class Journal(Unjournaled):
 
     def committed(self, step: int, skipped: str = "") -> None:
         self._leases.pop(step, None)
-        self._write([rows.committed(step, skipped)])
+        self._write([rows.committed(step, skipped), rows.fact("trained", step + 1)])
+
+    def warmed_up(self, step: int) -> None:
+        self._write([rows.fact("trained", step + 1)])
+
+    async def settled(self) -> None:
+        await self._states.durable(self._states.tickets)
 
     def released(self, step: int) -> None:
         if any(later > step for later in (*self._leases, *self._replays)):
@@ -246,7 +258,8 @@ class Journal(Unjournaled):
         # Together, or a restart of everything would take what the replays trained or skipped out of the ledger a second time.
         self.lineage, self._replays, self._leases = found.lineage, dict(found.replays), {}
         lost = min(found.replays, default=None)
-        self._write([*([] if lost is None else [rows.reopened(lost)]), rows.fact("lineage", found.lineage)], urgent=True)
+        facts = [rows.fact("lineage", found.lineage), rows.fact("trained", found.step)]
+        self._write([*([] if lost is None else [rows.reopened(lost)]), *facts], urgent=True)
 
     def replay(self, step: int) -> RecordedLease | None:
         """Return the lease to answer a step with, or None."""

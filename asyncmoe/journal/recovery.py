@@ -8,6 +8,9 @@ or rejected stays so, whatever the checkpoint: a group ends once.
 
 The ledger goes on. Episodes that were started and are in none of these states were running: they count as requeued, "restart".
 
+A trainer that goes on while the controller is lost and started again has no checkpoint to go back to: k is then the number of steps that
+are committed, and no step is trained again. The lease of step k, if there is one, is under way.
+
 A trainer that is lost alone, and started again while the queue goes on, changes only the leases (`reopen`): those from k on are replayed by
 the same rule, and what they had trained or skipped counts as leased again.
 """
@@ -95,6 +98,7 @@ class JournalRows:
         next: number of the first group never begun.
         lineage: number of restarts that replayed.
         accounts: the queue's at the newest change; None: none.
+        trained: steps that the trainer has taken, as far as it has committed them, warm-up included; None: unknown.
     """
 
     groups: Mapping[int, RecordedGroup] = field(default_factory=dict)
@@ -103,6 +107,7 @@ class JournalRows:
     next: int = 0
     lineage: int = 0
     accounts: Accounts | None = None
+    trained: int | None = None
 
 
 def under_way(recorded: JournalRows) -> dict[int, int]:
@@ -158,10 +163,11 @@ class Reopened:
     lineage: int
 
 
-def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) -> Recovered:
+def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str, *, goes_on: bool = False) -> Recovered:
     """Return the state in which the queue of a trainer that has taken `step` steps begins.
 
     Args:
+        goes_on: the trainer was not started again, so that `step` follows all that it trained.
         base: step at which reinforcement learning began.
         batch: episodes of a step.
         name: of the journal, for messages.
@@ -183,7 +189,7 @@ def recover(recorded: JournalRows, step: int, base: int, batch: int, name: str) 
         tuple(Start(group.number, group.attempt, group.failures) for group in pending),
         recorded.next,
         max((group.order for group in groups if group.place is not None), default=0),
-        recorded.lineage + bool(replays),
+        recorded.lineage + bool(replays and not goes_on),
     )
 
 

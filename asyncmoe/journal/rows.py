@@ -239,6 +239,7 @@ def read(connection: sqlite3.Connection) -> JournalRows:
         int(known.get("next", 0)),
         int(known.get("lineage", 0)),
         _accounts(known["accounts"]) if "accounts" in known else None,
+        int(known["trained"]) if "trained" in known else None,
     )
 
 

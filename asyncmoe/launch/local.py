@@ -1,4 +1,4 @@
-"""A run on this machine: the controller with its engines, the trainer under torchrun, and a live view of both.
+"""A run on this machine: the keeper of engines, the controller, the trainer under torchrun, and a live view of all.
 
 All launchers share `prepare` and `claim`, which check and write files before a process starts, and the supervision in
 `asyncmoe.launch.watch`.
@@ -29,15 +29,16 @@ from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight
+from asyncmoe.launch.local_controller import LocalController
+from asyncmoe.launch.local_keeper import LocalKeeper, supervised, wait_for_left
 from asyncmoe.launch.local_trainer import LocalTrainer
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Processes
+from asyncmoe.launch.run_processes import Processes
 from asyncmoe.launch.watch import supervise
 from asyncmoe.models import resume
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
-from asyncmoe.process import Child
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
@@ -56,6 +57,7 @@ def run(config: Config) -> dict[str, object]:
     with ExitStack() as held:
         with interrupts.stopping(interrupts.NO_RUN_YET):
             held.enter_context(claim(config.run.dir))
+            wait_for_left(config.run.dir)
             plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
             for line in preflight.check(config):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -221,14 +223,16 @@ def claim(directory: Path) -> IO[str]:
 
 
 def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
-    logs = config.run.dir / "logs"
-    controller = Child(
-        "controller", [sys.executable, "-m", "asyncmoe", "rollout", str(file)], logs / "controller.log", bounds=config.telemetry.logs.bounds
-    )
-    ending.callback(controller.end, STOP_GRACE_S)
+    keeper = LocalKeeper(config, file) if config.keeps_engines else None
+    if keeper is not None:
+        ending.callback(keeper.end)
     trainer = LocalTrainer(config, file)
+    controllers = LocalController(config, file, lambda: trainer.epoch)
+    ending.callback(controllers.stop)
+    controller = controllers.start()
     ending.callback(trainer.end)
-    return Processes(controller, trainer.start(0), starter=trainer)
+    ranks = trainer.start(0)
+    return Processes(controller, ranks, supervised(keeper), trainer, None if keeper is None else controllers)
 
 
 def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:

@@ -21,6 +21,9 @@ from asyncmoe.telemetry.heartbeats import TRAINER
 class LocalTrainer:
     """A `TrainerStarter` for this machine. All starts append to one log.
 
+    Attributes:
+        epoch: of the newest start.
+
     Args:
         file: the configuration that the ranks read.
         command: returns program and arguments of a start.
@@ -29,6 +32,7 @@ class LocalTrainer:
     def __init__(self, config: Config, file: Path, command: Callable[[Config, Path], list[str]] | None = None) -> None:
         self._config, self._file, self._command = config, file, command or trainer_command
         self._child: Child | None = None
+        self.epoch = 0
 
     def start(self, epoch: int) -> tuple[Process, ...]:
         """Start torchrun with all ranks.
@@ -37,6 +41,7 @@ class LocalTrainer:
             StorageError: the log cannot be opened.
             AsyncmoeError: the system cannot start the process.
         """
+        self.epoch = epoch
         command = self._command(self._config, self._file)
         environment = {**TRAINER_ENVIRONMENT, TRAINER_EPOCH: str(epoch)}
         log = self._config.run.dir / "logs" / "trainer.log"

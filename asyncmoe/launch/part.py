@@ -1,8 +1,9 @@
-"""One part of a run in this process: the controller, or an engine that joins."""
+"""One part of a run in this process: the controller, an engine that joins, or the keeper of this machine's engines."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NoReturn
 from asyncmoe import installed, interrupts
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import say
+from asyncmoe.rpc.environment import STAND_BY
 from asyncmoe.telemetry import heartbeats, processes
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
@@ -23,11 +25,13 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
         AsyncmoeError: see `asyncmoe.rollout.controller.run`.
     """
     from asyncmoe import config as configuration
-    from asyncmoe.launch import gpus, local
+    from asyncmoe.launch import gpus, local, stand_by
     from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout import controller
 
     loaded = with_local_model(configuration.load(config, overrides))
+    if os.environ.get(STAND_BY):
+        stand_by.wait_for_turn(loaded)
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     processes.record(loaded.run.dir, "controller")
@@ -61,6 +65,23 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     processes.record(loaded.run.dir, name)
     heartbeats.start(loaded.run.dir, name, loaded.watch.beat_s)
     engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
+    heartbeats.beat(heartbeats.ENDED)
+
+
+def keeper(config: Path) -> None:
+    """Run the keeper of a run's engines on this machine, until they are to end.
+
+    Raises:
+        AsyncmoeError: see `asyncmoe.rollout.engines.keeper.run`.
+    """
+    from asyncmoe import config as configuration
+    from asyncmoe.models.hub import with_local_model
+    from asyncmoe.rollout.engines import keeper
+
+    loaded = with_local_model(configuration.load(config, ()), download=False)
+    processes.record(loaded.run.dir, "keeper")
+    heartbeats.start(loaded.run.dir, "keeper", loaded.watch.beat_s)
+    keeper.run(loaded, loaded.run.dir)
     heartbeats.beat(heartbeats.ENDED)
 
 

@@ -37,19 +37,38 @@ class TrainerStarter(Protocol[Started]):
         """
 
 
+class ControllerStarter(Protocol):
+    """Starts the controller of a run, again and again, while engines and trainer go on."""
+
+    def prepare(self) -> None:
+        """Be ready to start the next one quickly; called again and again while the run goes on."""
+
+    def end(self) -> None:
+        """Kill it, if it still runs."""
+
+    def start(self) -> Process:
+        """Start it. No earlier one may run.
+
+        Raises:
+            AsyncmoeError: it cannot be started.
+        """
+
+
 @dataclass(frozen=True)
 class Processes:
     """All processes of a run that its launcher started.
 
     Attributes:
-        engines: empty if the controller starts the engines itself.
+        engines: those that join, or the keeper of this machine's; empty if the controller starts the engines itself.
         starter: starts the trainer again; None: this launcher cannot.
+        controllers: starts the controller again; None: engines would end with it.
     """
 
     controller: Process
     trainers: tuple[Process, ...]
     engines: tuple[Process, ...] = ()
     starter: TrainerStarter[tuple[Process, ...]] | None = None
+    controllers: ControllerStarter | None = None
 
     @property
     def all(self) -> tuple[Process, ...]:
@@ -68,4 +87,14 @@ class Processes:
     @property
     def others_go_on(self) -> bool:
         """True if the controller runs and no engine has failed."""
-        return self.controller.returncode is None and all(engine.returncode in (None, 0) for engine in self.engines)
+        return self.controller.returncode is None and self.engines_go_on
+
+    @property
+    def engines_go_on(self) -> bool:
+        """True if no engine has failed."""
+        return all(engine.returncode in (None, 0) for engine in self.engines)
+
+    @property
+    def controller_lost(self) -> bool:
+        """True if a signal ended the controller, which it did not ask for: it handles those by which it is asked to end."""
+        return self.controller.returncode is not None and self.controller.returncode < 0

@@ -10,7 +10,7 @@ from typing import TypeVar
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.run_processes import TrainerStarter
-from asyncmoe.launch.trainer_starts import Allowance, EndRun, StartAgain, TrainerFailure, decide
+from asyncmoe.launch.trainer_starts import Allowance, EndRun, StartAgain, StartFailure, decide
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.live import LiveView
@@ -25,7 +25,7 @@ class TrainerRestarts:
 
     def __init__(self, config: Config, watcher: Watcher) -> None:
         self._config, self._watcher = config, watcher
-        self._history: list[TrainerFailure] = []
+        self._history: list[StartFailure] = []
         self._step = 0
         """Highest step trained since the last start."""
 
@@ -60,7 +60,7 @@ class TrainerRestarts:
         """
         with suppress(ProcessSilent):
             view.refresh()  # the last steps that the trainer recorded
-        failed = TrainerFailure(str(error), error.exit_code, self._step)
+        failed = StartFailure(str(error), error.exit_code, self._step)
         went_on = others() and not (isinstance(error, ProcessSilent) and error.controller)
         section, journal = self._config.trainer, self._config.journal.enabled
         decision = decide(self._history, failed, Allowance(section.max_restarts, journal, went_on, stopping()))
@@ -70,7 +70,7 @@ class TrainerRestarts:
         self._history.append(failed)
         self._step = 0
         starter.end()
-        self._watcher.forget_trainer()
+        self._watcher.forget()
         until = time.monotonic() + decision.after_s
         while others() and not stopping():
             if time.monotonic() >= until:
@@ -95,4 +95,4 @@ class TrainerRestarts:
         most, why = self._config.trainer.max_restarts, self._watcher.named(error)
         text = f"the trainer starts again{when}, restart {decision.row} of {most} without a new step: {why}"
         view.say(text)
-        self._watcher.trainer_lost(text)
+        self._watcher.lost("trainer_lost", text)

@@ -1,4 +1,4 @@
-"""Whether a trainer that was lost is started again in place, while controller and engines go on. Decisions only."""
+"""Whether a trainer or controller that was lost is started again in place, while all others go on. Decisions only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 
 
 @dataclass(frozen=True)
-class TrainerFailure:
-    """How one start of the trainer ended.
+class StartFailure:
+    """How one start of the trainer, or of the controller, ended.
 
     Attributes:
         why: the root cause, in words.
@@ -28,24 +28,27 @@ class TrainerFailure:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a trainer's restart needs.
+    """What a restart needs.
 
     Attributes:
         max_restarts: failures in a row after which the run goes on; 0: none.
         journal: whether the journal has the batches since the checkpoint.
-        controller: whether controller and engines go on.
+        others: whether the parts that it needs go on.
         stopping: whether the user has asked the run to stop.
+        who, key: the part, and the key that sets `max_restarts`, in messages.
     """
 
     max_restarts: int
     journal: bool
-    controller: bool
+    others: bool
     stopping: bool = False
+    who: str = "trainer"
+    key: str = "trainer.max_restarts"
 
 
 @dataclass(frozen=True)
 class StartAgain:
-    """Start the trainer for the `epoch`-th time, counted from 0, after `after_s` seconds. `row`: failures in a row so far."""
+    """Start it for the `epoch`-th time, counted from 0, after `after_s` seconds. `row`: failures in a row so far."""
 
     epoch: int
     after_s: float
@@ -59,26 +62,26 @@ class EndRun:
     why: str = ""
 
 
-def decide(history: Sequence[TrainerFailure], failure: TrainerFailure, allowance: Allowance) -> StartAgain | EndRun:
-    """Decide what follows a failure of the trainer.
+def decide(history: Sequence[StartFailure], failure: StartFailure, allowance: Allowance) -> StartAgain | EndRun:
+    """Decide what follows a failure of the trainer, or of the controller.
 
     A start that trains no step beyond those of all earlier starts is a failure in a row: it may have trained again what they had.
 
     Args:
-        history: earlier failures of the trainer since the controller started, oldest first.
+        history: earlier failures of the same part since the run was started, oldest first.
     """
-    if failure.exit_code in RECURRING or allowance.stopping or not allowance.controller or not allowance.max_restarts:
+    if failure.exit_code in RECURRING or allowance.stopping or not allowance.others or not allowance.max_restarts:
         return EndRun()
     if not allowance.journal:
-        return EndRun("the trainer does not start again without the journal (journal.enabled)")
+        return EndRun(f"the {allowance.who} does not start again without the journal (journal.enabled)")
     row = in_a_row([*history, failure])
     if row > allowance.max_restarts:
-        return EndRun(f"the trainer was lost {row} times without a new step; trainer.max_restarts is {allowance.max_restarts}")
+        return EndRun(f"the {allowance.who} was lost {row} times without a new step; {allowance.key} is {allowance.max_restarts}")
     wait_s = 0.0 if row == 1 else FIRST_WAIT_S * 2.0 ** min(row - 2, 30)
     return StartAgain(len(history) + 1, min(wait_s, LONGEST_WAIT_S), row)
 
 
-def in_a_row(failures: Sequence[TrainerFailure]) -> int:
+def in_a_row(failures: Sequence[StartFailure]) -> int:
     """Return how many starts, up to the last, have failed since a step was trained that none had trained before; 0 without a failure."""
     row, best = 0, 0
     for failure in failures:

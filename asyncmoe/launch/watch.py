@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.launch.controller_restarts import ControllerRestarts
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
 from asyncmoe.launch.stop_signals import StopOnSignal
@@ -54,15 +55,15 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     try:
         recorded.record(config.run.dir, "supervisor")
         watcher = Watcher(config)
-        restarts = TrainerRestarts(config, watcher)
+        restarts, controllers = TrainerRestarts(config, watcher), ControllerRestarts(config, watcher)
         with (
             Copier(config, lambda: stop.count),
             watcher,
-            LiveView(config, sinks=(restarts, watcher), health=watcher.health) as view,
+            LiveView(config, sinks=(restarts, controllers, watcher), health=watcher.health) as view,
             ExitStack() as ending,
         ):
             watcher.say = view.say
-            _watch(config, start(ending), view, stop, restarts)
+            _watch(config, start(ending), view, stop, _Restarts(config, view, stop, restarts, controllers))
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), stop.number) from None
     finally:
@@ -114,14 +115,15 @@ def _conclude(run_dir: Path) -> dict[str, object]:
     return summary
 
 
-def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSignal, restarts: TrainerRestarts) -> None:
-    controller = processes.controller
+def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSignal, restarts: _Restarts) -> None:
     told = 0
     while not processes.finished:
         try:
             view.refresh()
         except ProcessSilent as silent:
-            processes = _again(processes, silent, view, stop, restarts)
+            processes = restarts.again(processes, silent)
+        restarts.prepare(processes)
+        controller = processes.controller
         if stop.count > told:
             told = stop.count
             if told > 1:
@@ -140,7 +142,7 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
             if stop.count and controller.returncode is None and only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
                 continue  # the trainer noticed the controller's end before this process did
             _settle(processes)
-            processes = _again(processes, failure(processes.failed), view, stop, restarts)
+            processes = restarts.again(processes, failure(processes.failed))
             continue
         if all(trainer.returncode == 0 for trainer in processes.trainers) and not controller.wait(STOP_GRACE_S):
             raise AsyncmoeError(f"the controller did not end within {STOP_GRACE_S:.0f} s of the trainer; its log is {controller.log}")
@@ -152,9 +154,39 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
     view.refresh()
 
 
-def _again(processes: Processes, error: AsyncmoeError, view: LiveView, stop: StopOnSignal, restarts: TrainerRestarts) -> Processes:
-    trainers = restarts.again(error, processes.starter, lambda: processes.others_go_on, lambda: stop.count > 0, view)
-    return replace(processes, trainers=trainers or ())
+@dataclass(frozen=True)
+class _Restarts:
+    """Starts again what was lost."""
+
+    config: Config
+    view: LiveView
+    stop: StopOnSignal
+    trainers: TrainerRestarts
+    controllers: ControllerRestarts
+
+    def prepare(self, processes: Processes) -> None:
+        """Be ready for the loss of the controller, if it can be started again."""
+        if processes.controllers is not None and not self._stopping():
+            self.controllers.prepare(processes.controllers)
+
+    def again(self, processes: Processes, error: AsyncmoeError) -> Processes:
+        """Start the controller again if it was lost, else the trainer.
+
+        Raises:
+            AsyncmoeError: the run ends; names the root cause.
+            Interrupted: the user stops the run, and there is no controller to save it.
+        """
+        lost = processes.controller_lost or (isinstance(error, ProcessSilent) and error.controller)
+        if lost and processes.controllers is not None:
+            controller = self.controllers.again(error, processes.controllers, processes, self._stopping, self.view)
+            if controller is None and self._stopping():
+                raise Interrupted(saved("ended at once", self.config), self.stop.number)
+            return processes if controller is None else replace(processes, controller=controller)
+        trainers = self.trainers.again(error, processes.starter, lambda: processes.others_go_on, self._stopping, self.view)
+        return replace(processes, trainers=trainers or ())
+
+    def _stopping(self) -> bool:
+        return self.stop.count > 0
 
 
 def _late(processes: tuple[Process, ...]) -> list[Process]:

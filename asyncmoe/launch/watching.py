@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from asyncmoe.config import Config
+from asyncmoe.config.watch import Event
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch import stacks
 from asyncmoe.storage import writing
@@ -99,16 +100,16 @@ class Watcher:
             if self._watch.end_after_s is not None and one.seconds > self._watch.end_after_s and heartbeats.ends_the_run(one.role):
                 raise ProcessSilent(self._watch.end_after_s, any(other.role == "controller" for other in silent))
 
-    def trainer_lost(self, text: str) -> None:
-        """Tell that the trainer was lost and starts again."""
-        self._alarm.send(Alert("trainer_lost", text, self._told.step))
+    def lost(self, event: Event, text: str) -> None:
+        """Tell that the trainer, or the controller, was lost and starts again."""
+        self._alarm.send(Alert(event, text, self._told.step))
 
-    def forget_trainer(self) -> None:
-        """Forget the ranks of a trainer whose processes have ended, until those of its next start are heard."""
-        heartbeats.forget(self._config.run.dir, TRAINER)
-        self._listener.forget(TRAINER)
-        self._silences = [one for one in self._silences if not one.role.startswith(TRAINER)]
-        self._dumped = {role: path for role, path in self._dumped.items() if not role.startswith(TRAINER)}
+    def forget(self, roles: str = TRAINER) -> None:
+        """Forget processes that have ended, whose roles begin with `roles`, until those of the next start are heard."""
+        heartbeats.forget(self._config.run.dir, roles)
+        self._listener.forget(roles)
+        self._silences = [one for one in self._silences if not one.role.startswith(roles)]
+        self._dumped = {role: path for role, path in self._dumped.items() if not role.startswith(roles)}
 
     def named(self, error: AsyncmoeError) -> AsyncmoeError:
         """Return an error that names the process that was silent longest, if one was: other processes fail for lack of it."""

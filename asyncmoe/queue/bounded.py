@@ -90,7 +90,7 @@ class BoundedQueue:
         self._recording, self._on_stale, self._on_trained = recording, on_stale, on_trained
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
-        self._leases = Leases(trained_steps)
+        self._leases = Leases(trained_steps, trained_steps - 1)
         self._arrivals = resumed.arrivals
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
@@ -268,7 +268,13 @@ class BoundedQueue:
             self._journal.committed(step, dropped)
             if self._on_trained is not None:
                 self._on_trained(groups)
+        else:
+            self._journal.warmed_up(step)
         self._changes.wake()
+
+    async def settled(self) -> None:
+        """Return once all that has changed is in the journal. Raises StorageError: the journal cannot be written."""
+        await self._journal.settled()
 
     def release(self, step: int) -> None:
         """End the lease of `step` untrained and return its groups to the queue. Used when a trainer died.
@@ -360,12 +366,12 @@ class BoundedQueue:
         answer = self._leases.answers.get(step)
         return self._resumed.holds(step) or (answer is not None and answer.replayed)
 
-    def _replay(self, step: int, groups: tuple[Group, ...], weights: Sequence[float]) -> None:
-        """Answer a step with a lease that was granted to an earlier trainer; the ledger counts it as leased already."""
+    def _replay(self, step: int, groups: tuple[Group, ...], weights: Sequence[float], trained: bool) -> None:
+        """Answer a step with a lease that was granted before; the ledger counts it as leased already. `trained`: to an earlier trainer."""
         if step in self._leases.answers:
             return  # the run is stopping, and a rank has been told so
         self._lanes["rl"].hold(step, groups)
-        self._decide(step, "rl", groups, weights, replayed=True)
+        self._decide(step, "rl", groups, weights, replayed=trained)
 
     def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float], *, replayed: bool = False) -> None:
         items = tuple(item for group, weight in zip(groups, weights, strict=True) for item in weighed(group, weight))

@@ -14,8 +14,8 @@ from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.leases import LeaseTerms
 from asyncmoe.queue.start_order import Start
 
-Hold = Callable[[int, tuple[Group, ...], Sequence[float]], None]
-"""Takes the step, the groups and the factors on their weights of a lease that is granted again."""
+Hold = Callable[[int, tuple[Group, ...], Sequence[float], bool], None]
+"""Takes the step, the groups and the factors on their weights of a lease that is granted again, and whether it was trained before."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Resumption:
             if journal.replay(step) is not lease:
                 return  # the trainer that asked is lost, and the leases of the next one are others
             journal.replayed(step)
-            hold(step, groups, [one.weight for one in lease.groups])
+            hold(step, groups, [one.weight for one in lease.groups], lease.lineage < journal.lineage)
 
 
 UNDISTURBED = Resumption()

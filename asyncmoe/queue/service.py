@@ -44,6 +44,8 @@ class QueueService:
                 return Fetched(request.keys), self._queue.fetch(request.step, request.keys, request.layers, request.masks)
             case Commit():
                 self._queue.commit(request.step, request.dropped)
+                # Whatever a rank knows to be committed, the next controller must know too.
+                await self._queue.settled()
             case Saved():
                 self.saved_step = request.step
             case Goodbye():
@@ -56,11 +58,13 @@ class QueueService:
             self._world = hello.world
         if hello.world != self._world or not 0 <= hello.rank < hello.world:
             raise ProtocolError(f"hello: got rank {hello.rank} of {hello.world}, expected one of {self._world}")
-        if hello.step != self._queue.trained_steps:
+        trained = self._queue.trained_steps
+        # A rank that goes on may not have had the answer to its last commit.
+        if not trained - hello.goes_on <= hello.step <= trained:
             raise ProtocolError(
                 f"hello: rank {hello.rank} has taken {hello.step} steps, the controller counts {self._queue.trained_steps}; restart both"
             )
-        return Welcome(self._run, self._queue.version)
+        return Welcome(self._run, self._queue.version, trained)
 
     def _goodbye(self, goodbye: Goodbye) -> None:
         if self._world is None or not 0 <= goodbye.rank < self._world:

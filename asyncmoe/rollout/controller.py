@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -19,9 +20,10 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService, check_digest
 from asyncmoe.rollout import parts, scoring
-from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines import backend, kept
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.keeping import EngineKeeper
+from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
 from asyncmoe.rollout.engines.membership import MembershipRequest
 from asyncmoe.rollout.engines.weight_updates import turns
@@ -39,7 +41,8 @@ from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rpc import address, keys
-from asyncmoe.rpc.environment import RendezvousVariables, given
+from asyncmoe.rpc.environment import KEEPER, RendezvousVariables, given, trainer_epoch
+from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saved, Saving, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
@@ -74,7 +77,20 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
     journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
-    asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory))
+    keeper = keeper_of(config, run_dir, memory)  # after the journal, which refuses a second controller
+    asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
+
+
+def keeper_of(config: Config, run_dir: Path, memory: Sequence[str]) -> KeeperClient | None:
+    """Take over the keeper of the run's engines on this machine; None if there is none.
+
+    Raises:
+        AsyncmoeError: it does not answer.
+    """
+    if not config.keeps_engines:
+        return None
+    found = kept.find(run_dir, expected=bool(os.environ.get(KEEPER)))
+    return None if found is None else KeeperClient(found, config, memory)
 
 
 async def _serve(
@@ -84,18 +100,25 @@ async def _serve(
     loaded: RolloutParts,
     journaling: Journaling,
     memory: Sequence[str],
+    keeper: KeeperClient | None = None,
 ) -> None:
     def start(index: int, attempt: int) -> EngineProcess:
+        if keeper is not None:
+            return keeper.start(index)
         seed = index + attempt * config.engines.count  # a restarted engine must not draw the samples of its start again
         return backend.start(f"engine.{index}", config, index, run_dir, memory=memory, seed=seed)
 
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
     try:
-        await loaded.check(config)
+        if keeper is not None and keeper.found and journaling.is_new:  # the engines' version is of steps that nothing knows any more
+            await asyncio.gather(*(keeper.stop(index) for index in keeper.found))
+            keeper.forget()
+        if keeper is None or not keeper.found:  # else the controller that started the engines has tried the parts
+            await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
-            engines.append(start(index, 0))
-        controller = Controller(config, engines, start, recorder, loaded, journaling)
+            engines.append(start(index, 0) if keeper is None else keeper.engine(index))
+        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port or at)
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
@@ -106,7 +129,12 @@ async def _serve(
             finally:
                 keys.remove(run_dir, rendezvous)
     finally:
-        await asyncio.gather(*(engine.stop() for engine in engines), loaded.close())
+        if keeper is None:
+            await asyncio.gather(*(engine.stop() for engine in engines))
+        else:
+            await asyncio.gather(*(engine.client.close() for engine in engines))
+            keeper.close()
+        await loaded.close()
         recorder.close()
         await journaling.close()
         scoring.write_log(loaded.scorer, run_dir)
@@ -126,6 +154,7 @@ class Controller:
         recorder: Recorder,
         loaded: RolloutParts,
         journaling: Journaling,
+        keeper: KeeperClient | None = None,
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
         self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
@@ -144,18 +173,22 @@ class Controller:
             self._unfinished,
             config.engines.hang_timeout_s * PAUSE_SHARE,
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
+            None if keeper is None else keeper.note,
         )
-        self._keeper = EngineKeeper(config, self._pool, engines, start, self._coordinator)
+        self._owner, self._keeper = keeper, EngineKeeper(config, self._pool, engines, start, self._coordinator, keeper)
+        if keeper is not None:
+            self._coordinator.succeed(keeper.epoch, keeper.weights.landed)
         self._queue: BoundedQueue | None = None
         self._samples: Samples | None = None
         self._service: QueueService | None = None
-        self._epochs, self._went_back = TrainerEpochs(), asyncio.Event()
+        # Of a trainer that was started again, this process may meet a rank that is left over before it meets the trainer.
+        self._epochs, self._went_back = TrainerEpochs(trainer_epoch() or -1), asyncio.Event()
         self._met, self._served, self._meeting = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         if config.adapter is None or config.adapter.start is None:
             self._served.set()  # engines start with the weights that the trainer starts with
         self._over = asyncio.Event()
         self._failure: Exception | None = None
-        self._stopping = False
+        self._stopping = self._terminated = False
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
@@ -169,6 +202,8 @@ class Controller:
         if isinstance(request, Probe):
             self._keeper.prober.take(request)
             return Done()
+        if isinstance(request, KeeperRequest):
+            raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at the keeper of engines")
         if isinstance(request, Hello):
             await self._greet(request)
         if self._service is None:
@@ -190,7 +225,7 @@ class Controller:
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self._over.set)
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
         work = (*self._keeper.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
@@ -200,13 +235,16 @@ class Controller:
         if self._samples is not None:
             self._samples.close()
         why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
-        stopping = () if why else (engine.stop() for engine in self._engines)
+        stopping = () if why or self._terminated else self._stop_engines()
         await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._keeper.membership.end(EngineOrder(finished=not why, why=why)), *stopping)
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         if self._failure is not None:
             raise self._failure
+
+    def _stop_engines(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        return tuple(engine.stop() for engine in self._engines) if self._owner is None else (self._owner.end(),)
 
     async def _guard(self, part: Coroutine[Any, Any, None]) -> None:
         """Run a part; if it fails, pass the failure to all waiters and end the run."""
@@ -330,15 +368,22 @@ class Controller:
         config = self._config
         journaling = self._journaling
         check_digest(request.config_digest, config.digest)
+        step = journaling.committed() if request.goes_on else request.step
         if self._curriculum is not None:
-            curriculum_file.follow(self._curriculum, config.run.dir, request.step)
-        resumed = await journaling.resume(request.step)
-        queue = parts.queue_of(config, self._recording, request.step, self._stale, self._trained, journaling.journal, resumed)
+            curriculum_file.follow(self._curriculum, config.run.dir, step)
+        await self._keeper.taken.wait()
+        resumed = await journaling.resume(step, goes_on=request.goes_on)
+        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed)
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(request)
         self._queue, self._service = queue, service
-        self._samples = samples_of(config, Pieces(self._tokenizer), request.step)
+        self._samples = samples_of(config, Pieces(self._tokenizer), step)
         self._pool.lineage = journaling.journal.lineage
+        if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
+            await self._published(self._pool.version)
+        elif request.goes_on and (self._owner is None or not self._owner.found):
+            for member in self._pool.members:
+                member.waiting = True  # it has the weights of the model's files, and the trainer others
         self._met.set()
 
     async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:
@@ -359,6 +404,10 @@ class Controller:
         went_back, self._went_back = self._went_back, asyncio.Event()
         went_back.set()
         self._service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)
+
+    def _terminate(self) -> None:
+        self._terminated = True
+        self._over.set()
 
     def _interrupt(self) -> None:
         if self._queue is None:

@@ -74,8 +74,26 @@ class Journaling:
             raise
         return cls(config, held, curriculum)
 
-    async def resume(self, step: int) -> Resumption:
+    @property
+    def is_new(self) -> bool:
+        """Whether no queue has used the journal before; also without a journal."""
+        return self._held is None or self._held.recorded.first is None
+
+    def committed(self) -> int:
+        """Return the steps of a trainer that goes on although its controller was lost.
+
+        Raises:
+            ProtocolError: the journal does not know of any.
+        """
+        if self._held is None or (trained := self._held.recorded.trained) is None:
+            raise ProtocolError("hello: the trainer goes on, but no journal knows its steps; restart both")
+        return trained
+
+    async def resume(self, step: int, *, goes_on: bool = False) -> Resumption:
         """Return what the queue of a trainer that has taken `step` steps goes on with.
+
+        Args:
+            goes_on: the trainer was not started again.
 
         Raises:
             DataError: the journal does not belong to this checkpoint, or is damaged.
@@ -84,12 +102,13 @@ class Journaling:
         self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
         if journal is None:
             return UNDISTURBED
-        new = journal.recorded.first is None
-        found = journal.begin(step, config.warmup.steps, config.rollout.batch, self.first_group)
+        new = self.is_new
+        found = journal.begin(step, config.warmup.steps, config.rollout.batch, self.first_group, goes_on=goes_on)
         self.first_group = found.next
         starts = found.starts
         if (curriculum := self._curriculum) is not None:
-            self._events[step] = curriculum.events
+            if not goes_on:  # else the curriculum is that of the newest checkpoint, which need not be of this step
+                self._events[step] = curriculum.events
             for draw in await journal.draws(curriculum.events):
                 curriculum.apply(draw)
             curriculum.drew = journal.drew
@@ -99,7 +118,7 @@ class Journaling:
                 curriculum.closed(group)  # it ended just before the run did
         queued = await journal.groups([group.number for group in found.queued])
         if found.replays or queued or starts:
-            log.info("journal: %s", told(found))
+            log.info("journal: %s", told(found, goes_on))
         return Resumption(found.accounts, queued, starts, found.arrivals, journal, served=max(found.replays, default=-1) + 1)
 
     def check_reopen(self, step: int, queue: BoundedQueue) -> None:
@@ -176,9 +195,10 @@ def oldest(run_dir: Path, keep: int) -> int | None:
     return min(steps[-keep:], default=None)
 
 
-def told(found: Recovered) -> str:
+def told(found: Recovered, goes_on: bool = False) -> str:
     """Describe what a run goes on with."""
-    steps = f", steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else ""
+    what = "are under way" if goes_on else "are trained again"
+    steps = f", steps {min(found.replays)} to {max(found.replays)} {what}" if found.replays else ""
     return (
         f"lineage {found.lineage}{steps}, {len(found.queued)} groups are queued, {len(found.starts)} start again, "
         f"then group {found.next} and the next ones"

@@ -23,6 +23,10 @@ CONNECT_S = 10.0
 """A controller without a connection for this long counts as dead, whatever the timeout of the reply."""
 
 
+class ConnectionGone(WaitTimeout):
+    """No reply can come any more: the connection was lost or could not be made, which means that the peer has ended."""
+
+
 class Client:
     """Sends the controller one request at a time. Not thread-safe.
 
@@ -30,11 +34,12 @@ class Client:
         rendezvous: from `asyncmoe.rpc.keys.read`.
         name: name of this process in errors ("trainer.0").
         epoch: of the trainer that this process belongs to; every request of a trainer carries it.
+        peer: name of the server in errors; default: the controller's.
     """
 
-    def __init__(self, rendezvous: Rendezvous, name: str, epoch: int = 0) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, epoch: int = 0, peer: str = "") -> None:
         self.name, self._epoch = name, epoch
-        self._peer = rendezvous.controller
+        self._peer = peer or rendezvous.controller
         self._connection = Connection(rendezvous)
         self._asked = 0
 
@@ -44,8 +49,8 @@ class Client:
         A reply that arrives after its `ask` timed out is discarded, so the same request may be sent again.
 
         Raises:
-            WaitTimeout: no reply within `timeout_s`, no connection for 10 s, or the connection was lost while waiting (the controller
-                died). Names the controller.
+            WaitTimeout: no reply within `timeout_s`. Names the controller.
+            ConnectionGone: no connection for 10 s, or it was lost while waiting (the controller died). Names the controller.
             ProtocolError: the reply is malformed, or the request is larger than the controller accepts.
             AsyncmoeError: the controller refused the request; has the class that the controller raised.
         """
@@ -59,7 +64,7 @@ class Client:
         try:
             self._connection.socket.send_multipart([asked, encode(request)], zmq.NOBLOCK)
         except zmq.Again:
-            raise WaitTimeout(self._peer, f"{self.name} could not send {name}: {self._why_unsent()}", 0.0) from None
+            raise ConnectionGone(self._peer, f"{self.name} could not send {name}: {self._why_unsent()}", 0.0) from None
         while True:
             self._check(name, begin, timeout_s, losses)
             if not self._connection.wait(self._patience(begin, timeout_s)):
@@ -72,6 +77,11 @@ class Client:
                 if isinstance(reply, Refused):
                     raise rebuild(reply)
                 return reply, [part.buffer.toreadonly() for part in parts[2:]]
+
+    def _connect(self, rendezvous: Rendezvous) -> None:
+        """Leave the server for another one, which takes its place."""
+        self._connection.close()
+        self._peer, self._connection = rendezvous.controller, Connection(rendezvous)
 
     def close(self) -> None:
         """Close the connection without waiting for replies."""
@@ -108,7 +118,8 @@ class Client:
             why = "no connection; it is not running, or running with other keys"
         else:
             why = "no reply"
-        raise WaitTimeout(self._peer, f"{self.name} asked {name}: {why}", waited)
+        kind = ConnectionGone if lost or not connection.up else WaitTimeout
+        raise kind(self._peer, f"{self.name} asked {name}: {why}", waited)
 
 
 def rebuild(refused: Refused) -> AsyncmoeError:

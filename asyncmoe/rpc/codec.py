@@ -7,7 +7,8 @@ from typing import TypeVar
 import msgspec
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.rpc.messages import Message, Reply, Request
+from asyncmoe.rpc.base import Message
+from asyncmoe.rpc.messages import Reply, Request
 
 MAX_FRAME_BYTES = 64 << 20
 """Largest frame that either side accepts; libzmq disconnects a peer that sends more. A trajectory of 2^20 tokens has 4 MiB frames."""

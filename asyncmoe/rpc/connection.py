@@ -60,6 +60,12 @@ class Connection:
         self._poller.register(self._monitor, zmq.POLLIN)
         self.socket.connect(local.address(Path(to.local_dir)) if here else to.address)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the server is not connected that was connected before."""
+        self.wait(0)
+        return self.losses > 0 and not self.up
+
     def wait(self, seconds: float) -> bool:
         """Sleep until a message arrives, the connection's state changes, or `seconds` pass. True if a message is ready."""
         ready = dict(self._poller.poll(max(0, round(seconds * 1000))))
@@ -105,6 +111,8 @@ class Connection:
 
 def answers(to: Rendezvous, timeout_s: float) -> bool:
     """Whether a holder of the run's server key accepts our connection within `timeout_s`."""
+    if local.reachable(to.local_dir) and local.is_left_behind(Path(to.local_dir)):
+        return False  # at once: a server on this host listens on its Unix socket as long as on its port
     connection = Connection(to)
     deadline = time.monotonic() + timeout_s
     try:

@@ -38,7 +38,7 @@ def make() -> Path:
             "directory for temporary files", got=folder, expected=f"at most {_MAX_FOLDER} bytes", hint="set TMPDIR to a shorter path"
         )
     for old in Path(folder).glob(f"{PREFIX}*"):
-        if is_private(old) and _is_left_behind(old / SOCKET):
+        if is_private(old) and is_left_behind(old):
             remove(old)
     with writing("the controller's socket", Path(folder)):
         return Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -69,12 +69,12 @@ def is_private(directory: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
-def _is_left_behind(path: Path) -> bool:
-    """Whether the socket exists and nobody listens on it. False for a socket that is not bound yet."""
+def is_left_behind(directory: Path) -> bool:
+    """Whether the directory's socket exists and nobody listens on it. False for a socket that is not bound yet."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:
-            probe.connect(str(path))
+            probe.connect(str(directory / SOCKET))
         except ConnectionRefusedError:
             return True
         except OSError:

@@ -13,17 +13,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from asyncmoe.rpc.base import Count, Message
+from asyncmoe.rpc.keeper_messages import KeeperRequest, Kept
 from asyncmoe.rpc.peers import Facts
 
 Phase = Literal["warmup", "rl"]
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages; the tag is the class name."""
-
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""A number in a request: not negative, and exact in every encoding."""
 MAX_WAIT_S = 1e9
 MAX_PROBED = 1 << 16
 """Tokens of a probe, all texts together."""
@@ -66,6 +60,8 @@ class Hello(TrainerMessage, frozen=True):
     """Facts about the rank's process, if it may run on another machine."""
     without_layout: str = ""
     """`Config.digest_without_layout`: a trainer that is started again in place may have another parallel layout."""
+    goes_on: bool = False
+    """The rank has lost its controller, or the connection to it, and goes on with the weights it has."""
 
 
 class Lease(_Waits, TrainerMessage, frozen=True):
@@ -279,6 +275,8 @@ class Welcome(Message, frozen=True):
     run: str
     version: Count = 0
     """Version that the engines serve. It is above the trainer's step if a lost trainer had got further than its checkpoint."""
+    trained: Count = 0
+    """Steps that the controller counts as taken."""
 
 
 class Leased(Message, frozen=True):
@@ -378,5 +376,6 @@ Request = (
     | EngineJoin
     | EngineAlive
     | EngineLeave
+    | KeeperRequest
 )
-Reply = Welcome | Leased | Fetched | Engines | EngineOrder | Committed | Done | Refused
+Reply = Welcome | Leased | Fetched | Engines | EngineOrder | Committed | Kept | Done | Refused

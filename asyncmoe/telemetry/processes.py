@@ -37,15 +37,19 @@ def record(run_dir: Path, role: str) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    pid = os.getpid()
     path = run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
     with writing("processes of the run", path):
         make_private(run_dir)
         path.parent.mkdir(exist_ok=True)
-        ours = Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0, int(run_dir.stat().st_ino))
-        part = path.with_suffix(f".{pid}.part")
+        ours = of(role, os.getpid(), run_dir)
+        part = path.with_suffix(f".{ours.pid}.part")
         part.write_bytes(msgspec.json.encode(ours) + b"\n")
         part.replace(path)
+
+
+def of(role: str, pid: int, run_dir: Path) -> Recorded:
+    """Return what names a process of this host; of one that has ended, nothing that runs."""
+    return Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0, int(run_dir.stat().st_ino))
 
 
 def read(run_dir: Path) -> list[Recorded]:
@@ -70,12 +74,13 @@ def runs(process: Recorded) -> bool:
 
 
 def started(pid: int) -> int | None:
-    """Return when a process of this host started, in clock ticks since boot; None if there is none."""
+    """Return when a process of this host started, in clock ticks since boot; None if there is none, or it has ended (a zombie)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(text.rpartition(")")[2].split()[19])  # the name before ")" may hold blanks
+    fields = text.rpartition(")")[2].split()  # the name before ")" may hold blanks
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 def _boot() -> str:

@@ -23,6 +23,8 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving, Welcome
 from asyncmoe.rpc.peers import facts
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.returning import ReturningClient, Standings
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines, Spans
@@ -77,13 +79,27 @@ def run(config: Config) -> None:
     adam = optimizer.build(config, built)
     done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
-    name, epoch = f"trainer.{place.rank}", trainer_epoch()
-    client, weights = Client(rendezvous, name, epoch), Client(rendezvous, f"{name}.weights", epoch)
+    client, weights = clients(config, rendezvous, f"trainer.{place.rank}")
     Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins).run()
     # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
     weights.close()
     client.close()
     mesh.stop()
+
+
+def clients(config: Config, rendezvous: Rendezvous, name: str) -> tuple[Client, Client]:
+    """Return the rank's two connections to the controller: of its loop, and of its publisher of weights."""
+    epoch, standings = trainer_epoch(), Standings()
+
+    def waiting() -> None:
+        heartbeats.beat("waiting for the next controller")
+
+    def client(name: str, holds: bool) -> Client:
+        if not config.keeps_engines:
+            return Client(rendezvous, name, epoch)
+        return ReturningClient(rendezvous, name, epoch, config.run.dir, config.engines.orphan_s, standings, holds, waiting)
+
+    return client(name, True), client(f"{name}.weights", False)
 
 
 class Trainer:

@@ -23,6 +23,8 @@ from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_f
 
 pytestmark = pytest.mark.system
 SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
+ENDS = ("trainer.max_restarts=0", "run.controller_restarts=0", "engines.orphan_s=5")
+"""Of a run that ends as a whole when one of its processes is lost."""
 WARM = 4
 TARGETS = {"supervisor": "asyncmoe run", "controller": "asyncmoe rollout", "rank": "asyncmoe.trainer"}
 
@@ -75,7 +77,7 @@ def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, t
     draw, at = random.Random(len(targets)), WARM + 1
     directory, shape = tmp_path / "run", (*SHAPE, f"trainer.checkpoint_every={every}")
     for target in targets:
-        command = start(directory, *shape, "trainer.max_restarts=0")
+        command = start(directory, *shape, *ENDS)
         at = min(at + draw.randrange(1, 3), WARM + 8)
         assert wait_for(partial(trained, directory, len(metrics(directory)), at), 150), logs(directory)
         kill(command, target)
@@ -89,7 +91,7 @@ def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> Non
     """Responses of 200 tokens in pieces of 20, on an engine with room for few: most are under way at the kill."""
     directory = tmp_path / "run"
     untaught = ("warmup.lr=1e-9", "run.steps=3")  # a random model hardly ever ends a response
-    shape = (*SHAPE, *untaught, "rollout.max_new_tokens=200", "journal.piece_tokens=20", "rollout.max_concurrent=8")
+    shape = (*SHAPE, *ENDS, *untaught, "rollout.max_new_tokens=200", "journal.piece_tokens=20", "rollout.max_concurrent=8")
     command = start(directory, *shape)
 
     def recorded() -> bool:

@@ -81,7 +81,9 @@ def test_a_healthy_run_breaks_no_rule_and_every_process_ends_its_heartbeats(fini
     assert not any(step["anomalies"] or step["skipped_updates"] for step in metrics(finished))
     assert not any("anomaly" in (finished / "logs" / f"{name}.log").read_text() for name in ("controller", "trainer"))
     beats = heartbeats.read(finished)
-    assert {role: beat.does for role, beat in beats.items()} == dict.fromkeys(("controller", "trainer.0", "trainer.1"), heartbeats.ENDED)
+    assert {role: beat.does for role, beat in beats.items()} == dict.fromkeys(
+        ("controller", "keeper", "trainer.0", "trainer.1"), heartbeats.ENDED
+    )
 
 
 def test_the_engine_generates_while_the_trainer_trains(finished: Path) -> None:
@@ -156,7 +158,7 @@ def test_a_killed_run_goes_on_exactly_where_its_newest_intact_checkpoint_is(tmp_
     """The warm-up is deterministic, so what it does again must have the losses it had before it was killed. The newest checkpoint is
     damaged, the run was moved meanwhile, and the command names its directory alone."""
     killed, moved, copies = tmp_path / "killed", tmp_path / "moved", tmp_path / "copies"
-    shape = ("warmup.steps=60", "run.steps=1", "trainer.checkpoint_every=10")
+    shape = ("warmup.steps=60", "run.steps=1", "trainer.checkpoint_every=10", "engines.orphan_s=3")
     first = start(killed, *shape)
     assert wait_for(lambda: any(s["step"] >= 22 for s in metrics(killed)), 120), first.process.poll()
     first.process.send_signal(signal.SIGKILL)

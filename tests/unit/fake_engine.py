@@ -128,6 +128,10 @@ class FakeEngine:
         if version is not None:
             self.version, self.partial = version, False
 
+    async def weights_version(self) -> int:
+        await self._called()
+        return self.version
+
     async def set_version(self, version: int) -> None:
         await self._called()
         self.version, self.partial = version, False

@@ -190,6 +190,10 @@ class Engine(AdapterHost, Protocol):
         """
         ...
 
+    async def weights_version(self) -> int:
+        """Return the version of the weights, which `command_receivers` or `set_version` has set; 0 before."""
+        ...
+
     async def set_version(self, version: int) -> None:
         """Set the version of the weights from the next sampled token on; the checkpoint's weights are version 0."""
         ...

@@ -1,4 +1,5 @@
-"""What a controller does for its engines besides asking them: it waits for their start, fences, restarts, probes and counts them."""
+"""What a controller does for its engines besides asking them: it waits for their start, takes over those of the controller before it,
+fences, restarts, probes and counts them."""
 
 from __future__ import annotations
 
@@ -8,12 +9,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, EngineError
 from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.membership import LEFT, Membership
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.probes import Prober
 from asyncmoe.rollout.engines.restarts import Restarts
+from asyncmoe.rollout.engines.takeover import Holding, judge
+from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 
 log = logging.getLogger(__name__)
@@ -25,10 +30,12 @@ class EngineKeeper:
     Attributes:
         membership: engines of other machines.
         prober: compares engines with the trainer.
+        taken: set once it is known which engines of the controller before this one go on with what they hold; at once if there was none.
 
     Args:
         engines, start: as for `Restarts`.
         coordinator: learns when all engines have started.
+        owner: the keeper that owns the engines; None: this process owns them.
     """
 
     def __init__(
@@ -38,20 +45,26 @@ class EngineKeeper:
         engines: list[EngineProcess],
         start: Callable[[int, int], EngineProcess],
         coordinator: WeightUpdateCoordinator,
+        owner: KeeperClient | None = None,
     ) -> None:
         section = config.engines
         self._section, self._pool, self._engines, self._coordinator = section, pool, engines, coordinator
+        self._start, self._owner = start, owner
         self.membership = Membership(config, pool, coordinator.updating)
         self.prober = Prober(pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._alive = Liveness(pool, section.hang_timeout_s, coordinator.paused)
         self._again = Restarts(pool, engines, section.restarts, start)
         self._lost: list[Member] = []
+        self.taken = asyncio.Event()
+        if owner is None or not owner.found:
+            self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work, to be done at the same time; only the first part, the start, ends. Each part raises what ends the run."""
         # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
         runs = (self._pool.watch, self._alive.run, self._again.run, self.prober.run)
-        return (self._start_all(), *(self._once_started(run) for run in runs))
+        followed = () if self._owner is None else (self._owner.watch(),)
+        return (self._start_all(), *followed, *(self._once_started(run) for run in runs))
 
     def lost(self) -> int:
         """Return the number of engines that died or were fenced so far; one that has left is not lost. Call it every second."""
@@ -68,10 +81,69 @@ class EngineKeeper:
     async def _start_all(self) -> None:
         if self._section.join:
             await self.membership.wait_joined(self._section.start_timeout_s)
-        else:
+        elif self.taken.is_set():
             await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
+        else:
+            await self._take_over()
         self._coordinator.engines_started()
         log.info("%d engine(s) ready", len(self._pool.present))
+
+    async def _take_over(self) -> None:
+        """Go on with the engines of the controller before this one; those that cannot go on start again."""
+        whys = await asyncio.gather(*(self._doubt(index) for index in range(len(self._engines))))
+        doubtful = {index: why for index, why in enumerate(whys) if why}
+        self.taken.set()
+        if len(doubtful) < len(self._engines):
+            for index, why in doubtful.items():
+                self._pool.fence(self._member(index), why)  # `Restarts` starts it again
+            return
+        for why in doubtful.values():
+            log.warning("%s", why)
+        await asyncio.gather(*(self._replace(index) for index in doubtful))
+
+    async def _doubt(self, index: int) -> str:
+        """Have an engine go on with what it holds; return why it cannot, or nothing."""
+        owner, engine, member = self._owner, self._engines[index], self._member(index)
+        assert owner is not None
+        weights = owner.weights
+        try:
+            await engine.wait_ready()
+            if engine.died is not None:
+                return f"{engine.name}: {engine.died}"
+            taken = judge(weights, await engine.client.weights_version())
+            if taken.holding is Holding.DOUBTFUL:
+                return f"{engine.name} may hold part of version {weights.coming}, which was under way when the last controller was lost"
+            if weights.changing:
+                await self._unpause(engine)
+            await engine.client.abort()  # the requests of the last controller, which nobody waits for
+        except AsyncmoeError as error:
+            return f"{engine.name} could not be taken over: {error}"
+        member.serve(taken.version, taken.lineage)
+        member.waiting = taken.holding is Holding.WAITS
+        log.info("%s is taken over and %s version %d", engine.name, taken.holding.value, taken.version)
+        return ""
+
+    async def _unpause(self, engine: EngineProcess) -> None:
+        """Have an engine go on that may be paused in an update."""
+        try:
+            await engine.client.end_update()
+        except EngineLost:
+            raise
+        except EngineError as error:
+            log.info("%s: no update was open: %s", engine.name, error)
+        await engine.client.resume()
+
+    async def _replace(self, index: int) -> None:
+        old = self._engines[index]
+        await old.stop()
+        self._pool.remove(self._member(index))
+        engine = self._engines[index] = self._start(index, 1)
+        await engine.wait_ready()
+        self._pool.join(engine)
+
+    def _member(self, index: int) -> Member:
+        (found,) = [member for member in self._pool.members if member.engine.name == self._engines[index].name]
+        return found
 
     async def _once_started(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self._coordinator.wait_started()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from asyncmoe.errors import EngineError
 from asyncmoe.receiver.command import LOADER, Command, payload
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged, SGLangConnection
 
@@ -16,6 +17,12 @@ class _CheckedRank(msgspec.Struct, frozen=True):
 
 class _Checked(msgspec.Struct, frozen=True):
     ranks: list[_CheckedRank]
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """The part of `/model_info` used here."""
+
+    weight_version: str
 
 
 class WeightEndpoints(SGLangConnection):
@@ -73,6 +80,13 @@ class WeightEndpoints(SGLangConnection):
             "weight_version": None if version is None else str(version),
         }
         await self._post("/update_weights_from_tensor", body, Acknowledged, timeout_s)
+
+    async def weights_version(self) -> int:
+        text = await self._send("/model_info", None, self._timeout_s)
+        try:
+            return int(msgspec.json.decode(text, type=_Model).weight_version)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{self.name}: /model_info: unexpected answer: {error}") from error
 
     async def set_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, Acknowledged)

@@ -11,7 +11,8 @@ from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncE
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard, spot_check
-from asyncmoe.rollout.engines.weight_updates.driver import Failures, UpdateDriver, raise_first
+from asyncmoe.rollout.engines.weight_updates.driver import Failures, Note, UpdateDriver, raise_first
+from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.spot_check import Checksums, SpotCheck
 from asyncmoe.rpc.messages import (
     Committed,
@@ -28,6 +29,8 @@ from asyncmoe.rpc.messages import (
     WeightsStage,
 )
 
+_ROSTERS = 32
+"""Bits for the rosters of one controller."""
 WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsAbort | EnginesAsk
 
 
@@ -41,6 +44,7 @@ class WeightUpdateCoordinator:
         record: called with (engine, begin, end), Unix seconds, for every pause.
         interruption, unfinished, pause_s: as for `UpdateDriver`.
         spot: checks a random engine of some versions; None: none.
+        note: as for `UpdateDriver`.
     """
 
     def __init__(
@@ -53,15 +57,26 @@ class WeightUpdateCoordinator:
         unfinished: Callable[[], int] = lambda: 0,
         pause_s: float | None = None,
         spot: SpotCheck | None = None,
+        note: Note | None = None,
     ) -> None:
         self._spot = SpotCheck(pool, 0, 0, timeout_s) if spot is None else spot
-        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, timeout_s if pause_s is None else pause_s)
+        pause_s = timeout_s if pause_s is None else pause_s
+        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, pause_s, note)
         self._pool, self._timeout_s, self._published = pool, timeout_s, published
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
         self._under_way: set[asyncio.Future[Engines | Committed | Done]] = set()
+
+    def succeed(self, epoch: int, landed: bool) -> None:
+        """Go on with the engines of the controllers before this one.
+
+        Args:
+            epoch: number of this controller; no roster may have the number that one of an earlier controller had.
+            landed: whether these engines have received a version.
+        """
+        self.driver.roster, self.driver.landed = EngineSet(epoch << _ROSTERS, ()), landed
 
     def engines_started(self) -> None:
         """Report that all engines accept requests, so that `EnginesAsk` is answered."""
@@ -201,6 +216,7 @@ class WeightUpdateCoordinator:
             member.serve(update.version, self._pool.lineage)
 
         failed += await self.driver.fencing(update, resume)
+        self.driver.landed = self.driver.landed or bool(pauses)
         self.driver.close(update)
         return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed, request.checksums)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,8 +17,12 @@ from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
+from asyncmoe.rpc.keeper_messages import Changing, EngineWeights
 from asyncmoe.telemetry.clock import unix
 
+log = logging.getLogger(__name__)
+Note = Callable[[EngineWeights], Awaitable[None]]
+"""Has somebody beyond this process keep what the engines hold (`asyncmoe.rollout.engines.keeper`)."""
 Failures = list[tuple[Member, AsyncmoeError]]
 """Engines that failed, and why; the cause before its consequences."""
 _ENDING_S = 0.02
@@ -56,11 +61,13 @@ class UpdateDriver:
         interruption: how responses in progress are handled (`asyncmoe.rollout.engines.interruption`).
         roster: the engines that versions go to.
         group: name of the process group that they are in with the sender, if it broadcasts.
+        landed: whether a version has landed since the engines started.
 
     Args:
         record: called with (engine, begin, end), Unix seconds, for every pause.
         unfinished: returns the number of started trajectories that must finish before a version lands, whether or not they are at an
             engine.
+        note: returns when what it is given is kept; None: nobody keeps it.
     """
 
     def __init__(
@@ -71,7 +78,9 @@ class UpdateDriver:
         interruption: Interruption,
         unfinished: Callable[[], int],
         pause_s: float,
+        note: Note | None = None,
     ) -> None:
+        self._note, self._noting, self.landed = note, set[asyncio.Task[None]](), False
         self.pool, self.timeout_s, self.interruption, self.pause_s = pool, timeout_s, interruption, pause_s
         self._record, self._unfinished = record, unfinished
         self.roster = EngineSet(0, ())
@@ -80,7 +89,7 @@ class UpdateDriver:
 
     def whole(self) -> list[Member]:
         """Return the roster's members; raise if any is fenced, because the weight group needs all of them."""
-        if not self.roster.number:
+        if not self.roster.members:
             self.roster = self.roster.now(self.pool)
         lost = [f"{m.engine.name}: {m.fenced}" for m in self.roster.members if m.fenced is not None]
         if lost:
@@ -99,8 +108,11 @@ class UpdateDriver:
         assert self.current is not None
         return self.current
 
-    async def pause_all(self, update: OpenUpdate) -> None:
+    async def pause_all(self, update: OpenUpdate, changing: Changing = "loading") -> None:
         """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise.
+
+        Args:
+            changing: "paused" if they will resume with what they hold.
 
         Engines that seem to hang are first given the time in which they are trusted again or fenced, so that the others need not wait
         for them in a pause.
@@ -110,6 +122,8 @@ class UpdateDriver:
             await asyncio.sleep(_ENDING_S)
         update.state = state.pause(update.state)
         await self._interrupt(update)
+        if self._note is not None:
+            await self._note(self._holding(changing, update.version))
         failed = await self._pause(update)
         for member, error in failed:
             self.pool.fence(member, str(error))
@@ -194,6 +208,7 @@ class UpdateDriver:
             self.current = None
             if update.state.gate_closed:
                 self.pool.release()
+                self._settled()
 
     async def fencing(self, update: OpenUpdate, action: Callable[[Member], Awaitable[None]]) -> Failures:
         """Run `action` on every engine that is not fenced; fence those that fail."""
@@ -212,6 +227,18 @@ class UpdateDriver:
         begin, end = update.paused.pop(member.engine.name), unix()
         self._record(member.engine.name, begin, end)
         return end - begin
+
+    def _holding(self, changing: Changing = "", coming: int = 0) -> EngineWeights:
+        version, new = self.pool.version, self.pool.lineage
+        lineage = min((member.lineage for member in self.pool.serving if member.version == version), default=0)
+        return EngineWeights(version, lineage, self.landed, changing, coming, new)
+
+    def _settled(self) -> None:
+        """Have it kept that no engine is changed any more. Nothing waits for that: until then engines only seem to be changing."""
+        if self._note is not None:
+            task = asyncio.ensure_future(_told(self._note(self._holding())))
+            self._noting.add(task)
+            task.add_done_callback(self._noting.discard)
 
     @property
     def _state(self) -> UpdateState | None:
@@ -237,6 +264,13 @@ class UpdateDriver:
             what = f"the end of {unfinished} before version {update.version} (rollout.interruption {self.interruption})"
             raise WaitTimeout("the engines", what, self.timeout_s)
         await asyncio.sleep(_ENDING_S)
+
+
+async def _told(note: Awaitable[None]) -> None:
+    try:
+        await note
+    except AsyncmoeError as error:
+        log.warning("what the engines hold is not kept: %s", error)
 
 
 async def on_each(members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> Failures:

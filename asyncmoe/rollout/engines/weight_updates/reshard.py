@@ -17,7 +17,7 @@ async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
     """
     update = driver.claim(driver.pool.version)
     roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's while they pause
-    await driver.pause_all(update)
+    await driver.pause_all(update, "paused")
 
     async def start(member: Member) -> None:
         first = request.senders + roster.offset(member) - 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.rpc.messages import Message, WeightsAdapter, WeightsBegin, WeightsStage
+from asyncmoe.rpc.base import Message
+from asyncmoe.rpc.messages import WeightsAdapter, WeightsBegin, WeightsStage
 
 
 def check(request: Message, serving: int, trained: int | None) -> None:

@@ -1,0 +1,11 @@
+"""The keeper of a run's engines on this machine: `python -m asyncmoe.launch.keep CONFIG`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from asyncmoe.launch import part
+
+if __name__ == "__main__":
+    part.main(lambda: part.keeper(Path(sys.argv[1])))

@@ -1,0 +1,65 @@
+"""The controller of a run on this machine, as often as it is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from asyncmoe.config import Config
+from asyncmoe.launch import stand_by
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
+from asyncmoe.process import Child
+from asyncmoe.rpc.environment import KEEPER, STAND_BY, TRAINER_EPOCH
+
+
+class LocalController:
+    """A `ControllerStarter` for this machine. All starts append to one log.
+
+    Args:
+        file: the configuration that it reads.
+        epoch: returns how often the trainer was started again in place.
+    """
+
+    def __init__(self, config: Config, file: Path, epoch: Callable[[], int]) -> None:
+        self._config, self._file, self._epoch = config, file, epoch
+        self._child: Child | None = None
+        self._next: Child | None = None
+
+    def start(self) -> Process:
+        """Start it, or have the one that stands by take its turn.
+
+        Raises:
+            StorageError: the log cannot be opened.
+            AsyncmoeError: the system cannot start the process.
+        """
+        child, self._next = self._next, None
+        if child is not None and child.returncode is None:
+            stand_by.give_turn(self._config.run.dir, child.pid, self._epoch())
+        else:
+            child = self._started()
+        self._child = child
+        return child
+
+    def prepare(self) -> None:
+        """Start the next one, which stands by, unless one does."""
+        if self._next is None:
+            self._next = self._started({STAND_BY: "1"})
+
+    def _started(self, more: Mapping[str, str] | None = None) -> Child:
+        command = [sys.executable, "-m", "asyncmoe", "rollout", str(self._file)]
+        environment = {TRAINER_EPOCH: str(self._epoch()), KEEPER: "1" if self._config.keeps_engines else "", **(more or {})}
+        log = self._config.run.dir / "logs" / "controller.log"
+        return Child("controller", command, log, environment, self._config.telemetry.logs.bounds)
+
+    def end(self) -> None:
+        """Kill it: another takes its place, and one that hangs or is stopped must not wake up beside it."""
+        if self._child is not None:
+            self._child.end(0.0)
+
+    def stop(self) -> None:
+        """Ask it to end, and kill it if it does not in time."""
+        if self._next is not None:
+            self._next.end(0.0)
+        if self._child is not None:
+            self._child.end(STOP_GRACE_S)

@@ -1,0 +1,46 @@
+"""What a controller does with an engine of the controller before it. Decisions only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from asyncmoe.rpc.keeper_messages import EngineWeights
+
+
+class Holding(Enum):
+    """What an engine holds.
+
+    Attributes:
+        SERVES: a whole version, with which it goes on.
+        WAITS: whole weights that are too old to sample with; it waits for the next version.
+        DOUBTFUL: perhaps part of a version; it must start again.
+    """
+
+    SERVES = "serves"
+    WAITS = "waits"
+    DOUBTFUL = "doubtful"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An engine's holding, and the version and lineage that it serves if it does."""
+
+    holding: Holding
+    version: int = 0
+    lineage: int = 0
+
+
+def judge(weights: EngineWeights, reported: int) -> Taken:
+    """Judge an engine by what the last controller said of all engines before it was lost.
+
+    Args:
+        reported: version that the engine reports. An engine takes a version's number when all of its ranks have taken the weights.
+    """
+    if weights.changing == "loading":
+        if reported == weights.coming != weights.version:
+            return Taken(Holding.SERVES, weights.coming, weights.coming_lineage)
+        return Taken(Holding.DOUBTFUL)
+    if reported == weights.version or not weights.landed:
+        return Taken(Holding.SERVES, weights.version, weights.lineage)
+    return Taken(Holding.WAITS)

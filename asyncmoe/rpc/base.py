@@ -1,0 +1,15 @@
+"""The base of all messages."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A number in a request: not negative, and exact in every encoding."""

@@ -1,0 +1,117 @@
+"""A controller that is lost while the trainer goes on: the ranks meet its successor, at a real journal and engines that are not SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.config import Config
+from asyncmoe.errors import ProtocolError
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import Client, ConnectionGone
+from asyncmoe.rpc.messages import Commit, Fetch, Hello, Lease, Leased
+from asyncmoe.rpc.returning import ReturningClient, Standings
+from tests.unit.test_trainer_again import RANKS, Running, StandIn, config_of, controller, in_loop, model
+
+__all__ = ["model"]
+WAIT_S = 20.0
+
+
+@asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[Running]:
+    """A controller that can be found, from its start to its loss."""
+    async with controller(config) as running:
+        keys.write(config.run.dir, running.rendezvous)
+        yield running
+
+
+def ranks(config: Config, running: Running, wait_s: float = WAIT_S) -> list[Client]:
+    """Clients of the trainer's ranks, which outlive the controller."""
+    return [
+        ReturningClient(running.rendezvous, f"trainer.{rank}", 0, config.run.dir, wait_s, Standings(), True, lambda: None)
+        for rank in range(RANKS)
+    ]
+
+
+def close(clients: Sequence[Client]) -> None:
+    for client in clients:
+        client.close()
+
+
+def test_ranks_go_on_with_the_lease_they_have_and_nothing_is_trained_twice(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, tmp_path / "run")
+
+    async def body() -> None:
+        async with serving(config) as running:
+            trainer = StandIn(config, ranks(config, running))
+            await trainer.hello(0)
+            for _ in range(2):
+                await trainer.train()
+                await trainer.publish()
+            under_way = await trainer.lease()
+        waiting = asyncio.create_task(trainer.ask(Fetch(2, tuple(item.key for item in under_way.items)), rank=1))
+        async with serving(config):
+            await waiting
+            await asyncio.gather(*(trainer.ask(Commit(2), rank) for rank in range(RANKS)))
+            trainer.batches[2], trainer.step = under_way, 3
+            await trainer.publish()
+            while trainer.step < 6:
+                leased = await trainer.train()
+                assert (leased.lineage, leased.replayed) == (0, False)
+                await trainer.publish()
+            await trainer.goodbye(finished=False)
+        close(trainer.ranks)
+        trained = [item.key for leased in trainer.batches.values() for item in leased.items]
+        assert len(trained) == len(set(trained)) == 6 * config.rollout.batch
+        assert sorted({int(key[1:].split(".")[0]) for key in trained}) == list(range(12)), "no group was begun anew under another number"
+
+    in_loop(body())
+
+
+@pytest.mark.parametrize("phase", ["rl", "warmup"])
+def test_a_rank_that_missed_the_answer_to_its_commit_and_one_that_did_not_agree(model: Path, tmp_path: Path, phase: str) -> None:
+    warm = {"warmup": {"steps": 4, "batch": 4}} if phase == "warmup" else {}
+    config = config_of(model, tmp_path / "run", **warm)
+
+    async def body() -> None:
+        async with serving(config) as running:
+            trainer = StandIn(config, ranks(config, running))
+            await trainer.hello(0)
+            for rank in range(RANKS):
+                first = await trainer.ask(Lease(0, phase, 4, 0, 20.0), rank)  # type: ignore[arg-type]
+            await trainer.ask(Commit(0), 0)
+        missing = asyncio.create_task(trainer.ask(Commit(0), 1))
+        async with serving(config) as running:
+            if phase == "rl":
+                trainer.step = 1
+                await trainer.publish()
+            await missing
+            asked = Lease(1, phase, 4, 1, 20.0)  # type: ignore[arg-type]
+            second = await asyncio.gather(*(trainer.ask(asked, rank) for rank in range(RANKS)))
+            assert isinstance(first, Leased)
+            assert isinstance(second[0], Leased)
+            assert second[0] == second[1]
+            assert not {item.key for item in first.items} & {item.key for item in second[0].items}
+            with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 1"):
+                await trainer.ask(Hello(0, RANKS, config.digest, 3, goes_on=True))
+        close(trainer.ranks)
+
+    in_loop(body())
+
+
+def test_a_rank_waits_for_the_next_controller_for_a_bounded_time(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, tmp_path / "run")
+
+    async def body() -> None:
+        async with serving(config) as running:
+            trainer = StandIn(config, ranks(config, running, wait_s=1.0))
+            await trainer.hello(0)
+        with pytest.raises(ConnectionGone, match=r"waited \d\.\d s for the controller: trainer.0: .*nobody with its keys answers"):
+            await trainer.ask(Lease(0, "rl", 4, 0, 1.0))
+        close(trainer.ranks)
+
+    in_loop(body())

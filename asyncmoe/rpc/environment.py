@@ -6,8 +6,8 @@ in every process of the run, the controller included. All keys, including the se
 secret is a member of the run and could also impersonate its controller. No message shows the secret.
 
 ASYNCMOE_TRAINER_EPOCH is the launchers' own: it tells a trainer's ranks, and a controller, how often the trainer was started again in
-place. So are ASYNCMOE_RANKS_STORE, which tells the ranks in which file they meet, ASYNCMOE_KEEPER, which tells a controller that a keeper of
-engines was started beside it, and ASYNCMOE_STAND_BY, which has it wait for its turn.
+place. So are ASYNCMOE_RANKS_STORE, which tells the ranks in which file they meet, ASYNCMOE_KEEPER, which tells a controller that a keeper
+of engines was started beside it, and ASYNCMOE_STAND_BY, which has it wait for its turn.
 """
 
 from __future__ import annotations

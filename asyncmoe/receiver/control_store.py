@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WaitTimeout, WeightSyncError
-from asyncmoe.receiver.hosting import Hosted, is_kept
+from asyncmoe.receiver.hosting import Hosted, is_held
 from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, moved, over, sent, staged, update_failed
 from asyncmoe.rpc.address import LOOPBACK, towards
 
@@ -64,7 +64,7 @@ class Store:
         try:
             if self._file is None:
                 store = c10d.TCPStore(host, port, timeout=limit, wait_for_workers=False, **mine)
-            elif is_kept(self._file):
+            elif is_held(self._file):
                 store = c10d.FileStore(host)
                 store.set_timeout(timedelta(seconds=_FILE_S))
             else:
@@ -199,7 +199,7 @@ class Store:
     def _ask(self, call: Callable[[], R]) -> R:
         """Call the store. Raise StoreGone if rank 0 is gone; a DistStoreError passes."""
         if self._file is not None and time.monotonic() > self._looked + _LOOK_S:
-            if not is_kept(self._file):
+            if not is_held(self._file):
                 raise StoreGone(f"{self._peer} is gone")
             self._looked = time.monotonic()
         try:

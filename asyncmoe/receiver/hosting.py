@@ -1,7 +1,7 @@
 """Where ranks meet: on one machine in a file, over several at an address.
 
 The file is of torch's `FileStore`, in a folder that only this user may enter. The address is of torch's `TCPStore`, which asks for no key.
-Unlike an address, a file does not say when its keeper ends. So the keeper holds a lock beside it, which the kernel releases with the
+Unlike an address, a file does not say when its host ends. So the host holds a lock beside it, which the kernel releases with the
 process, however that ends.
 """
 
@@ -20,7 +20,7 @@ from asyncmoe.storage import writing
 _STORE, _LOCK = "store", "lock"
 
 
-class Keeper:
+class MeetingFile:
     """A new file, which exists as long as this object.
 
     Attributes:
@@ -40,7 +40,7 @@ class Keeper:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
 
-Hosted = socket.socket | Keeper
+Hosted = socket.socket | MeetingFile
 """What rank 0 hosts a store with: a listening socket, or a file."""
 
 
@@ -54,19 +54,19 @@ def host(network: str) -> Hosted:
         UserError: see `asyncmoe.rpc.address.reachable`.
         StorageError: the file cannot be made.
     """
-    return socket.create_server((reachable(network), 0)) if several(network) else Keeper()
+    return socket.create_server((reachable(network), 0)) if several(network) else MeetingFile()
 
 
 def place(hosted: Hosted) -> tuple[str, int]:
     """Return what others know a store's place by: address and port; or path and 0."""
-    if isinstance(hosted, Keeper):
+    if isinstance(hosted, MeetingFile):
         return str(hosted.path), 0
     address, port = hosted.getsockname()[:2]
     return str(address), int(port)
 
 
-def is_kept(path: Path) -> bool:
-    """Return whether the keeper of a store still has it."""
+def is_held(path: Path) -> bool:
+    """Return whether the host of a store still runs."""
     try:
         with path.with_name(_LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WeightSyncError
-from asyncmoe.receiver.hosting import Hosted, Keeper, place
+from asyncmoe.receiver.hosting import Hosted, MeetingFile, place
 
 
 def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
@@ -48,7 +48,7 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
 
 def _store(hosted: Hosted, host: str, port: int, world: int, timeout: timedelta) -> Any:
     c10d: Any = dist
-    if isinstance(hosted, Keeper):
+    if isinstance(hosted, MeetingFile):
         store = c10d.FileStore(host)
         store.set_timeout(timeout)
         return store

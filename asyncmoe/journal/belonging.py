@@ -84,9 +84,7 @@ class Belonging:
             temporary.replace(path)
 
     def clear_if_empty(self, folder: Path, *payloads: Path) -> None:
-        """Delete a journal in which no group was ever begun: it may belong to anything. Raises as `States.open`.
-
-        If it is this run's, and has steps of the warm-up, a trainer may go on that took them.
+        """Delete a blank journal (`rows.is_blank`), which may belong to anything. Raises as `States.open`.
 
         Args:
             payloads: its folders of segments.
@@ -95,10 +93,10 @@ class Belonging:
             return
         states = States.open(folder, {})
         try:
-            blank, known, facts = states.read(lambda connection: (rows.is_blank(connection), rows.read(connection), rows.facts(connection)))
+            blank = states.read(lambda connection: rows.is_blank(connection, self.identity))
         finally:
             states.close()
-        if blank and not (known.trained and json.loads(facts["identity"]) == dict(self.identity)):
+        if blank:
             with storage.writing("the journal", folder):
                 for path in folder.glob(f"{FILE}*"):
                     path.unlink()

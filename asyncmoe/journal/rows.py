@@ -208,10 +208,14 @@ def check(connection: sqlite3.Connection, identity: Mapping[str, str], what: str
         raise DataError(f"{what}: {name}", got=known.get(name), expected=value, hint=hint)
 
 
-def is_blank(connection: sqlite3.Connection) -> bool:
-    """Return whether no group was ever begun, so that the journal may belong to anything."""
+def is_blank(connection: sqlite3.Connection, identity: Mapping[str, str]) -> bool:
+    """Return whether no group was ever begun, so that the journal may belong to anything.
+
+    If it is the journal of `identity` and has steps of the warm-up, a trainer may go on that took them: then it is not blank.
+    """
     known = read(connection)
-    return not known.groups and not known.leases and not known.next
+    taken = known.trained and json.loads(facts(connection)["identity"]) == dict(identity)
+    return not (known.groups or known.leases or known.next or taken)
 
 
 def segments(connection: sqlite3.Connection) -> frozenset[int]:

@@ -47,7 +47,7 @@ class RedisStates:
             new = not self._read(connection)
             if new:
                 self._fill(connection)
-            elif rows.is_blank(connection):
+            elif rows.is_blank(connection, self._identity):
                 connection.close()
                 connection = sqlite3.connect(":memory:", isolation_level=None)
                 self._clear()

@@ -178,8 +178,9 @@ class Pool:
                     return await self._ask(member, tokens, sampling, routed, listener), member
             except TrajectoryRejected as error:
                 lost += 1
-                if error.reason != "engine_died" or lost > _OTHERS or (listener is not None and listener.live):
-                    raise  # what a live listener has heard cannot be taken back
+                final = listener is not None and listener.live  # what it has heard cannot be taken back
+                if error.reason != "engine_died" or final or lost > _OTHERS or not self.present:
+                    raise
                 log.warning("a request goes to another engine: %s", error)
             if listener is not None:
                 listener.forget()

@@ -1,7 +1,7 @@
-"""`python -m tests.chaos --out FILE`: blocks of random faults, each block a run; the same command goes on after the file's last block.
+"""`python -m tests.chaos --out FILE`: blocks of random faults, each block a run; the same command goes on with those that FILE lacks.
 
 FILE has one JSON object a line: a record of each fault, and one of each run's end. A block that was broken off keeps its records, and the
-next block follows. `--only BLOCK` runs one again; `--report` prints the summary. After a violation the status is 1, and the run's folder is
+next one follows. `--only BLOCK` runs one again; `--report` prints the summary. After a violation the status is 1, and the run's folder is
 kept beside FILE.
 """
 
@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,11 @@ def _blocks(records: list[dict[str, Any]], asked: argparse.Namespace) -> Iterato
     if asked.only is not None:
         yield asked.only
         return
-    block = max((one["block"] for one in records if one["tier"] == asked.tier), default=-1) + 1
-    while sum(one["tier"] == asked.tier and one["kind"] != "end" for one in records) < asked.faults:
-        yield block
-        block += 1
+    for block in count():
+        if sum(one["tier"] == asked.tier and one["kind"] != "end" for one in records) >= asked.faults:
+            return
+        if not any((one["tier"], one["block"]) == (asked.tier, block) for one in records):
+            yield block
 
 
 def _run(block: int, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,9 @@ _POLL_S = 0.1
 _IN_HAND = 1
 """Steps that a trainer may still finish without those that it has lost: it has the batch, and its commit may be under way."""
 
+_ENGINES_OF_A_REQUEST = 3
+"""Engines that a request may lose before it is given up."""
+
 
 @dataclass
 class Pending:
@@ -102,7 +105,9 @@ class Block:
             told = f"over {sorted(self._over)}, noticed {noticed()}"
             found.append(f"after {world.recovery_s:.0f} s: step {world.best()}, expected {self._floor + 1}; {told}")
         found += self._holds(pending, causes)
-        cuts = world.cuts()[pending[0].cuts :]
+        cuts, again = world.cuts()[pending[0].cuts :], self._rejected() - pending[0].rejected
+        if again and len(pending) < _ENGINES_OF_A_REQUEST:
+            found.append(f"{again} responses were started over, and lost more than the piece under way")
         for one in pending:
             yield {
                 "fault": str(one.fault),
@@ -113,7 +118,7 @@ class Block:
                 "starts": starts,
                 "cut_tokens": sum(cuts),
                 "most_cut": max(cuts, default=0),
-                "started_over": self._rejected() - pending[0].rejected,
+                "started_over": again,
                 "causes": self._said(pending[0]).causes,
                 "violations": found,
             }

@@ -44,7 +44,7 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
             "max_new_tokens": 48,
             "max_concurrent": 32,
             "max_rejected_share": 1.0,
-            "request_timeout_s": 8.0,
+            "request_timeout_s": 30.0,
         },
         "queue": {"staleness": {"max_staleness": 2}, "lease_timeout_s": 60.0},
         "keep": {"routing": "off"},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
@@ -64,5 +64,5 @@ def test_an_engine_that_is_not_sglang_answers_an_episode() -> None:
 def test_one_that_is_gone_is_fenced() -> None:
     engines = handles(1)
     engines[0].kill()
-    with pytest.raises(TrajectoryRejected, match=r"engine\.0 is gone"):
+    with pytest.raises(EngineError, match=r"no engine is left: engine\.0: killed"):
         ask(engines)

@@ -279,8 +279,8 @@ async def lost(pool: Pool, deaths: int, listener: Hearing | None = None) -> Pool
 
 
 def test_the_requests_of_a_lost_engine_go_to_another() -> None:
-    async def run(deaths: int, listener: Hearing | None = None) -> int:
-        pool = Pool(handles(5), 8, 5.0, lambda *_: None)
+    async def run(deaths: int, listener: Hearing | None = None, engines: int = 5) -> int:
+        pool = Pool(handles(engines), 8, 5.0, lambda *_: None)
         answer = await lost(pool, deaths, listener)
         assert sum(member.fenced is not None for member in pool.members) == deaths
         return len(answer.generation.tokens)
@@ -289,6 +289,8 @@ def test_the_requests_of_a_lost_engine_go_to_another() -> None:
     assert asyncio.run(run(2)) == SAMPLING.max_new_tokens
     with pytest.raises(TrajectoryRejected, match="engine_died"):
         asyncio.run(run(3))
+    with pytest.raises(EngineError, match="no engine is left"):  # a rejection would start the group over when the run goes on
+        asyncio.run(run(2, engines=2))
     hearing = Hearing(live=False)
     assert asyncio.run(run(1, hearing)) == len(hearing.heard), "what the lost engine had sampled is forgotten"
     with pytest.raises(TrajectoryRejected, match="engine_died"):

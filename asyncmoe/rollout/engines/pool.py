@@ -169,7 +169,11 @@ class Pool:
     async def _answered(
         self, tokens: Sequence[int], sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
     ) -> tuple[PooledGeneration, Member]:
-        """Ask engines until one answers: what an answer before this one brought is not lost with an engine."""
+        """Ask engines until one answers: what earlier answers brought is not lost with an engine.
+
+        Nor is it with the last one, because the run ends then: a group that is under way goes on from them when the run does, and one that
+        was started over does not.
+        """
         lost = 0
         while True:
             try:
@@ -179,8 +183,9 @@ class Pool:
                     return await self._ask(member, tokens, sampling, routed, listener), member
             except TrajectoryRejected as error:
                 lost += 1
-                if error.reason != "engine_died" or lost > _OTHERS or (listener is not None and listener.live):
-                    raise  # what a live listener has heard cannot be taken back
+                final = listener is not None and listener.live  # what it has heard cannot be taken back
+                if error.reason != "engine_died" or final or lost > _OTHERS:
+                    raise
                 log.warning("a request goes to another engine: %s", error)
             if listener is not None:
                 listener.forget()

@@ -24,7 +24,7 @@ for library in $libraries; do  # the last one is preloaded first, as AddressSani
 done
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-cp -r asyncmoe csrc tests setup.py pyproject.toml README.md LICENSE "$folder"
+cp -r asyncmoe benchmarks csrc tests setup.py pyproject.toml README.md LICENSE "$folder"
 rm -f "$folder"/asyncmoe/reshard/_C*.so "$folder"/asyncmoe/trajectory/_C*.so
 cd "$folder"
 # GCC 12 takes instrumented code of pybind11 for uninitialized, hence no warnings.

@@ -91,13 +91,26 @@ class Store:
         try:
             if self._file is None:
                 self._ask(lambda: self._store.wait([key.name], timedelta(seconds=max(0.001, timeout_s))))
-            while self._file is not None and not self.has(key):  # a FileStore's own wait does not notice that its keeper is gone
-                if (waited := time.monotonic() - begin) > timeout_s:
-                    raise WaitTimeout(whom or self._peer, key.name, waited)
-                _pause(waited)
+            else:
+                self._wait_in_file(self._file, key, begin, timeout_s, whom)
             return msgspec.msgpack.decode(self._ask(lambda: self._store.get(key.name)), type=key.type)
         except dist.DistStoreError as error:
             raise WaitTimeout(whom or self._peer, key.name, time.monotonic() - begin) from error
+
+    def _wait_in_file(self, file: Path, key: Key[Any], begin: float, timeout_s: float, whom: str) -> None:
+        """Wait for a value as `get` does. A FileStore's own wait does not notice that its keeper is gone."""
+        seen = -1
+        while True:
+            self._look()
+            # Every change makes the file longer. Asking for its length is cheap, and a daemon thread that does it can be ended by the
+            # interpreter, unlike one in torch's code, which would abort the process.
+            size = file.stat().st_size if file.exists() else 0
+            if size != seen and self.has(key):
+                return
+            seen = size
+            if (waited := time.monotonic() - begin) > timeout_s:
+                raise WaitTimeout(whom or self._peer, key.name, waited)
+            _pause(waited)
 
     def get_all(
         self, keys: Mapping[Key[T], str], timeout_s: float, failed: Key[Outcome] = FAILED, watch: Callable[[], None] = lambda: None
@@ -198,16 +211,20 @@ class Store:
 
     def _ask(self, call: Callable[[], R]) -> R:
         """Call the store. Raise StoreGone if rank 0 is gone; a DistStoreError passes."""
-        if self._file is not None and time.monotonic() > self._looked + _LOOK_S:
-            if not is_held(self._file):
-                raise StoreGone(f"{self._peer} is gone")
-            self._looked = time.monotonic()
+        self._look()
         try:
             return call()
         except dist.DistStoreError:
             raise
         except RuntimeError as error:
             raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
+
+    def _look(self) -> None:
+        """Raise StoreGone if a file's keeper is gone."""
+        if self._file is not None and time.monotonic() > self._looked + _LOOK_S:
+            if not is_held(self._file):
+                raise StoreGone(f"{self._peer} is gone")
+            self._looked = time.monotonic()
 
 
 def _pause(waited_s: float) -> None:

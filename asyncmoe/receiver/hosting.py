@@ -37,7 +37,8 @@ class MeetingFile:
             self._lock = (folder / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = folder / _STORE
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        # Not at the exit of the interpreter, when threads that notice it could no longer end in order.
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True).atexit = False
 
 
 Hosted = socket.socket | MeetingFile

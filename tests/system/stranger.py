@@ -132,7 +132,6 @@ def try_files(paths: list[str], read: dict[str, str]) -> list[str]:
     for path in paths:
         attempts: dict[str, Callable[[], object]] = {
             "list": lambda path=path: os.listdir(path),
-            "stat": lambda path=path: os.stat(path),
             "write": lambda path=path: os.close(os.open(path, os.O_WRONLY)),
             "append": lambda path=path: os.close(os.open(path, os.O_WRONLY | os.O_APPEND)),
             "create": lambda path=path: os.close(os.open(f"{path}/stranger", os.O_WRONLY | os.O_CREAT, 0o666)),

@@ -181,9 +181,10 @@ def check_sockets(found: dict[str, Any]) -> None:
     assert len(spoken) == len(found["opened"]) == 1, spoken
     (answers,) = spoken.values()
     bodies = {(reply.split(b" ")[1], reply.partition(b"\r\n\r\n")[2]) for reply in answers if reply.startswith(b"HTTP/1.1 ")}
-    assert (b"401", _UNAUTHORIZED) in bodies
-    assert bodies <= {(b"401", _UNAUTHORIZED), (b"401", b""), (b"400", b"Invalid HTTP request received.")}, bodies
-    assert {reply for reply in answers if not reply.startswith(b"HTTP/1.1 ")} <= {_UNAUTHORIZED}
+    chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(_UNAUTHORIZED), _UNAUTHORIZED)
+    assert (b"401", chunk) in bodies
+    assert bodies <= {(b"401", chunk), (b"401", b""), (b"400", b"Invalid HTTP request received.")}, bodies
+    assert {reply for reply in answers if not reply.startswith(b"HTTP/1.1 ")} <= {chunk, b"0\r\n\r\n", chunk.removesuffix(b"0\r\n\r\n")}
 
 
 def check_read(read: dict[str, str], targets: Exposed) -> None:

@@ -453,6 +453,14 @@ class Sending:
             self.exchanger.close()
         self.exchanger = None
 
+    def end(self) -> None:
+        """Leave, and wait for the receiver's thread: at the interpreter's exit, one in torch's code would abort the process."""
+        self.leave()
+        receiver = worker._receivers[self.model]
+        receiver.leave()
+        del self.store
+        receiver.join(5.0)
+
     def commit(self, version: int, update: int) -> None:
         worker.obey(self.model, msgspec.json.encode(command.CommitCommand(version, update)).decode())
 
@@ -484,8 +492,9 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
     zero.put(protocol.VERDICT, Outcome())
     sending = Sending(zero, agreed, model)
+    del zero
     yield sending
-    sending.leave()
+    sending.end()
 
 
 BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", True), ("gloo", True)], indirect=True, ids=["shm", "gloo"])

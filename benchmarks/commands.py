@@ -218,7 +218,8 @@ def recovery_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
     rounds: Annotated[int, typer.Option(help="Kills in each way, in turn.", min=3)] = 3,
 ) -> None:
-    """How long a run stands after a rank is killed: its trainer started again in place, next to everything started again."""
+    """How long a run stands after a rank is killed: its trainer started again in place, next to everything started again; and after the
+    controller is killed, which is started again in place."""
     from benchmarks import recovery
 
     results = recovery.run(rounds)

@@ -30,7 +30,7 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight
 from asyncmoe.launch.local_controller import LocalController
-from asyncmoe.launch.local_keeper import LocalKeeper, supervised, wait_for_left
+from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
 from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import Processes
 from asyncmoe.launch.watch import supervise
@@ -232,7 +232,9 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     controller = controllers.start()
     ending.callback(trainer.end)
     ranks = trainer.start(0)
-    return Processes(controller, ranks, supervised(keeper), trainer, None if keeper is None else controllers)
+    if keeper is None:
+        return Processes(controller, ranks, starter=trainer)
+    return Processes(controller, ranks, (keeper.process,), trainer, controllers)
 
 
 def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:

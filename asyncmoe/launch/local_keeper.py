@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError, WaitTimeout
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
+from asyncmoe.launch.run_processes import STOP_GRACE_S
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines import kept
 from asyncmoe.rpc.client import Client
@@ -119,8 +119,3 @@ def wait_for_left(run_dir: Path) -> None:
     left = [one for one in recorded if one.role == "controller" or one.role.startswith(TRAINER)]
     while any(processes.runs(one) for one in left) and time.monotonic() < until:
         time.sleep(_POLL_S)
-
-
-def supervised(keeper: LocalKeeper | None) -> tuple[Process, ...]:
-    """Return the keeper as a process of the run, if there is one."""
-    return () if keeper is None else (keeper.process,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -41,12 +40,14 @@ from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rpc import address, keys
-from asyncmoe.rpc.environment import KEEPER, RendezvousVariables, given, trainer_epoch
+from asyncmoe.rpc.environment import RendezvousVariables, given, trainer_epoch
 from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saved, Saving, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.telemetry import heartbeats
+from asyncmoe.telemetry.records import read_evaluations
+from asyncmoe.telemetry.schema import EVALUATION
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
@@ -77,20 +78,8 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
     journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
-    keeper = keeper_of(config, run_dir, memory)  # after the journal, which refuses a second controller
+    keeper = kept.take_over(config, run_dir, memory)  # after the journal, which refuses a second controller
     asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
-
-
-def keeper_of(config: Config, run_dir: Path, memory: Sequence[str]) -> KeeperClient | None:
-    """Take over the keeper of the run's engines on this machine; None if there is none.
-
-    Raises:
-        AsyncmoeError: it does not answer.
-    """
-    if not config.keeps_engines:
-        return None
-    found = kept.find(run_dir, expected=bool(os.environ.get(KEEPER)))
-    return None if found is None else KeeperClient(found, config, memory)
 
 
 async def _serve(
@@ -345,6 +334,14 @@ class Controller:
         self._served.set()
         self._evaluator.published(version)
 
+    def _go_on(self, version: int, queue: BoundedQueue) -> None:
+        """Serve what engines of the controller before this one hold; it may not have finished the evaluation of that."""
+        queue.set_version(version)
+        self._served.set()
+        found = [one for one in read_evaluations(self._config.run.dir / EVALUATION) if one.version == version]
+        if len(found) < self._evaluator.count:
+            self._evaluator.published(version)
+
     def _unfinished(self) -> int:
         """Trajectories to finish before a version lands: in one_step_off, where versions land between batches, all that have started."""
         return self._queue.stats().running if self._queue is not None and self._config.run.mode == "one_step_off" else 0
@@ -380,7 +377,7 @@ class Controller:
         self._samples = samples_of(config, Pieces(self._tokenizer), step)
         self._pool.lineage = journaling.journal.lineage
         if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
-            await self._published(self._pool.version)
+            self._go_on(self._pool.version, queue)
         elif request.goes_on and (self._owner is None or not self._owner.found):
             for member in self._pool.members:
                 member.waiting = True  # it has the weights of the model's files, and the trainer others

@@ -47,6 +47,7 @@ class Evaluator:
 
     Attributes:
         skipped: number of evaluations that were due while another was running.
+        count: number of sets, each of which is one record of a version.
 
     Args:
         stage: training's rollout context; evaluation has its own sampling.
@@ -58,7 +59,7 @@ class Evaluator:
         self, config: Config, stage: RolloutContext, sets: Sequence[EvaluationQuestions], record: Callable[[Evaluation], None]
     ) -> None:
         section = config.evaluation
-        self.skipped = 0
+        self.skipped, self.count = 0, len(sets)
         self._first, self._every = config.warmup.steps, section.every
         self._pass_reward = section.pass_reward
         self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)

@@ -9,6 +9,7 @@ import pytest
 from asyncmoe.errors import UserError
 from asyncmoe.rpc import messages
 from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
+from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, TrainerMessage
 
 
@@ -19,6 +20,6 @@ def test_the_launcher_says_it_in_a_variable() -> None:
             trainer_epoch({TRAINER_EPOCH: wrong})
 
 
-def test_every_request_is_the_trainers_or_an_engines() -> None:
-    engines = {EngineJoin, EngineAlive, EngineLeave}
-    assert {one for one in get_args(messages.Request) if not issubclass(one, TrainerMessage)} == engines
+def test_every_request_is_the_trainers_or_an_engines_or_for_a_keeper() -> None:
+    others = {EngineJoin, EngineAlive, EngineLeave, *get_args(KeeperRequest)}
+    assert {one for one in get_args(messages.Request) if not issubclass(one, TrainerMessage)} == others

@@ -15,6 +15,7 @@ from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import Engine
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.environment import KEEPER
 from asyncmoe.rpc.keeper_messages import (
     EngineWeights,
     KeeperAsk,
@@ -47,21 +48,24 @@ def running(run_dir: Path) -> Rendezvous | None:
     return found if any(one.pid == found.pid for one in ours) else None
 
 
-def find(run_dir: Path, expected: bool) -> Rendezvous | None:
-    """Return where the keeper of a run's engines on this host is; None if there is none.
+def take_over(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> KeeperClient | None:
+    """Take over the keeper of a run's engines on this host, for the controller; None if there is none. Blocks.
 
     Args:
-        expected: whether one was started, so that it is waited for.
+        memory: as for `KeeperClient`.
 
     Raises:
-        WaitTimeout: the expected one does not answer.
+        WaitTimeout: the one that was started beside this process does not answer.
+        AsyncmoeError: as `KeeperClient`.
     """
+    if not config.keeps_engines:
+        return None
     begin = time.monotonic()
-    while (found := running(run_dir)) is None and expected:
+    while (found := running(run_dir)) is None and os.environ.get(KEEPER):
         if time.monotonic() - begin > _START_S:
             raise WaitTimeout("the keeper of engines", "start; see logs/keeper.log", _START_S)
         time.sleep(_POLL_S)
-    return found
+    return None if found is None else KeeperClient(found, config, memory)
 
 
 class KeeperClient:

@@ -15,7 +15,7 @@ from asyncmoe.errors import WeightSyncError
 from asyncmoe.launch import local
 from asyncmoe.receiver import hosting, protocol
 from asyncmoe.receiver.control_store import Store, StoreGone
-from asyncmoe.receiver.hosting import Keeper
+from asyncmoe.receiver.hosting import MeetingFile
 from asyncmoe.receiver.protocol import Header
 
 KEEPS = """
@@ -29,14 +29,14 @@ time.sleep(60)
 
 def test_one_machine_meets_in_a_private_file_that_goes_with_its_keeper() -> None:
     kept = hosting.host("loopback")
-    assert isinstance(kept, Keeper)
+    assert isinstance(kept, MeetingFile)
     folder = kept.path.parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert hosting.place(kept) == (str(kept.path), 0)
-    assert hosting.is_kept(kept.path)
+    assert hosting.is_held(kept.path)
     path = kept.path
     del kept
-    assert not hosting.is_kept(path)
+    assert not hosting.is_held(path)
     assert not folder.exists()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncmoe.journal import rows
 from asyncmoe.journal.recovery import JournalRows
-from asyncmoe.journal.states import FILE
+from asyncmoe.journal.states_file import FILE
 from tests.chaos import faults, invariants
 from tests.chaos.faults import Done
 from tests.chaos.invariants import Said

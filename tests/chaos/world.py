@@ -54,11 +54,12 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
             "hang_timeout_s": 12.0,
             "start_timeout_s": 60.0,
             "restarts": 1000,
+            "orphan_s": 15.0,
             "max_total_tokens": 4096,
             **engines,
         },
         "journal": {"piece_tokens": 12, "segment_bytes": 1 << 16},
-        "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 10.0, "max_restarts": 5},
+        "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
         "sync": {"timeout_s": 20.0, "verify_every": 2, "spot_check_every": 3},
         "verify": {"probe_every": 0},
         "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
@@ -262,6 +263,8 @@ def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
         return "supervisor"
     if "-m asyncmoe rollout" in text:
         return "controller"
+    if "asyncmoe.launch.keep" in text:
+        return "keeper"
     if "-m asyncmoe engine" in text:
         return f"joiner.{words[words.index('--index') + 1]}"
     if "-m tests.chaos.stand.agent" in text or "-m asyncmoe.launch.torchrun" in text:

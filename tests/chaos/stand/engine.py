@@ -179,6 +179,9 @@ def application(server: Server, key: str) -> web.Application:
     async def ready(request: web.Request) -> web.Response:
         return web.json_response({"device": "cpu"})
 
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": server.version})
+
     async def healthy(request: web.Request) -> web.Response:
         while server.paused:
             await asyncio.sleep(TOKEN_S)
@@ -204,6 +207,7 @@ def application(server: Server, key: str) -> web.Application:
     made = web.Application(middlewares=[_bad_network(server, key)], client_max_size=64 << 20)
     made.router.add_get("/ready", ready)
     made.router.add_get("/server_info", ready)
+    made.router.add_get("/model_info", info)
     made.router.add_get("/health_generate", healthy)
     made.router.add_post("/generate", generate)
     made.router.add_post("/weights_checker", checksums)

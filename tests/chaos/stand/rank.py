@@ -26,6 +26,7 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Fetch, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.peers import facts
+from asyncmoe.rpc.returning import ReturningClient, Standings
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.records import JsonLines
@@ -52,10 +53,10 @@ class Rank:
         self._parts = PartServer()
         ports = self._everyones(self._parts.port)
         self._step, self._part = self._loaded()
-        rendezvous, epoch = keys.read(config.run.dir, config.engines.start_timeout_s), trainer_epoch()
-        self._client = Client(rendezvous, f"trainer.{rank}", epoch)
+        client, weights_client = clients(config, f"trainer.{rank}")
+        self._client, epoch = client, trainer_epoch()
         self._start = f"{os.environ['CHAOS_START']}.{epoch}"
-        self._publisher = Publisher(config, Client(rendezvous, f"trainer.{rank}.weights", epoch), ports) if rank == 0 else None
+        self._publisher = Publisher(config, weights_client, ports) if rank == 0 else None
         self._total, self._saved, self._served, self._behind = config.warmup.steps + config.run.steps, self._step, 0, True
 
     def run(self) -> None:
@@ -203,6 +204,21 @@ class Rank:
     def _note(self, name: str, **said: Any) -> None:
         with (self._folder / f"{name}.jsonl").open("a") as file:
             file.write(json.dumps(said) + "\n")
+
+
+def clients(config: Config, name: str) -> tuple[Client, Client]:
+    """Return the rank's connections to the controller, as `asyncmoe.trainer.loop.clients` does."""
+    rendezvous, epoch, standings = keys.read(config.run.dir, config.engines.start_timeout_s), trainer_epoch(), Standings()
+
+    def waiting() -> None:
+        heartbeats.beat("waiting for the next controller")
+
+    def client(name: str, holds: bool) -> Client:
+        if not config.keeps_engines:
+            return Client(rendezvous, name, epoch)
+        return ReturningClient(rendezvous, name, epoch, config.run.dir, config.engines.orphan_s, standings, holds, waiting)
+
+    return client(name, True), client(f"{name}.weights", False)
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     (shared / "sglang_loads_of_somebody_else.shm").touch()
     monkeypatch.setenv("TMPDIR", str(base))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in a process that has compiled
     monkeypatch.setattr(scratch, "SHARED", shared)
     yield base, shared
     tempfile.tempdir = None
@@ -92,7 +93,6 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(fold
 
 
 def test_the_caches_of_compilers_are_kept(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in a process that has compiled
     made = Scratch()
     assert made.environment()["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{folders[0]}/torchinductor_")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")

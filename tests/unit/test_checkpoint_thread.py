@@ -18,6 +18,7 @@ from asyncmoe.errors import AsyncmoeError, StorageError
 from asyncmoe.platform.megatron.snapshot import Planned, Shard
 from asyncmoe.trainer.model import checkpoint_files
 from asyncmoe.trainer.model.checkpoint_board import Board
+from asyncmoe.trainer.model.checkpoint_progress import SaveOutcome
 from asyncmoe.trainer.model.checkpoint_thread import SaveTask, SaveThread
 from tests.unit.test_checkpoint_files import planned
 
@@ -130,3 +131,31 @@ def test_a_rank_that_writes_nothing_is_named(config: Config) -> None:
     assert "rank 1 wrote nothing for 0.2 s (trainer.timeout_s)" in found
     (found,) = ended(begin(config, 2, limit_s=0.2, ranks=(1,)))
     assert "rank 0 has not made the directory of the checkpoint for 0.2 s" in found
+
+
+class Between:
+    """A store in which something happens once, after a `check` has found a key and before what follows it."""
+
+    def __init__(self, store: Any, key: str, happens: Callable[[], None]) -> None:
+        self._store, self._key, self._happens = store, key, happens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(self._store.check(keys))
+        if found and keys[0].endswith(self._key):
+            happens, self._happens = self._happens, lambda: None
+            happens()
+        return found
+
+
+def test_a_rank_that_looks_for_progress_while_the_save_ends_learns_its_end(config: Config) -> None:
+    first, second = Board(1, 0, 2, 60.0), Board(1, 1, 2, 60.0)
+    first.moved()
+    second._store = Between(second._store, "moved/0", lambda: first.decide(SaveOutcome()))
+    learned: list[SaveOutcome] = []
+    waiting = threading.Thread(target=lambda: learned.append(second.verdict()), daemon=True)
+    waiting.start()
+    waiting.join(10.0)
+    assert learned == [SaveOutcome()]

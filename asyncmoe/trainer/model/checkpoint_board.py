@@ -76,14 +76,13 @@ class Board:
         return found
 
     def decide(self, verdict: SaveOutcome) -> None:
-        """Tell all ranks how the save has ended, and delete what is no longer read. On rank 0."""
+        """Tell all ranks how the save has ended, and delete what the save before has left. On rank 0."""
         self._store.set(self._key("verdict"), msgspec.json.encode(verdict))
-        # The others have reported in this save, so they have read the verdict of the one before.
-        stale = [f"report/{rank}" for rank in range(self._world)] + [f"moved/{rank}" for rank in range(self._world)]
-        for name in stale:
-            self._store.delete_key(self._key(name))
-        self._store.delete_key(self._key("verdict", self._number - 1))
-        self._store.delete_key(self._key("begun", self._number - 1))
+        # The others have reported in this save, so they read nothing of the one before any more. What they may still read must stay: the
+        # store's `get` waits for a key that is deleted after `check` has found it.
+        ranks = range(self._world)
+        for name in ("verdict", "begun", *(f"report/{rank}" for rank in ranks), *(f"moved/{rank}" for rank in ranks)):
+            self._store.delete_key(self._key(name, self._number - 1))
 
     def verdict(self) -> SaveOutcome:
         """Wait for how the save has ended. Raises AsyncmoeError if rank 0 does nothing for `limit_s`."""

@@ -130,7 +130,12 @@ def test_another_user_gets_and_changes_nothing(place: Path, monkeypatch: pytest.
     monkeypatch.setenv("TMPDIR", str(place / "t"))
     run_dir = place / "run"
     stranger = subprocess.Popen(
-        [sys.executable, "-m", "tests.system.stranger"], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.system.stranger"],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # within a session everybody may send SIGCONT (kill(2))
     )
     settings = ("warmup.steps=0", "run.steps=2000", "trainer.checkpoint_every=2", "verify.logprobs_every=1")
     command = start(run_dir, "engines.tp=2", *settings)

@@ -56,6 +56,7 @@ class Scratch:
             kept.mkdir(mode=0o700, exist_ok=True)
             found = kept.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+                kept.chmod(0o700)  # torch may have made it first, for all to list
                 return kept
         return self.path / kept.name
 

@@ -117,6 +117,9 @@ def test_compiled_code_of_another_user_is_never_taken(folders: tuple[Path, Path]
     usual = base / f"torchinductor_{getpass.getuser()}"
     assert made.environment()["TORCHINDUCTOR_CACHE_DIR"] == str(usual)
     assert usual.stat().st_mode & 0o777 == 0o700
+    usual.chmod(0o755)
+    assert made.environment()["TORCHINDUCTOR_CACHE_DIR"] == str(usual)
+    assert usual.stat().st_mode & 0o777 == 0o700
     usual.chmod(0o777)
     assert made.environment()["TORCHINDUCTOR_CACHE_DIR"] == str(made.path / usual.name)
     usual.rmdir()

@@ -187,7 +187,7 @@ def check_sockets(found: dict[str, Any]) -> None:
     (answers,) = spoken.values()
     bodies = {(reply.split(b" ")[1], reply.partition(b"\r\n\r\n")[2]) for reply in answers if reply.startswith(b"HTTP/1.1 ")}
     chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(_UNAUTHORIZED), _UNAUTHORIZED)
-    assert (b"401", chunk) in bodies
+    assert b"401" in {status for status, _ in bodies}
     allowed = {b"401": chunk, b"400": b"Invalid HTTP request received."}
     # The stranger reads an answer in parts.
     told = {(status, body) for status, body in bodies if status not in allowed or not allowed[status].startswith(body)}

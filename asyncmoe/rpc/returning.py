@@ -124,14 +124,28 @@ class ReturningClient(Client):
         now = self._standings.now
         if now is None:
             return
-        welcome = super().ask(now.hello, HELLO_S)[0]
-        assert isinstance(welcome, Welcome)
-        if self._holds and now.lease is not None and welcome.trained <= now.lease.step:
-            leased = super().ask(msgspec.structs.replace(now.lease, wait_s=HELLO_S / 2), HELLO_S)[0]
-            assert isinstance(leased, Leased)
-            if _keys(leased) != now.keys:
-                raise ProtocolError(f"lease of step {leased.step}: got other trajectories from the next controller than from the last one")
+        trained = self._introduced(now.hello)
+        if self._holds and now.lease is not None and trained <= now.lease.step:
+            self._check_lease(now.hello, now.lease, now.keys)
         log.info("%s goes on with the next controller, at step %d", self.name, now.hello.step)
+
+    def _introduced(self, hello: Hello) -> int:
+        """Say hello; return the steps that count as trained."""
+        welcome = super().ask(hello, HELLO_S)[0]
+        assert isinstance(welcome, Welcome)
+        return welcome.trained
+
+    def _check_lease(self, hello: Hello, lease: Lease, keys: tuple[str, ...]) -> None:
+        """Ask for the lease under way again. Raises ProtocolError if the next controller has other trajectories in it."""
+        try:
+            leased = super().ask(msgspec.structs.replace(lease, wait_s=HELLO_S / 2), HELLO_S)[0]
+        except ProtocolError:
+            if self._introduced(hello) <= lease.step:
+                raise
+            return  # another rank has committed the step since this one said hello
+        assert isinstance(leased, Leased)
+        if _keys(leased) != keys:
+            raise ProtocolError(f"lease of step {leased.step}: got other trajectories from the next controller than from the last one")
 
     def _found(self, until: float) -> Rendezvous:
         begin = time.monotonic()

@@ -18,9 +18,10 @@ from asyncmoe.launch import stand_by
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client, ConnectionGone
 from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
-from asyncmoe.rpc.messages import Commit, Fetch, Hello, Lease, Leased
-from asyncmoe.rpc.returning import ReturningClient, Standings
+from asyncmoe.rpc.messages import Commit, Done, Fetch, Hello, Lease, Leased, Reply, Request, Welcome
+from asyncmoe.rpc.returning import ReturningClient, Standing, Standings
 from tests.unit.test_trainer_again import RANKS, Running, StandIn, config_of, controller, in_loop, model
+from tests.unit.test_wire import served
 
 __all__ = ["model"]
 WAIT_S = 20.0
@@ -134,3 +135,28 @@ def test_a_controller_that_stands_by_waits_for_its_turn(model: Path, tmp_path: P
         waiting.result(30)
     assert trainer_epoch() == 2
     assert not list(config.run.dir.iterdir())
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_another_rank_may_commit_the_step_while_this_one_returns(tmp_path: Path, committed: bool) -> None:
+    asked: list[str] = []
+
+    async def answer(request: Request) -> Reply:
+        asked.append(type(request).__name__)
+        if isinstance(request, Hello):
+            return Welcome("run", trained=3 if committed and asked.count("Hello") > 1 else 2)
+        if isinstance(request, Lease):
+            raise ProtocolError("lease of step 2: refused")
+        return Done()
+
+    with served(answer) as gone, served(answer) as successor:
+        standings = Standings()
+        standings.now = Standing(Hello(1, 2, "digest", 2, goes_on=True), Lease(2, "rl", 1, 2, 1.0), ("a",))
+        with ReturningClient(gone.rendezvous, "trainer.1", 0, tmp_path, 20.0, standings, True, lambda: None) as client:
+            keys.write(tmp_path, successor.rendezvous)
+            if committed:
+                client._meet(time.monotonic() + 20.0)
+                assert asked == ["Hello", "Lease", "Hello"]
+            else:
+                with pytest.raises(ProtocolError, match="refused"):
+                    client._meet(time.monotonic() + 20.0)

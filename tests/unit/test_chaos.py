@@ -17,7 +17,7 @@ from tests.chaos.faults import causes
 from tests.chaos.invariants import Said
 from tests.chaos.schedule import Fault
 from tests.chaos.stand import weights
-from tests.chaos.world import World
+from tests.chaos.world import World, configuration
 
 
 def step(number: int, *keys: str, start: str = "1.0") -> dict[str, Any]:
@@ -114,8 +114,16 @@ SHORT = (
 )
 
 
-def test_a_run_outlives_faults_at_seeded_moments() -> None:
-    with World(0) as world:
+class Resumed(World):
+    """A run that a lost controller ends, and that the same command resumes."""
+
+    def configuration(self) -> dict[str, Any]:
+        return configuration(self.folder, self.seed, orphan_s=0.0)
+
+
+@pytest.mark.parametrize("world_of", [Resumed, pytest.param(World, marks=pytest.mark.thorough)])
+def test_a_run_outlives_faults_at_seeded_moments(world_of: type[World]) -> None:
+    with world_of(0) as world:
         records = [{"tier": "protocol", "block": 0, **one} for one in Block(world, SHORT).run()]
     assert [one["violations"] for one in records] == [[]] * (len(SHORT) + 1)
     told = report.summary(records)["protocol"]

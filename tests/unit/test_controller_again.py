@@ -152,7 +152,8 @@ def test_another_rank_may_commit_the_step_while_this_one_returns(tmp_path: Path,
     with served(answer) as gone, served(answer) as successor:
         standings = Standings()
         standings.now = Standing(Hello(1, 2, "digest", 2, goes_on=True), Lease(2, "rl", 1, 2, 1.0), ("a",))
-        with ReturningClient(gone.rendezvous, "trainer.1", 0, tmp_path, 20.0, standings, True, lambda: None) as client:
+        client = ReturningClient(gone.rendezvous, "trainer.1", 0, tmp_path, 20.0, standings, True, lambda: None)
+        with client:
             keys.write(tmp_path, successor.rendezvous)
             if committed:
                 client._meet(time.monotonic() + 20.0)

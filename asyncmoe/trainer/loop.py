@@ -23,8 +23,6 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving, Welcome
 from asyncmoe.rpc.peers import facts
-from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.rpc.returning import ReturningClient, Standings
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines, Spans
@@ -33,6 +31,7 @@ from asyncmoe.trainer import objective
 from asyncmoe.trainer.anomalies import SKIPPED
 from asyncmoe.trainer.batch_guard import AnomalyWatch
 from asyncmoe.trainer.batch_trainer import Learned, Learner
+from asyncmoe.trainer.clients import clients
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch_client import ANSWER_S
 from asyncmoe.trainer.lora import canonical
@@ -85,21 +84,6 @@ def run(config: Config) -> None:
     weights.close()
     client.close()
     mesh.stop()
-
-
-def clients(config: Config, rendezvous: Rendezvous, name: str) -> tuple[Client, Client]:
-    """Return the rank's two connections to the controller: of its loop, and of its publisher of weights."""
-    epoch, standings = trainer_epoch(), Standings()
-
-    def waiting() -> None:
-        heartbeats.beat("waiting for the next controller")
-
-    def client(name: str, holds: bool) -> Client:
-        if not config.keeps_engines:
-            return Client(rendezvous, name, epoch)
-        return ReturningClient(rendezvous, name, epoch, config.run.dir, config.engines.orphan_s, standings, holds, waiting)
-
-    return client(name, True), client(f"{name}.weights", False)
 
 
 class Trainer:

@@ -64,7 +64,7 @@ class Publisher:
 
     def _publish(self, version: int, parts: list[str]) -> None:
         while True:
-            engines = self._engines(self._config.engines.start_timeout_s)
+            engines = self._engines()
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
             try:
@@ -78,7 +78,7 @@ class Publisher:
                 log.warning("engines changed during version %d; sending it again: %s", version, error)
                 continue
             while not self._settling.wait(_LOOK_S):
-                now = self._engines(0.0).engines
+                now = self._engines().engines
                 if now and all(engine.waiting for engine in now):
                     break
             else:
@@ -111,11 +111,12 @@ class Publisher:
     def _others(self) -> bool:
         section = self._config.cluster
         until = time.monotonic() + (section.heartbeat_timeout_s + _GRACE_S if self._config.engines.join else _NOTICED_S)
-        while (now := self._engines(0.0)).roster == self._roster and not now.lost and time.monotonic() < until:
+        while (now := self._engines()).roster == self._roster and not now.lost and time.monotonic() < until:
             time.sleep(0.1)
         return now.roster != self._roster or bool(now.lost)
 
-    def _engines(self, wait_s: float) -> Engines:
+    def _engines(self) -> Engines:
+        wait_s = self._config.engines.start_timeout_s  # the next controller may be starting them
         reply = self._client.ask(EnginesAsk(wait_s), wait_s + self._config.sync.timeout_s + _GRACE_S)[0]
         assert isinstance(reply, Engines)
         return reply

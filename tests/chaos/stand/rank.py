@@ -22,15 +22,14 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Fetch, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.peers import facts
-from asyncmoe.rpc.returning import ReturningClient, Standings
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
+from asyncmoe.trainer.clients import clients
 from asyncmoe.trajectory import Trajectory, decode, frames_in
 from tests.chaos.stand import weights
 from tests.chaos.stand.collective import Collective
@@ -53,7 +52,8 @@ class Rank:
         self._parts = PartServer()
         ports = self._everyones(self._parts.port)
         self._step, self._part = self._loaded()
-        client, weights_client = clients(config, f"trainer.{rank}")
+        rendezvous = keys.read(config.run.dir, config.engines.start_timeout_s)
+        client, weights_client = clients(config, rendezvous, f"trainer.{rank}")
         self._client, epoch = client, trainer_epoch()
         self._start = f"{os.environ['CHAOS_START']}.{epoch}"
         self._publisher = Publisher(config, weights_client, ports) if rank == 0 else None
@@ -204,21 +204,6 @@ class Rank:
     def _note(self, name: str, **said: Any) -> None:
         with (self._folder / f"{name}.jsonl").open("a") as file:
             file.write(json.dumps(said) + "\n")
-
-
-def clients(config: Config, name: str) -> tuple[Client, Client]:
-    """Return the rank's connections to the controller, as `asyncmoe.trainer.loop.clients` does."""
-    rendezvous, epoch, standings = keys.read(config.run.dir, config.engines.start_timeout_s), trainer_epoch(), Standings()
-
-    def waiting() -> None:
-        heartbeats.beat("waiting for the next controller")
-
-    def client(name: str, holds: bool) -> Client:
-        if not config.keeps_engines:
-            return Client(rendezvous, name, epoch)
-        return ReturningClient(rendezvous, name, epoch, config.run.dir, config.engines.orphan_s, standings, holds, waiting)
-
-    return client(name, True), client(f"{name}.weights", False)
 
 
 def main() -> None:

@@ -297,6 +297,30 @@ def test_a_server_that_became_a_replica_is_one_line(journals: RedisJournals, tmp
     assert set(kept(journals, tmp_path / "run")) >= set(range(count))
 
 
+def test_an_answer_that_another_thread_waits_for_survives_a_refused_write(journals: RedisJournals) -> None:
+    from asyncmoe.journal.in_redis.server import RedisServer
+
+    server, asked = RedisServer(journals.server.url, None, 1.5), threading.Semaphore(0)
+
+    def wait(client: Any) -> Any:
+        asked.release()
+        return client.xread({"nothing": "$"}, block=500)
+
+    with journals.server.client() as client:
+        client.replicaof("127.0.0.1", "1")
+    try:
+        with ThreadPoolExecutor() as pool, closing(server):
+            answer = pool.submit(server.call, wait)
+            assert asked.acquire(timeout=10.0)
+            with pytest.raises(StorageError, match="has become a replica"):
+                server.call(lambda client: client.hset("key", "field", "value"))
+            assert not answer.result(10.0)
+    finally:
+        with journals.server.client() as client:
+            client.replicaof("NO", "ONE")
+    assert not asked.acquire(blocking=False), "the request was sent again"
+
+
 def test_a_setting_that_is_changed_during_a_run_ends_it(journals: RedisJournals, tmp_path: Path) -> None:
     journal, queue = begun(journals, tmp_path / "run")
     try:

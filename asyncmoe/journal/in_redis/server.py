@@ -116,7 +116,7 @@ class RedisServer:
                     until = time.monotonic() + self._patience_s
                     log.warning("journal: %s does not answer (%s); it is asked again for %g s", self.name, _said(error), self._patience_s)
                 if isinstance(error, ReadOnlyError):
-                    self._client.connection_pool.disconnect()
+                    self._client.connection_pool.disconnect(inuse_connections=False)  # other threads read from theirs
                 if time.monotonic() >= until or self._stopping.wait(pause_s):
                     raise self.explained(error) from error
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -51,6 +51,7 @@ def run(folder: Path, rounds: int = 5, groups: int = 64) -> dict[str, Any]:
     """
     if shutil.which("redis-server") is None:
         raise UserError("asyncmoe bench redis", got="no redis-server", expected="one on the PATH")
+    folder = folder.absolute()  # the server has a working directory of its own
     results: dict[str, Any] = {**here(), "rounds": rounds, "groups": groups, "shapes": {}}
     for name, routing in SHAPES.items():
         made = trajectories(routing, _TOKENS)

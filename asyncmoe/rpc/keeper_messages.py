@@ -19,13 +19,13 @@ class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the engines of a run hold. The controller tells the keeper before each change of them, and after it."""
 
     version: Count = 0
-    """Version that the engines serve."""
+    """Version that the engines serve; `coming` if one of them serves weights of that number from another lineage."""
     lineage: Count = 0
     """Of `version`; see `asyncmoe.rpc.messages.Leased`."""
     landed: bool = False
     """Whether any version has landed; without one, engines hold the weights that they started with."""
     changing: Changing = ""
-    """"paused": engines are paused, or about to be, and hold what they held; "loading": each may hold part of `coming`."""
+    """"paused": engines are paused, or about to be, and hold what they held; "loading": each may take `coming`, as a whole."""
     coming: Count = 0
     """Version under way, if engines are loading."""
     coming_lineage: Count = 0

@@ -110,11 +110,13 @@ class EngineKeeper:
             await engine.wait_ready()
             if engine.died is not None:
                 return f"{engine.name}: {engine.died}"
+            if weights.changing:
+                await self._end_update(engine)
             taken = judge(weights, await engine.client.weights_version())
             if taken.holding is Holding.DOUBTFUL:
-                return f"{engine.name} may hold part of version {weights.coming}, which was under way when the last controller was lost"
+                return f"{engine.name} holds one of two versions {weights.coming}: one was under way when the last controller was lost"
             if weights.changing:
-                await self._unpause(engine)
+                await engine.client.resume()
             await engine.client.abort()  # the requests of the last controller, which nobody waits for
         except AsyncmoeError as error:
             return f"{engine.name} could not be taken over: {error}"
@@ -123,15 +125,14 @@ class EngineKeeper:
         log.info("%s is taken over and %s version %d", engine.name, taken.holding.value, taken.version)
         return ""
 
-    async def _unpause(self, engine: EngineProcess) -> None:
-        """Have an engine go on that may be paused in an update."""
+    async def _end_update(self, engine: EngineProcess) -> None:
+        """End the update that may be open; an engine answers when it has done what it was asked before."""
         try:
             await engine.client.end_update()
         except EngineLost:
             raise
         except EngineError as error:
             log.info("%s: no update was open: %s", engine.name, error)
-        await engine.client.resume()
 
     async def _replace(self, index: int) -> None:
         old = self._engines[index]

@@ -87,9 +87,9 @@ class KeeperClient:
         self._client = Client(rendezvous, "controller", peer="the keeper of engines")
         self._memory, self._gone = tuple(memory), ""
         self._thread = ThreadPoolExecutor(1, "keeper")
+        self._states: dict[int, KeptEngine] = {}
         kept = self._now(KeeperTake(config.digest, os.getpid()))
-        self.epoch, self.found, self.weights = kept.epoch, {engine.index: engine for engine in kept.engines}, kept.weights
-        self._states = dict(self.found)
+        self.epoch, self.found, self.weights = kept.epoch, dict(self._states), kept.weights
 
     def engine(self, index: int) -> KeptProcess:
         """Return an engine that was left, or start it. Call it in the event loop's thread."""
@@ -106,7 +106,7 @@ class KeeperClient:
             UserError: its port is taken.
             AsyncmoeError: the keeper is gone.
         """
-        self._take(self._now(KeeperStart(self.epoch, index, self._memory)))
+        self._now(KeeperStart(self.epoch, index, self._memory))
         return KeptProcess(self, self._states[index])
 
     def state(self, index: int) -> KeptEngine:
@@ -122,9 +122,7 @@ class KeeperClient:
         """Follow the states of all engines; never returns."""
         while True:
             try:
-                kept = await asyncio.wrap_future(self._ask(KeeperAsk(self.epoch)))
-                assert isinstance(kept, Kept)
-                self._take(kept)
+                await asyncio.wrap_future(self._ask(KeeperAsk(self.epoch)))
             except AsyncmoeError as error:
                 self._gone = f"the keeper of engines is gone: {error}"
                 return
@@ -161,11 +159,15 @@ class KeeperClient:
         self._thread.shutdown(cancel_futures=True)
         self._client.close()
 
-    def _take(self, kept: Kept) -> None:
-        self._states = {engine.index: engine for engine in kept.engines}
-
     def _ask(self, request: KeeperRequest) -> Future[object]:
-        return self._thread.submit(lambda: self._client.ask(request, _ANSWER_S)[0])
+        return self._thread.submit(self._answer, request)
+
+    def _answer(self, request: KeeperRequest) -> object:
+        """Ask. States are taken in this thread, so that they have the order of the answers."""
+        answer = self._client.ask(request, _ANSWER_S)[0]
+        if isinstance(answer, Kept):
+            self._states = {engine.index: engine for engine in answer.engines}
+        return answer
 
     def _now(self, request: KeeperRequest) -> Kept:
         kept = self._ask(request).result()

@@ -14,7 +14,7 @@ class Holding(Enum):
     Attributes:
         SERVES: a whole version, with which it goes on.
         WAITS: whole weights that are too old to sample with; it waits for the next version.
-        DOUBTFUL: perhaps part of a version; it must start again.
+        DOUBTFUL: one of two sets of weights with one number; it must start again.
     """
 
     SERVES = "serves"
@@ -35,12 +35,13 @@ def judge(weights: EngineWeights, reported: int) -> Taken:
     """Judge an engine by what the last controller said of all engines before it was lost.
 
     Args:
-        reported: version that the engine reports. An engine takes a version's number when all of its ranks have taken the weights.
+        reported: version that the engine reports once whatever the last controller asked of it has ended. A rank that cannot take a version
+            ends its engine, so all ranks of one that answers have taken the version under way, or none has.
     """
-    if weights.changing == "loading":
-        if reported == weights.coming != weights.version:
-            return Taken(Holding.SERVES, weights.coming, weights.coming_lineage)
-        return Taken(Holding.DOUBTFUL)
+    if weights.changing == "loading" and reported == weights.coming:
+        if weights.coming == weights.version:  # sent anew, in another lineage: its number tells nothing
+            return Taken(Holding.DOUBTFUL)
+        return Taken(Holding.SERVES, weights.coming, weights.coming_lineage)
     if reported == weights.version or not weights.landed:
         return Taken(Holding.SERVES, weights.version, weights.lineage)
     return Taken(Holding.WAITS)

@@ -230,6 +230,8 @@ class UpdateDriver:
 
     def _holding(self, changing: Changing = "", coming: int = 0) -> EngineWeights:
         version, new = self.pool.version, self.pool.lineage
+        if changing == "loading" and any(member.version == coming and member.lineage != new for member in self.pool.serving):
+            version = coming  # so that nobody takes one of the two for the other
         lineage = min((member.lineage for member in self.pool.serving if member.version == version), default=0)
         return EngineWeights(version, lineage, self.landed, changing, coming, new)
 

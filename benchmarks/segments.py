@@ -21,10 +21,10 @@ from asyncmoe.journal.segments import Place, Segments
 from benchmarks.provenance import here
 
 PAYLOADS = {
-    "1,024 tokens without routes": 24 << 10,
-    "1,024 tokens": 376 << 10,
-    "8,192 tokens": 3 << 20,
-    "a group of 16 times 8,192 tokens": 48 << 20,
+    "plain-1k": 24 << 10,
+    "routed-1k": 376 << 10,
+    "routed-8k": 3 << 20,
+    "group-16x8k": 48 << 20,
 }
 """Bytes of payloads of Qwen3-30B-A3B's shape: 336 bytes of routes a token, and 24 of ids, log-probabilities and versions."""
 _PARTS = 16

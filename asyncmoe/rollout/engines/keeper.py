@@ -50,6 +50,7 @@ def run(config: Config, run_dir: Path) -> None:
 
     Raises:
         StorageError: the keeper's address cannot be written.
+        AsyncmoeError: no controller came in time.
     """
     asyncio.run(_serve(config, run_dir))
 
@@ -120,15 +121,18 @@ class Keeper:
         return self._kept() if isinstance(request, KeeperStart | KeeperAsk) else Done()
 
     async def watch(self) -> None:
-        """Return when no controller has been there for `engines.orphan_s`."""
+        """Look for the controller; never returns.
+
+        Raises:
+            AsyncmoeError: none has been there for `engines.orphan_s`.
+        """
         limit, alone = self._config.engines.orphan_s, None
         while True:
             heartbeats.beat("looks after its engines")
             now = time.monotonic()
             alone = None if self._guarded() else (alone or now)
             if alone is not None and now - alone > limit:
-                log.error("no controller for %.0f s (engines.orphan_s): the engines end", limit)
-                return
+                raise AsyncmoeError(f"no controller for {limit:.0f} s (engines.orphan_s): the engines end")
             await asyncio.sleep(_LOOK_S)
 
     async def stop_all(self) -> None:

@@ -85,6 +85,7 @@ class Block:
         last, noticed = pending[-1], self._noticed(pending)
         causes = tuple(cause for one in pending for cause in faults.causes(one.fault))
         until, starts = time.monotonic() + world.recovery_s, 0
+        takes_over, left = self._takes_over(pending), set[int]()
         self._floor = max(one.step for one in pending) + _IN_HAND
         if last.done.stops:
             found += self._stopped(pending, causes, blame=False)
@@ -94,7 +95,10 @@ class Block:
             self._undo(pending, world.running)
             world.tend()
             if not world.running:
-                found += self._stopped(pending, causes)
+                if takes_over and not starts:
+                    left = world.engines()
+                else:
+                    found += self._stopped(pending, causes)
                 if last.done.restore is not None and starts == 1:
                     last.done.restore()
                 world.start()
@@ -119,9 +123,15 @@ class Block:
                 "cut_tokens": sum(cuts),
                 "most_cut": max(cuts, default=0),
                 "started_over": again,
+                "engines_taken_over": len(left & world.engines()),
                 "causes": self._said(pending[0]).causes,
                 "violations": found,
             }
+
+    def _takes_over(self, pending: Sequence[Pending]) -> bool:
+        """Whether the command is started again while the engines of a supervisor that was killed are still there, as half the time."""
+        alone = len(pending) == 1 and (pending[0].done.target, pending[0].fault.kind) == ("supervisor", "kill")
+        return alone and self._world.keeps_engines and pending[0].fault.amount < 0.5
 
     def _noticed(self, pending: Sequence[Pending]) -> Callable[[], bool]:
         return lambda: all(faults.noticed(one.fault, one.done, self._said(one)) for one in pending)

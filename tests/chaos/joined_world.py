@@ -23,6 +23,8 @@ HEARTBEAT_S = 6.0
 class JoinedWorld(World):
     """See `World`."""
 
+    keeps_engines = False
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._joiners: dict[int, subprocess.Popen[bytes]] = {}

@@ -31,6 +31,10 @@ def _of_tier(records: Sequence[Record]) -> dict[str, Any]:
             "median_of_a_fault": median(one["cut_tokens"] for one in met) if met else 0,
             "responses_started_over": sum(one.get("started_over", 0) for one in met),
         },
+        "take_overs": {
+            "runs": sum(one.get("engines_taken_over", 0) > 0 for one in met),
+            "engines": sum(one.get("engines_taken_over", 0) for one in met),
+        },
         "runs_ended": len(ends),
         "steps": sum(one["steps"] for one in ends),
         "violations": [

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,8 @@ class World:
         mounted: whether the run's disk can be filled.
     """
 
+    keeps_engines = True
+    """Whether engines outlive their controller, for the next one."""
     recovery_s = 150.0
     """Longest recovery: every limit of the configuration is far below it."""
     disk_bytes = 48 << 20
@@ -85,7 +88,7 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
         self.run_dir, self.notes, self.temporary = self.folder / "disk" / "run", self.folder / "notes", self.folder / "t"
         self.command: Command | None = None
-        self.starts, self.seed = 0, seed
+        self.starts, self.seed, self._mark = 0, seed, uuid.uuid4().hex
         for folder in (self.folder / "disk", self.notes, self.temporary):
             folder.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", f"size={self.disk_bytes}", "tmpfs", str(self.folder / "disk")]
@@ -129,6 +132,7 @@ class World:
     def _environment(self) -> dict[str, str]:
         return {
             "TMPDIR": str(self.temporary),
+            MARK: self._mark,
             "CHAOS_FOLDER": str(self.notes),
             "CHAOS_START": str(self.starts),
             "CHAOS_SHIM": str(self._control),
@@ -164,6 +168,10 @@ class World:
             if role := role_of(words, environ):
                 found[role if role not in ENGINE_PARTS else f"{role}.{entry.name}"] = int(entry.name)
         return found
+
+    def engines(self) -> set[int]:
+        """Return the main processes of the engines."""
+        return {pid for role, pid in self.pids().items() if role.startswith("engine.")}
 
     def end_all(self) -> None:
         """Kill every process of the run."""

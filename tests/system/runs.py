@@ -33,12 +33,13 @@ class Command:
     Args:
         module: another one than asyncmoe.
         log: file that its output goes to, so that it can be read meanwhile.
+        environment: variables; `MARK` if the mark is that of another command too.
     """
 
     def __init__(
         self, *arguments: str, cwd: Path | None = None, module: str = "asyncmoe", log: Path | None = None, **environment: str
     ) -> None:
-        self.mark = uuid.uuid4().hex
+        self.mark = environment.get(MARK, uuid.uuid4().hex)
         output = log.open("w") if log else subprocess.PIPE
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

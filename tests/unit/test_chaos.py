@@ -114,6 +114,10 @@ SHORT = (
 )
 
 
+TAKEN_OVER = Fault(4, "kill", "supervisor", "any time", 0.0, 0.0, 0.2)
+"""The command comes again while the engines are there."""
+
+
 class Resumed(World):
     """A run that a lost controller ends, and that the same command resumes."""
 
@@ -121,12 +125,15 @@ class Resumed(World):
         return configuration(self.folder, self.seed, orphan_s=0.0)
 
 
-@pytest.mark.parametrize("world_of", [Resumed, pytest.param(World, marks=pytest.mark.thorough)])
-def test_a_run_outlives_faults_at_seeded_moments(world_of: type[World]) -> None:
+@pytest.mark.parametrize(
+    ("world_of", "faults"), [(Resumed, SHORT), pytest.param(World, (*SHORT, TAKEN_OVER), marks=pytest.mark.thorough, id="keepers")]
+)
+def test_a_run_outlives_faults_at_seeded_moments(world_of: type[World], faults: tuple[Fault, ...]) -> None:
     with world_of(0) as world:
-        records = [{"tier": "protocol", "block": 0, **one} for one in Block(world, SHORT).run()]
-    assert [one["violations"] for one in records] == [[]] * (len(SHORT) + 1)
+        records = [{"tier": "protocol", "block": 0, **one} for one in Block(world, faults).run()]
+    assert [one["violations"] for one in records] == [[]] * (len(faults) + 1)
     told = report.summary(records)["protocol"]
-    assert told["faults"] == len(SHORT)
+    assert told["faults"] == len(faults)
+    assert told["take_overs"]["runs"] == (TAKEN_OVER in faults)
     assert told["finished_groups_lost"] == 0
     assert told["unfinished_tokens_cut"]["most_of_one_response"] <= 12, "a piece"

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
             frames.wrong_key(attacked)
             for name, (part, count) in _parts(attacked, engine, asked.frames, asked.bodies).items():
                 if asked.only in (None, name):
-                    _run(name, part, count, result, asked, attacked)
+                    _run(name, part, count, result, asked, attacked, engine)
         finally:
             attacked.close()
             engine.close()
@@ -65,16 +65,18 @@ def _parts(attacked: frames.Attacked, engine: pages.Engine, count: int, bodies: 
     }
 
 
-def _run(name: str, part: Part, count: int, result: dict[str, Any], asked: argparse.Namespace, attacked: frames.Attacked) -> None:
+def _run(
+    name: str, part: Part, count: int, result: dict[str, Any], asked: argparse.Namespace, attacked: frames.Attacked, engine: pages.Engine
+) -> None:
     """Run a part's blocks that are still to be done."""
     found = result["parts"].setdefault(re.sub(r"\W+", "-", name), {"count": 0, "seconds": 0.0, "outcomes": {}, "rss_bytes": []})
-    against = attacked.process.pid if name in ("member", "stranger") else os.getpid()
+    against = attacked.process.pid if name in ("member", "stranger") else None
     begin = found["count"] if asked.block is None else asked.block * BLOCK
     for at in range(begin, count if asked.block is None else begin + 1, BLOCK):
         began, size = time.monotonic(), min(BLOCK, count - at)
         try:
             outcomes = part(Random(f"{asked.seed} {name} {at // BLOCK}"), size)
-            if against == attacked.process.pid:
+            if against is not None:
                 frames.works(attacked)
         except BaseException:
             print(f"{name}, seed {asked.seed}: a fault in block {at // BLOCK}", file=sys.stderr, flush=True)
@@ -82,8 +84,8 @@ def _run(name: str, part: Part, count: int, result: dict[str, Any], asked: argpa
         found["count"] = at + size
         found["seconds"] = round(found["seconds"] + time.monotonic() - began, 1)
         found["outcomes"] = dict(Counter(found["outcomes"]) + Counter(outcomes))
-        found["rss_bytes"].append(target.rss_bytes(against))
-        if against == attacked.process.pid:
+        found["rss_bytes"].append(target.rss_bytes(against or (engine.pid if name == "engine" else os.getpid())))
+        if against is not None:
             vitals = attacked.vitals()
             found["ended"], found["descriptors"] = vitals[-1]["ended"], vitals[-1]["descriptors"]
             for name_of, limit in {"worst_lag_s": MAX_LAG_S, "worst_turn_cpu_s": MAX_TURN_CPU_S}.items():

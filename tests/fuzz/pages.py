@@ -68,10 +68,15 @@ def metrics(random: Random, count: int) -> dict[str, int]:
 
 
 class Engine:
-    """A real engine, which starts when it is first attacked."""
+    """A real engine, which starts when it is first attacked.
+
+    Attributes:
+        pid: of its main process, which answers HTTP.
+    """
 
     def __init__(self) -> None:
         self._port, self._held = 0, ExitStack()
+        self.pid = 0
 
     def stranger(self, random: Random, count: int) -> dict[str, int]:
         """Send `count` mutated requests without the key, or with a wrong one, to the routes that a run uses; return as `report` does.
@@ -104,7 +109,7 @@ class Engine:
             assert child.returncode is None, child.output()[-2000:]
             assert time.monotonic() < until, "the engine did not start"
             time.sleep(0.5)
-        self._port = port
+        self._port, self.pid = port, child.pid
         return port
 
 

@@ -28,7 +28,7 @@ from asyncmoe.config.journal import JournalSection
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
-from asyncmoe.launch import preflight
+from asyncmoe.launch import preflight, prepared
 from asyncmoe.launch.local_controller import LocalController
 from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
 from asyncmoe.launch.local_trainer import LocalTrainer
@@ -223,6 +223,7 @@ def claim(directory: Path) -> IO[str]:
 
 
 def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
+    prepared.clear(config.run.dir)
     keeper = LocalKeeper(config, file) if config.keeps_engines else None
     if keeper is not None:
         ending.callback(keeper.end)
@@ -230,7 +231,7 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     controllers = LocalController(config, file, lambda: trainer.epoch)
     ending.callback(controllers.stop)
     controller = controllers.start()
-    ending.callback(trainer.end)
+    ending.callback(trainer.stop)
     ranks = trainer.start(0)
     if keeper is None:
         return Processes(controller, ranks, starter=trainer)

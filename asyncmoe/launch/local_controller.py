@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncmoe.config import Config
-from asyncmoe.launch import stand_by
+from asyncmoe.launch.prepared import Prepared
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
 from asyncmoe.process import Child
-from asyncmoe.rpc.environment import KEEPER, STAND_BY, TRAINER_EPOCH
+from asyncmoe.rpc.environment import KEEPER, TRAINER_EPOCH
 
 
 class LocalController:
@@ -24,31 +24,25 @@ class LocalController:
     def __init__(self, config: Config, file: Path, epoch: Callable[[], int]) -> None:
         self._config, self._file, self._epoch = config, file, epoch
         self._child: Child | None = None
-        self._next: Child | None = None
+        self._next = Prepared(config.run.dir, self._started)
 
     def start(self) -> Process:
-        """Start it, or have the one that stands by take its turn.
+        """Start it, or have the one that stands by go on.
 
         Raises:
             StorageError: the log cannot be opened.
             AsyncmoeError: the system cannot start the process.
         """
-        child, self._next = self._next, None
-        if child is not None and child.returncode is None:
-            stand_by.give_turn(self._config.run.dir, child.pid, self._epoch())
-        else:
-            child = self._started()
-        self._child = child
-        return child
+        self._child = self._next.take(self._epoch()) or self._started({})
+        return self._child
 
     def prepare(self) -> None:
         """Start the next one, which stands by, unless one does."""
-        if self._next is None:
-            self._next = self._started({STAND_BY: "1"})
+        self._next.prepare()
 
-    def _started(self, more: Mapping[str, str] | None = None) -> Child:
+    def _started(self, more: Mapping[str, str]) -> Child:
         command = [sys.executable, "-m", "asyncmoe", "rollout", str(self._file)]
-        environment = {TRAINER_EPOCH: str(self._epoch()), KEEPER: "1" if self._config.keeps_engines else "", **(more or {})}
+        environment = {TRAINER_EPOCH: str(self._epoch()), KEEPER: "1" if self._config.keeps_engines else "", **more}
         log = self._config.run.dir / "logs" / "controller.log"
         return Child("controller", command, log, environment, self._config.telemetry.logs.bounds)
 
@@ -59,7 +53,6 @@ class LocalController:
 
     def stop(self) -> None:
         """Ask it to end, and kill it if it does not in time."""
-        if self._next is not None:
-            self._next.end(0.0)
+        self._next.end(0.0)
         if self._child is not None:
             self._child.end(STOP_GRACE_S)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.launch.prepared import Prepared
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, free_port, torchrun
 from asyncmoe.process import Child
@@ -32,21 +33,33 @@ class LocalTrainer:
     def __init__(self, config: Config, file: Path, command: Callable[[Config, Path], list[str]] | None = None) -> None:
         self._config, self._file, self._command = config, file, command or trainer_command
         self._child: Child | None = None
+        self._next = Prepared(config.run.dir, self._started)
         self.epoch = 0
 
     def start(self, epoch: int) -> tuple[Process, ...]:
-        """Start torchrun with all ranks.
+        """Start torchrun with all ranks, or have those that stand by go on.
 
         Raises:
             StorageError: the log cannot be opened.
             AsyncmoeError: the system cannot start the process.
         """
         self.epoch = epoch
-        command = self._command(self._config, self._file)
-        environment = {**TRAINER_ENVIRONMENT, TRAINER_EPOCH: str(epoch)}
-        log = self._config.run.dir / "logs" / "trainer.log"
-        self._child = Child("trainer", command, log, environment, self._config.telemetry.logs.bounds)
+        self._child = self._next.take(epoch) or self._started({TRAINER_EPOCH: str(epoch)})
         return (self._child,)
+
+    def prepare(self) -> None:
+        """Start the next torchrun, whose ranks stand by, unless one does."""
+        self._next.prepare()
+
+    def _started(self, more: Mapping[str, str]) -> Child:
+        command = self._command(self._config, self._file)
+        log = self._config.run.dir / "logs" / "trainer.log"
+        return Child("trainer", command, log, {**TRAINER_ENVIRONMENT, **more}, self._config.telemetry.logs.bounds)
+
+    def stop(self) -> None:
+        """End all ranks, those that stand by too."""
+        self._next.end(STOP_GRACE_S)
+        self.end()
 
     def end(self) -> None:
         """End torchrun, which ends the ranks, and kill each rank that is left: one that is stopped does not hear that it shall end."""

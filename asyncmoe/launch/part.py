@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import NoReturn
 from asyncmoe import installed, interrupts
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.process import say
-from asyncmoe.rpc.environment import STAND_BY
+from asyncmoe.rpc import stand_by
 from asyncmoe.telemetry import heartbeats, processes
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
@@ -25,13 +24,15 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
         AsyncmoeError: see `asyncmoe.rollout.controller.run`.
     """
     from asyncmoe import config as configuration
-    from asyncmoe.launch import gpus, local, stand_by
+    from asyncmoe.launch import gpus, local
     from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout import controller
+    from asyncmoe.rollout.tokenizer import Tokenizer
 
     loaded = with_local_model(configuration.load(config, overrides))
-    if os.environ.get(STAND_BY):
-        stand_by.wait_for_turn(loaded)
+    if stand_by.is_told():
+        Tokenizer(loaded.model.path, loaded.model.trust_remote_code)  # imports what loading it again needs
+        stand_by.wait()
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     processes.record(loaded.run.dir, "controller")

@@ -26,6 +26,9 @@ class Process(Ended, Protocol):
 class TrainerStarter(Protocol[Started]):
     """Starts the trainer of a run, again and again, while the other processes go on. `Started`: how the launcher presents a start."""
 
+    def prepare(self) -> None:
+        """Be ready to start the next one quickly, if the launcher can; called again and again while the run goes on."""
+
     def end(self) -> None:
         """End all processes of the trainer: ask them, and kill those that do not end in time."""
 

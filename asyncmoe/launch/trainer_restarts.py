@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import TypeVar
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch.newest_start import NewestStart, start_after
 from asyncmoe.launch.run_processes import TrainerStarter
 from asyncmoe.launch.trainer_starts import Allowance, EndRun, StartAgain, StartFailure, decide
 from asyncmoe.launch.watching import ProcessSilent, Watcher
-from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.live import LiveView
-from asyncmoe.telemetry.schema import Step
 
 T = TypeVar("T")
-_POLL_S = 0.25
+PREPARED_AFTER_S = 60.0
+"""Seconds after a trainer's first step of reinforcement learning in which the next one is not prepared: short runs do without, and starts
+take the cores."""
 
 
 class TrainerRestarts:
-    """The starts of one run's trainer. A `Sink` of the live view, which feeds it the steps that the trainer records."""
+    """The starts of one run's trainer.
+
+    Attributes:
+        newest: the newest of them.
+    """
 
     def __init__(self, config: Config, watcher: Watcher) -> None:
         self._config, self._watcher = config, watcher
         self._history: list[StartFailure] = []
-        self._step = 0
-        """Highest step trained since the last start."""
+        self.newest = NewestStart()
 
-    def feed(self, records: Sequence[Followed]) -> None:
-        """Take new records."""
-        self._step = max([self._step, *(record.step for record in records if isinstance(record, Step))])
-
-    def close(self) -> None:
-        """Nothing: it holds nothing."""
+    def prepare(self, starter: TrainerStarter[T]) -> None:
+        """Have the next trainer prepared, if it is time."""
+        section = self._config.trainer
+        if section.standby and section.max_restarts and self._config.journal.enabled and self.newest.trains_for(PREPARED_AFTER_S):
+            starter.prepare()
 
     def again(
         self,
@@ -58,9 +59,7 @@ class TrainerRestarts:
         Raises:
             AsyncmoeError: the run ends; names the root cause.
         """
-        with suppress(ProcessSilent):
-            view.refresh()  # the last steps that the trainer recorded
-        failed = StartFailure(str(error), error.exit_code, self._step)
+        failed = StartFailure(str(error), error.exit_code, self.newest.last_steps(view))
         went_on = others() and not (isinstance(error, ProcessSilent) and error.controller)
         section, journal = self._config.trainer, self._config.journal.enabled
         decision = decide(self._history, failed, Allowance(section.max_restarts, journal, went_on, stopping()))
@@ -68,21 +67,15 @@ class TrainerRestarts:
             raise self._in_context(error, decision, went_on)
         self._say(decision, error, view)
         self._history.append(failed)
-        self._step = 0
+        self.newest.ended()
         starter.end()
         self._watcher.forget()
-        until = time.monotonic() + decision.after_s
-        while others() and not stopping():
-            if time.monotonic() >= until:
-                return starter.start(decision.epoch)
-            view.refresh()
-            time.sleep(_POLL_S)
-        return None
+        return start_after(decision.after_s, lambda: starter.start(decision.epoch), lambda: others() and not stopping(), view)
 
     def _in_context(self, error: AsyncmoeError, decision: StartAgain | EndRun, went_on: bool) -> AsyncmoeError:
         """Return the error that ends the run, with the loss of the trainer from which it may follow."""
         more = decision.why if isinstance(decision, EndRun) else ""
-        if not went_on and self._history and not self._step:
+        if not went_on and self._history and not self.newest.step:
             more = f"the trainer was lost before: {self._history[-1].why}"
         if not more:
             return error

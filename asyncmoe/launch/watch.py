@@ -59,7 +59,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
         with (
             Copier(config, lambda: stop.count),
             watcher,
-            LiveView(config, sinks=(restarts, controllers, watcher), health=watcher.health) as view,
+            LiveView(config, sinks=(restarts.newest, controllers.newest, watcher), health=watcher.health) as view,
             ExitStack() as ending,
         ):
             watcher.say = view.say
@@ -165,9 +165,13 @@ class _Restarts:
     controllers: ControllerRestarts
 
     def prepare(self, processes: Processes) -> None:
-        """Be ready for the loss of the controller, if it can be started again."""
-        if processes.controllers is not None and not self._stopping():
+        """Be ready for the loss of controller or trainer, if they can be started again."""
+        if self._stopping():
+            return
+        if processes.controllers is not None:
             self.controllers.prepare(processes.controllers)
+        if processes.starter is not None and processes.trainers:
+            self.trainers.prepare(processes.starter)
 
     def again(self, processes: Processes, error: AsyncmoeError) -> Processes:
         """Start the controller again if it was lost, else the trainer.

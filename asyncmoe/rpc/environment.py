@@ -7,7 +7,7 @@ secret is a member of the run and could also impersonate its controller. No mess
 
 ASYNCMOE_TRAINER_EPOCH is the launchers' own: it tells a trainer's ranks, and a controller, how often the trainer was started again in
 place. So are ASYNCMOE_RANKS_STORE, which tells the ranks in which file they meet, ASYNCMOE_KEEPER, which tells a controller that a keeper
-of engines was started beside it, and ASYNCMOE_STAND_BY, which has it wait for its turn.
+of engines was started beside it, and ASYNCMOE_STAND_BY, which has a process wait until the one before it is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTROLLER, KEYS = "ASYNCMOE_CONTROLLER", "ASYNCMOE_KEYS"
 KEEPER = "ASYNCMOE_KEEPER"
 """Set: there is a keeper of engines, or there will be in a moment."""
 STAND_BY = "ASYNCMOE_STAND_BY"
-"""Set: another controller serves, and this one only loads its programs until that one is lost (`asyncmoe.launch.stand_by`)."""
+"""File that does not exist yet: this process loads its programs, and then waits for the file (`asyncmoe.rpc.stand_by`)."""
 TRAINER_EPOCH = "ASYNCMOE_TRAINER_EPOCH"
 """How often the launcher has started the trainer again in place; absent or 0: this is its first start."""
 RANKS_STORE = "ASYNCMOE_RANKS_STORE"

@@ -12,6 +12,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.hub import with_local_model
 from asyncmoe.platform import megatron
 from asyncmoe.process import die_with_parent, leave, named, say
+from asyncmoe.rpc import stand_by
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.trainer.model import connections
 
@@ -24,13 +25,16 @@ def main() -> None:
     try:
         with named(f"trainer.{rank}"):
             config = with_local_model(configuration.load(Path(sys.argv[1]), sys.argv[2:]), download=False)
-            processes.record(config.run.dir, f"trainer.{rank}")
-            heartbeats.start(config.run.dir, f"trainer.{rank}", config.watch.beat_s)
+            if not stand_by.is_told():
+                _begin(config.run.dir, rank, config.watch.beat_s)
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
             megatron.prepare()
             from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
             from asyncmoe.trainer.model import silence
 
+            if stand_by.is_told():
+                stand_by.wait()
+                _begin(config.run.dir, rank, config.watch.beat_s)
             try:
                 loop.run(config)
             except RuntimeError as error:
@@ -48,6 +52,11 @@ def main() -> None:
             traceback.print_exc()
         leave(1)
     leave(0)
+
+
+def _begin(run_dir: Path, rank: str, beat_s: float) -> None:
+    processes.record(run_dir, f"trainer.{rank}")
+    heartbeats.start(run_dir, f"trainer.{rank}", beat_s)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ import yaml
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
+from asyncmoe.rpc.environment import STAND_BY
+from asyncmoe.telemetry import processes
 from tests.chaos.schedule import Moment
 from tests.system.runs import MARK, Command
 
@@ -154,19 +156,22 @@ class World:
         return self.command is not None and self.command.process.poll() is None
 
     def pids(self) -> dict[str, int]:
-        """Return the processes of the run by role: supervisor, controller, agent, rank.N, engine.SEED, scheduler.PID, detokenizer.PID."""
+        """Return the processes of the run by role: supervisor, controller, agent, rank.N, engine.SEED, scheduler.PID, detokenizer.PID.
+        Those that stand by are left out."""
         assert self.command is not None
-        found: dict[str, int] = {}
+        every: dict[int, tuple[list[str], list[str]]] = {}
         for entry in Path("/proc").iterdir():
             try:
-                if not entry.name.isdigit() or self.command.mark.encode() not in (entry / "environ").read_bytes():
-                    continue
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                if entry.name.isdigit() and self.command.mark.encode() in (entry / "environ").read_bytes():
+                    words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
+                    every[int(entry.name)] = words, environ
             except OSError:
                 continue
-            if role := role_of(words, environ):
-                found[role if role not in ENGINE_PARTS else f"{role}.{entry.name}"] = int(entry.name)
+        begun = {_stood_by(every[one.pid][1]) for one in processes.read(self.run_dir) if one.pid in every} | {""}
+        found: dict[str, int] = {}
+        for pid, (words, environ) in every.items():
+            if _stood_by(environ) in begun and (role := role_of(words, environ)):
+                found[role if role not in ENGINE_PARTS else f"{role}.{pid}"] = pid
         return found
 
     def engines(self) -> set[int]:
@@ -262,6 +267,11 @@ def sizes(folder: Path, pattern: str) -> list[tuple[str, int, int]]:
             status = path.stat()
             found.append((path.name, status.st_size, status.st_mtime_ns))
     return sorted(found)
+
+
+def _stood_by(environ: Sequence[str]) -> str:
+    """With what a process stands by, or stood by before it went on with others; "" if it began at once."""
+    return next((word for word in environ if word.startswith(f"{STAND_BY}=") and len(word) > len(STAND_BY) + 1), "")
 
 
 def role_of(words: Sequence[str], environ: Sequence[str]) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,10 +12,8 @@ import pytest
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError
-from asyncmoe.launch import stand_by
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client, ConnectionGone
-from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
 from asyncmoe.rpc.messages import Commit, Done, Fetch, Hello, Lease, Leased, Reply, Request, Welcome
 from asyncmoe.rpc.returning import ReturningClient, Standing, Standings
 from tests.unit.test_trainer_again import RANKS, Running, StandIn, config_of, controller, in_loop, model
@@ -121,20 +117,6 @@ def test_a_rank_waits_for_the_next_controller_for_a_bounded_time(model: Path, tm
         close(trainer.ranks)
 
     in_loop(body())
-
-
-def test_a_controller_that_stands_by_waits_for_its_turn(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(model, tmp_path / "run")
-    config.run.dir.mkdir()
-    monkeypatch.setenv(TRAINER_EPOCH, "0")
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(stand_by.wait_for_turn, config)
-        time.sleep(0.3)
-        assert not waiting.done()
-        stand_by.give_turn(config.run.dir, os.getpid(), 2)
-        waiting.result(30)
-    assert trainer_epoch() == 2
-    assert not list(config.run.dir.iterdir())
 
 
 @pytest.mark.parametrize("committed", [True, False])

@@ -107,6 +107,9 @@ class _RayTrainer:
         self._ray, self._posts, self._launched = ray, posts, launched
         self.master = (posts[0].place.address, posts[0].place.port)
 
+    def prepare(self) -> None:
+        """Do nothing: each start is made when it is needed."""
+
     def end(self) -> None:
         """End the processes of all trainer nodes."""
         _end(self._ray, self._posts)

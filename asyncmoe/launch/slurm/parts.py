@@ -116,6 +116,9 @@ class TrainerStep:
         self._planned, self._started = planned, started
         self.part = self.start(0)
 
+    def prepare(self) -> None:
+        """Do nothing: each start is made when it is needed."""
+
     def end(self) -> None:
         """End the step on all its nodes."""
         end_all([self.part])

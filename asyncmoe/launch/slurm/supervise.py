@@ -92,7 +92,7 @@ def _supervise(
     with (
         Copier(config, lambda: int(stop.now)),
         watcher,
-        LiveView(config, sinks=(restarts, watcher), health=watcher.health) as view,
+        LiveView(config, sinks=(restarts.newest, watcher), health=watcher.health) as view,
     ):
         watcher.say = view.say
         try:

@@ -21,7 +21,7 @@ from asyncmoe.checkpoints import directories, intact
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.process import die_with_parent, leave, named, say
-from asyncmoe.rpc import keys
+from asyncmoe.rpc import keys, stand_by
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Fetch, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.peers import facts
@@ -214,6 +214,7 @@ def main() -> None:
     try:
         with named(f"trainer.{rank}"):
             config = configuration.load(Path(sys.argv[1]), [])
+            stand_by.wait()
             processes.record(config.run.dir, f"trainer.{rank}")
             heartbeats.start(config.run.dir, f"trainer.{rank}", config.watch.beat_s)
             Rank(config, rank, world, Path(os.environ["CHAOS_FOLDER"])).run()

@@ -13,7 +13,7 @@ from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
-from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
 
 
@@ -61,6 +61,36 @@ def test_the_others_take_the_version() -> None:
     assert [member.version for member in pool.members] == [1, 1, 0]
     assert [member.engine.name for member in pool.serving] == ["engine.0", "engine.1"]
     assert published == [1]
+
+
+@pytest.mark.parametrize("also", [WeightsCommit(1, update=1), WeightsAbort(1, "another rank failed"), WeightsStage(1)])
+def test_an_update_that_is_being_committed_takes_no_other_end(also: WeightsCommit | WeightsAbort | WeightsStage) -> None:
+    async def run() -> None:
+        pool, published = Pool([engine(0), engine(1)], 8, 5.0, lambda *_: None), list[int]()
+        swapping, swapped = asyncio.Event(), asyncio.Event()
+
+        async def swap(*_: Any) -> None:
+            swapping.set()
+            await swapped.wait()
+
+        async def publishing(version: int) -> None:
+            published.append(version)
+
+        client: Any = pool.members[0].engine.client
+        client.command_receivers = swap
+        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        await coordinator.handle(WeightsStage(1))
+        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+        await swapping.wait()
+        with pytest.raises(WeightSyncError, match=r"is being concluded already|is still open"):
+            await coordinator.handle(also)
+        swapped.set()
+        committed = await committing
+        assert isinstance(committed, Committed)
+        assert len(committed.pause_ms) == 2
+        assert published == [1]
+
+    asyncio.run(run())
 
 
 def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:

@@ -62,6 +62,11 @@ class Phases(RuleBasedStateMachine):
     @precondition(lambda self: self.update is not None)
     @rule()
     def end(self) -> None:
+        concluding = state.conclude(self.update)
+        with pytest.raises(WeightSyncError, match="is being concluded already"):
+            state.conclude(concluding)
+        with pytest.raises(WeightSyncError, match="is still open"):
+            state.claim(concluding, self.version + 1)
         expected = Ending.FENCE if self.loaded else Ending.RESUME if self.paused else Ending.DROP
         assert state.ending(self.update) is expected
         self.update, self.paused, self.loaded = None, False, False

@@ -10,7 +10,7 @@ from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.pool import Member, Pool
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard, spot_check
+from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard, spot_check, state
 from asyncmoe.rollout.engines.weight_updates.driver import Failures, Note, UpdateDriver, raise_first
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.spot_check import Checksums, SpotCheck
@@ -194,8 +194,9 @@ class WeightUpdateCoordinator:
         return Engines(infos, roster.world, roster.number, lost)
 
     async def _commit(self, request: WeightsCommit) -> Committed:
-        update = self.driver.expect(request.version)
         await self._spot.end()
+        update = self.driver.expect(request.version)
+        update.state = state.conclude(update.state)
         failed = await reshard.swap(self.driver, update, request.update) if update.state.staged else []
 
         async def finish(member: Member) -> None:
@@ -262,5 +263,5 @@ class WeightUpdateCoordinator:
         self._silence = asyncio.get_running_loop().call_later(self._timeout_s, self._fell_silent) if for_next else None
 
     def _fell_silent(self) -> None:
-        if (update := self.driver.current) is not None:
+        if (update := self.driver.current) is not None and not update.state.concluding:
             self._ending = asyncio.ensure_future(self.driver.end(update, f"the sender was silent for {self._timeout_s:g} s"))

@@ -179,7 +179,12 @@ class UpdateDriver:
         self.close(update)
 
     async def end(self, update: OpenUpdate, why: str) -> None:
-        """End an update that will not be committed; if nothing was loaded, the engines resume with the version they have."""
+        """End an update that will not be committed; if nothing was loaded, the engines resume with the version they have.
+
+        Raises:
+            WeightSyncError: it is being concluded already.
+        """
+        update.state = state.conclude(update.state)
         match state.ending(update.state):
             case Ending.DROP:
                 self.close(update)

@@ -9,7 +9,8 @@
               Ending.DROP      Ending.RESUME      Ending.FENCE       if the update ends without a commit
 
 One update is open at a time. Another takes its place only while it is ARRIVING: a sender that is gone may have left it. A commit has no
-phase of its own, because an engine that fails in it is fenced, whatever the phase.
+phase of its own, because an engine that fails in it is fenced, whatever the phase. An update is concluded once, by its commit or by another
+end, which takes a while; meanwhile it is open.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ class UpdateState:
     Attributes:
         version: the version that the engines will serve.
         staged: True if the version arrives through the receivers, False if in buckets.
+        concluding: whether its commit, or another end, has begun.
     """
 
     version: int
     staged: bool = False
     phase: UpdatePhase = UpdatePhase.ARRIVING
+    concluding: bool = False
 
     @property
     def gate_closed(self) -> bool:
@@ -68,9 +71,9 @@ def claim(current: UpdateState | None, version: int, staged: bool = False) -> Up
         current: the update that is open now, if any.
 
     Raises:
-        WeightSyncError: `current` has paused engines.
+        WeightSyncError: `current` has paused engines, or is being concluded.
     """
-    if current is not None and current.gate_closed:
+    if current is not None and (current.gate_closed or current.concluding):
         raise WeightSyncError(f"cannot begin version {version}: version {current.version} is still open")
     return UpdateState(version, staged)
 
@@ -118,6 +121,17 @@ def load_bucket(update: UpdateState) -> UpdateState:
     if update.staged:
         raise WeightSyncError(f"version {update.version} is staged by the receivers; it takes no buckets")
     return load(update)
+
+
+def conclude(update: UpdateState) -> UpdateState:
+    """Begin the commit, or another end.
+
+    Raises:
+        WeightSyncError: one of them has begun.
+    """
+    if update.concluding:
+        raise WeightSyncError(f"version {update.version} is being concluded already")
+    return replace(update, concluding=True)
 
 
 def ending(update: UpdateState) -> Ending:

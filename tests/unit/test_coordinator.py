@@ -10,10 +10,11 @@ import pytest
 
 from asyncmoe.errors import RunStopping, WeightSyncError
 from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.scheduling import ScheduledRequest
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
-from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
 
 
@@ -63,8 +64,7 @@ def test_the_others_take_the_version() -> None:
     assert published == [1]
 
 
-@pytest.mark.parametrize("also", [WeightsCommit(1, update=1), WeightsAbort(1, "another rank failed"), WeightsStage(1)])
-def test_an_update_that_is_being_committed_takes_no_other_end(also: WeightsCommit | WeightsAbort | WeightsStage) -> None:
+def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
     async def run() -> None:
         pool, published = Pool([engine(0), engine(1)], 8, 5.0, lambda *_: None), list[int]()
         swapping, swapped = asyncio.Event(), asyncio.Event()
@@ -82,13 +82,53 @@ def test_an_update_that_is_being_committed_takes_no_other_end(also: WeightsCommi
         await coordinator.handle(WeightsStage(1))
         committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
         await swapping.wait()
-        with pytest.raises(WeightSyncError, match=r"is being concluded already|is still open"):
-            await coordinator.handle(also)
+        with pytest.raises(WeightSyncError, match="version 1 is being concluded already"):
+            await coordinator.handle(WeightsAbort(1, "another rank failed"))
+        again = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+        await asyncio.sleep(0)
         swapped.set()
+        with pytest.raises(WeightSyncError, match=r"version 1 is not open \(open: none\)"):
+            await again
         committed = await committing
         assert isinstance(committed, Committed)
         assert len(committed.pause_ms) == 2
         assert published == [1]
+
+    asyncio.run(run())
+
+
+def test_an_update_that_is_aborted_while_engines_pause_leaves_none_paused() -> None:
+    async def run() -> None:
+        pool = Pool([engine(0), engine(1)], 8, 5.0, lambda *_: None)
+        asked, pausing, paused = list[str](), asyncio.Event(), asyncio.Event()
+
+        async def pause(retract: bool = False) -> None:
+            asked.append("pause")
+            pausing.set()
+            await paused.wait()
+
+        async def resume() -> None:
+            asked.append("resume")
+
+        client: Any = pool.members[0].engine.client
+        client.pause, client.resume = pause, resume
+
+        async def published(version: int) -> None:
+            raise AssertionError(f"version {version} was given up")
+
+        coordinator = WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None)
+        begin = asyncio.create_task(coordinator.handle(WeightsBegin(1)))
+        await pausing.wait()
+        commit = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+        await coordinator.handle(WeightsAbort(1, "the sender has no memory"))
+        paused.set()
+        with pytest.raises(WeightSyncError, match="version 1 was given up while engines paused"):
+            await begin
+        with pytest.raises(WeightSyncError, match=r"version 1 is not open \(open: none\)"):
+            await commit
+        assert asked[-1] == "resume"
+        async with asyncio.timeout(5.0), pool._gate.place(ScheduledRequest("prompt")):
+            pass  # the gate is open
 
     asyncio.run(run())
 

@@ -68,6 +68,7 @@ class WeightUpdateCoordinator:
         self._silence: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
         self._under_way: set[asyncio.Future[Engines | Committed | Done]] = set()
+        self._one = asyncio.Lock()
 
     def succeed(self, epoch: int, landed: bool) -> None:
         """Go on with the engines of the controllers before this one.
@@ -140,10 +141,17 @@ class WeightUpdateCoordinator:
         """
         if isinstance(request, EnginesAsk):
             return await self._engines(request)  # which changes no engine
-        answering = asyncio.ensure_future(self._drive(request))
+        answering = asyncio.ensure_future(self._in_turn(request))
         self._under_way.add(answering)
         answering.add_done_callback(self._under_way.discard)
         return await answering
+
+    async def _in_turn(self, request: WeightsRequest) -> Engines | Committed | Done:
+        """Answer one request after the other, as a sender asks them; only an abort ends what another request still waits for."""
+        if isinstance(request, WeightsAbort):
+            return await self._drive(request)
+        async with self._one:
+            return await self._drive(request)
 
     async def _drive(self, request: WeightsRequest) -> Engines | Committed | Done:
         match request:

@@ -124,9 +124,13 @@ class UpdateDriver:
         await self._interrupt(update)
         if self._note is not None:
             await self._note(self._holding(changing, update.version))
-        failed = await self._pause(update)
+        failed = await self._pause(update) if self.current is update else []
         for member, error in failed:
             self.pool.fence(member, str(error))
+        if self.current is not update:  # aborted meanwhile
+            await self.fencing(update, partial(self._resume, update))
+            self.pool.release()
+            raise WeightSyncError(f"version {update.version} was given up while engines paused")
         if failed:
             await self.give_up(update)
             raise_first(failed, f"beginning version {update.version}")
@@ -147,8 +151,7 @@ class UpdateDriver:
             self.pool.release()
             await asyncio.wait(late)
             if self.current is not update:
-                await self.give_up(update)
-                raise WeightSyncError(f"version {update.version} was given up while an engine paused")
+                return []
             self.pool.hold()
             left = [member for member in early if member not in dict(resumed)]
             pausing |= {member: asyncio.ensure_future(self._begin(update, member)) for member in left}

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import NoReturn
@@ -67,9 +68,15 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent ends, for whatever reason."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask Linux to send this process SIGTERM when its parent ends, for whatever reason.
+
+    Args:
+        parent: process id of the parent, if known: this process ends at once if that one ended before Linux was asked.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signal.SIGTERM)
 
 
 def freeze() -> None:
@@ -130,7 +137,7 @@ class Child:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=None if outlives else die_with_parent,
+                    preexec_fn=None if outlives else partial(die_with_parent, os.getpid()),
                 )
             except OSError as error:
                 raise AsyncmoeError(f"{name}: {command[0]} cannot be started: {error.strerror}") from error

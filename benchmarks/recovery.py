@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
-from asyncmoe.launch import controller_restarts, trainer_restarts
+from asyncmoe.launch import controller_restarts
 from asyncmoe.telemetry import processes
 from benchmarks.provenance import here
 
@@ -77,8 +78,8 @@ def run(rounds: int = 3) -> dict[str, Any]:
         "each" of these, and "cpu": median CPU seconds that the next controller had used by then.
 
     Raises:
-        InvariantBroken: the run ended, or no ranks stood by.
-        WaitTimeout: a step took longer than `LIMIT_S`.
+        InvariantBroken: the run ended.
+        WaitTimeout: a step, or the start of ranks that stand by, took longer than `LIMIT_S`.
     """
     measured_at = here()
     found: dict[str, list[Recovery]] = {"in_place": [], "afresh": [], "everything": []}
@@ -169,12 +170,16 @@ class _Rig:
 
     def stand_by(self) -> list[float]:
         """Wait until the next ranks stand by; return the memory of each, in MB."""
-        time.sleep(trainer_restarts.PREPARED_AFTER_S + _PREPARING_S)
-        training = {one.pid for one in processes.read(self._dir)}
-        every = [one for one in psutil.Process(self._process.pid).children(recursive=True) if one.pid not in training]
-        found = [one.memory_full_info().uss / 1e6 for one in every if "asyncmoe.trainer" in one.cmdline()[:4]]
-        if not found:
-            raise InvariantBroken("bench recovery: no ranks stand by")
+        self._wait(lambda: bool(self._next_ranks()))
+        time.sleep(_PREPARING_S)
+        return [one.memory_full_info().uss / 1e6 for one in self._next_ranks()]
+
+    def _next_ranks(self) -> list[psutil.Process]:
+        training, found = {one.pid for one in processes.read(self._dir)}, []
+        for one in psutil.Process(self._process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                if one.pid not in training and "asyncmoe.trainer" in one.cmdline()[:4]:
+                    found.append(one)
         return found
 
     def kill_rank(self) -> None:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import Child
 from asyncmoe.rpc import stand_by
 from asyncmoe.rpc.environment import STAND_BY
@@ -37,12 +38,7 @@ class Prepared:
         self._lost = 0
 
     def prepare(self) -> None:
-        """Start the process, unless it stands by. One that ends by itself is started again a few times.
-
-        Raises:
-            StorageError: its log cannot be opened.
-            AsyncmoeError: the system cannot start it.
-        """
+        """Start the process, unless it stands by. One that ends or cannot be started is tried again a few times; the run goes on."""
         if self._child is not None and self._child.returncode is not None:
             self._lost += 1
             log.warning("the next start was lost while it stood by: %s", self._child.why())
@@ -50,7 +46,11 @@ class Prepared:
         if self._child is None and self._lost < _MOST_LOST:
             self._forget()
             self._file = self._run_dir / _FILES.replace("*", secrets.token_hex(8))
-            self._child = self._start({STAND_BY: str(self._file.absolute())})
+            try:
+                self._child = self._start({STAND_BY: str(self._file.absolute())})
+            except AsyncmoeError as error:
+                self._lost += 1
+                log.warning("the next start cannot be prepared: %s", error)
 
     def take(self, epoch: int) -> Child | None:
         """Have the process go on, and return it; None if none stands by.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
 from asyncmoe.process import KILLED, say
+from asyncmoe.rpc.environment import AGENT
 from asyncmoe.scratch import Scratch
 
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -61,6 +62,7 @@ def run(arguments: Sequence[str]) -> None:
     scratch = Scratch()
     agent_store.install(scratch.path)
     os.environ.update(scratch.environment())
+    os.environ[AGENT] = str(os.getpid())
     tempfile.tempdir = None  # Python remembers the folder before
     try:
         agent.main(list(arguments))

@@ -6,8 +6,9 @@ in every process of the run, the controller included. All keys, including the se
 secret is a member of the run and could also impersonate its controller. No message shows the secret.
 
 ASYNCMOE_TRAINER_EPOCH is the launchers' own: it tells a trainer's ranks, and a controller, how often the trainer was started again in
-place. So are ASYNCMOE_RANKS_STORE, which tells the ranks in which file they meet, ASYNCMOE_KEEPER, which tells a controller that a keeper
-of engines was started beside it, and ASYNCMOE_STAND_BY, which has a process wait until the one before it is lost.
+place. So are ASYNCMOE_RANKS_STORE, which tells the ranks in which file they meet, ASYNCMOE_AGENT, which tells them whose children they
+are, ASYNCMOE_KEEPER, which tells a controller that a keeper of engines was started beside it, and ASYNCMOE_STAND_BY, which has a process
+wait until the one before it is lost.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ STAND_BY = "ASYNCMOE_STAND_BY"
 """File that does not exist yet: this process loads its programs, and then waits for the file (`asyncmoe.rpc.stand_by`)."""
 TRAINER_EPOCH = "ASYNCMOE_TRAINER_EPOCH"
 """How often the launcher has started the trainer again in place; absent or 0: this is its first start."""
+AGENT = "ASYNCMOE_AGENT"
+"""Process id of the torchrun that started this rank, which has another parent once that torchrun is killed."""
 RANKS_STORE = "ASYNCMOE_RANKS_STORE"
 """File of the store (torch's `FileStore`) in which all ranks of a trainer meet; absent: torchrun's address (MASTER_ADDR)."""
 _MAKE_KEYS = f"export {KEYS}=$(openssl rand -hex 32) once, and give every process of the run the same"

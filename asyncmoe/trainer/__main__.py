@@ -13,13 +13,14 @@ from asyncmoe.models.hub import with_local_model
 from asyncmoe.platform import megatron
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import stand_by
+from asyncmoe.rpc.environment import AGENT
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.trainer.model import connections
 
 
 def main() -> None:
     """Train; print user-facing errors as one line."""
-    die_with_parent()
+    die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(format=f"%(asctime)s rank {rank} %(name)s: %(message)s", level=logging.INFO)
     try:

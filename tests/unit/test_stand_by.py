@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ import os, time
 from pathlib import Path
 from asyncmoe.process import die_with_parent
 from asyncmoe.rpc import stand_by
-die_with_parent()
+die_with_parent(int(os.environ["ASYNCMOE_AGENT"]))
 me = f"{os.environ['RANK']} {os.getpid()}"
 with Path("loaded").open("a") as file:
     print(me, file=file)
@@ -104,6 +106,28 @@ def test_one_that_is_lost_is_replaced_a_few_times_and_then_done_without(tmp_path
     assert prepared.take(1) is None
 
 
+def test_one_that_cannot_be_started_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[str] = []
+
+    def start(more: Mapping[str, str]) -> Child:
+        tried.append(more[STAND_BY])
+        return Child("trainer", [str(tmp_path / "absent")], tmp_path / "log", more)
+
+    prepared = Prepared(tmp_path, start)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            prepared.prepare()
+    assert len(tried) == 3
+    assert caplog.text.count("the next start cannot be prepared: trainer: ") == 3
+    assert prepared.take(1) is None
+
+
+@pytest.mark.parametrize(("parent", "status"), [("os.getppid()", 0), ("os.getpid()", 143)])
+def test_a_process_whose_parent_has_ended_already_ends_too(parent: str, status: int) -> None:
+    script = f"import os; from asyncmoe.process import die_with_parent; die_with_parent({parent})"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == status
+
+
 @pytest.fixture
 def trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalTrainer]:
     """Two ranks under torchrun, which write down when they are loaded and when they begin."""
@@ -139,9 +163,9 @@ def test_ranks_under_torchrun_stand_by_and_go_on_with_the_next_start(trainers: L
         for line in lines(tmp_path / "loaded")
         if line not in {f"{rank} {pid}" for rank, pid, epoch, _ in began if epoch == "0"}
     ]
-    assert torchrun.returncode is None
+    assert not torchrun.wait(0.0)
     trainers.stop()
-    assert torchrun.returncode is not None
+    assert torchrun.wait(0.0)
     assert not list((tmp_path / "run").glob(".stand-by-*"))
 
 

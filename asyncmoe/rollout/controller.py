@@ -184,8 +184,7 @@ class Controller:
         if isinstance(request, TrainerMessage):
             self._epochs.check(request)
         if isinstance(request, WeightsRequest):
-            turns.check(request, self._pool.version, None if self._queue is None else self._queue.trained_steps)
-            return await self._coordinator.handle(request)
+            return await self._coordinator.handle(request, partial(self._check_turn, request))
         if isinstance(request, MembershipRequest):
             return await self._keeper.membership.handle(request)
         if isinstance(request, Probe):
@@ -205,6 +204,9 @@ class Controller:
         if self._service.finished.done():
             self._over.set()
         return reply
+
+    def _check_turn(self, request: WeightsRequest) -> None:
+        turns.check(request, self._pool.version, None if self._queue is None else self._queue.trained_steps)
 
     async def run(self, server: Server) -> None:
         """Run until the trainer's goodbye, a signal or a failure.

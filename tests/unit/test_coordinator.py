@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.errors import RunStopping, WeightSyncError
+from asyncmoe.errors import ProtocolError, RunStopping, WeightSyncError
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
 from asyncmoe.rollout.engines.types import EngineLost
+from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
@@ -85,10 +86,14 @@ def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
         with pytest.raises(WeightSyncError, match="version 1 is being concluded already"):
             await coordinator.handle(WeightsAbort(1, "another rank failed"))
         again = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+        older = WeightsStage(0)
+        before = asyncio.create_task(coordinator.handle(older, lambda: turns.check(older, pool.version, 5)))
         await asyncio.sleep(0)
         swapped.set()
         with pytest.raises(WeightSyncError, match=r"version 1 is not open \(open: none\)"):
             await again
+        with pytest.raises(ProtocolError, match="got version 0, expected 1, which the engines serve"):
+            await before
         committed = await committing
         assert isinstance(committed, Committed)
         assert len(committed.pause_ms) == 2

@@ -131,8 +131,11 @@ class WeightUpdateCoordinator:
             await self.driver.end(update, why)
         self.driver.roster = self.driver.roster.anew(self._pool)
 
-    async def handle(self, request: WeightsRequest) -> Engines | Committed | Done:
+    async def handle(self, request: WeightsRequest, check: Callable[[], None] = lambda: None) -> Engines | Committed | Done:
         """Answer one request.
+
+        Args:
+            check: called when the requests before it are answered; raises if it is out of turn by then.
 
         Raises:
             WeightSyncError: an engine refused, died or has different checksums, or the request is out of order.
@@ -141,16 +144,17 @@ class WeightUpdateCoordinator:
         """
         if isinstance(request, EnginesAsk):
             return await self._engines(request)  # which changes no engine
-        answering = asyncio.ensure_future(self._in_turn(request))
+        answering = asyncio.ensure_future(self._in_turn(request, check))
         self._under_way.add(answering)
         answering.add_done_callback(self._under_way.discard)
         return await answering
 
-    async def _in_turn(self, request: WeightsRequest) -> Engines | Committed | Done:
+    async def _in_turn(self, request: WeightsRequest, check: Callable[[], None]) -> Engines | Committed | Done:
         """Answer one request after the other, as a sender asks them; only an abort ends what another request still waits for."""
         if isinstance(request, WeightsAbort):
             return await self._drive(request)
         async with self._one:
+            check()
             return await self._drive(request)
 
     async def _drive(self, request: WeightsRequest) -> Engines | Committed | Done:

@@ -138,7 +138,7 @@ class TrainerSection(Section):
     standby: bool = Field(
         True,
         description="Whether the ranks of the next start stand by, from a minute after the first step of reinforcement learning on: "
-        "processes that have loaded torch and Megatron, hold nothing of the run and no memory of a GPU, and take about 230 MB of the "
+        "processes that have loaded torch and Megatron, hold nothing of the run and no memory of a GPU, and take about 260 MB of the "
         "host's memory each. Only for asyncmoe run on one machine, with trainer.max_restarts.",
     )
 

@@ -208,6 +208,8 @@ class WeightUpdateCoordinator:
     async def _commit(self, request: WeightsCommit) -> Committed:
         await self._spot.end()
         update = self.driver.expect(request.version)
+        if update.state.staged and not update.state.gate_closed:
+            await self.driver.pause_all(update)  # an abort may still end the update
         update.state = state.conclude(update.state)
         failed = await reshard.swap(self.driver, update, request.update) if update.state.staged else []
 

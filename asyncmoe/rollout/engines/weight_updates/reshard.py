@@ -49,19 +49,14 @@ async def stage_in_place(driver: UpdateDriver, update: OpenUpdate) -> None:
 
 
 async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failures:
-    """Have each rank swap in the weights it received, and pause the engines first if they still generate.
+    """Have each rank of the paused engines swap in the weights it received.
 
     Args:
         number: the number under which all receivers reported the version as received.
 
     Returns:
         The engines that failed; they are fenced.
-
-    Raises:
-        WeightSyncError: an engine did not pause.
     """
-    if not update.state.gate_closed:
-        await driver.pause_all(update)
     update.state = state.load(update.state)
 
     async def commit(member: Member) -> None:

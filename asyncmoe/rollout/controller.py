@@ -21,8 +21,8 @@ from asyncmoe.queue.service import QueueService, check_digest
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend, kept
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.keeping import EngineKeeper
 from asyncmoe.rollout.engines.kept import KeeperClient
+from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
 from asyncmoe.rollout.engines.membership import MembershipRequest
 from asyncmoe.rollout.engines.weight_updates import turns
@@ -164,7 +164,7 @@ class Controller:
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
             None if keeper is None else keeper.note,
         )
-        self._owner, self._keeper = keeper, EngineKeeper(config, self._pool, engines, start, self._coordinator, keeper)
+        self._keeper, self._lifecycle = keeper, EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper)
         if keeper is not None:
             self._coordinator.succeed(keeper.epoch, keeper.weights.landed)
         self._queue: BoundedQueue | None = None
@@ -186,9 +186,9 @@ class Controller:
         if isinstance(request, WeightsRequest):
             return await self._coordinator.handle(request, partial(self._check_turn, request))
         if isinstance(request, MembershipRequest):
-            return await self._keeper.membership.handle(request)
+            return await self._lifecycle.membership.handle(request)
         if isinstance(request, Probe):
-            self._keeper.prober.take(request)
+            self._lifecycle.prober.take(request)
             return Done()
         if isinstance(request, KeeperRequest):
             raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at the keeper of engines")
@@ -218,7 +218,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
-        work = (*self._keeper.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
+        work = (*self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
@@ -227,7 +227,8 @@ class Controller:
             self._samples.close()
         why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
         stopping = () if why or self._terminated else self._stop_engines()
-        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._keeper.membership.end(EngineOrder(finished=not why, why=why)), *stopping)
+        order = EngineOrder(finished=not why, why=why)
+        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._lifecycle.membership.end(order), *stopping)
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -235,7 +236,7 @@ class Controller:
             raise self._failure
 
     def _stop_engines(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        return tuple(engine.stop() for engine in self._engines) if self._owner is None else (self._owner.end(),)
+        return tuple(engine.stop() for engine in self._engines) if self._keeper is None else (self._keeper.end(),)
 
     async def _guard(self, part: Coroutine[Any, Any, None]) -> None:
         """Run a part; if it fails, pass the failure to all waiters and end the run."""
@@ -313,10 +314,10 @@ class Controller:
                 scoring.stats(self._scorer),
                 counts,
                 self._curriculum,
-                self._keeper.prober.totals,
+                self._lifecycle.prober.totals,
                 len(self._pool.serving),
-                self._keeper.lost(),
-                self._keeper.missing(),
+                self._lifecycle.lost(),
+                self._lifecycle.missing(),
             )
 
     def _trained(self, groups: Sequence[Group]) -> None:
@@ -370,7 +371,7 @@ class Controller:
         step = journaling.committed() if request.goes_on else request.step
         if self._curriculum is not None:
             curriculum_file.follow(self._curriculum, config.run.dir, step)
-        await self._keeper.taken.wait()
+        await self._lifecycle.taken.wait()
         resumed = await journaling.resume(step, goes_on=request.goes_on)
         queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed)
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
@@ -380,7 +381,7 @@ class Controller:
         self._pool.lineage = journaling.journal.lineage
         if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
             self._go_on(self._pool.version, queue)
-        elif request.goes_on and (self._owner is None or not self._owner.found):
+        elif request.goes_on and (self._keeper is None or not self._keeper.found):
             for member in self._pool.members:
                 member.waiting = True  # it has the weights of the model's files, and the trainer others
         self._met.set()

@@ -13,8 +13,9 @@ from asyncmoe.errors import AsyncmoeError, EngineError
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.liveness import Liveness
+from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.membership import LEFT, Membership
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.probes import Prober
 from asyncmoe.rollout.engines.restarts import Restarts
 from asyncmoe.rollout.engines.takeover import Holding, judge

@@ -78,6 +78,7 @@ class Journal(Unjournaled):
         self._position = max((group.order for group in recorded.groups.values()), default=0)
         self._next, self._replays = recorded.next, dict[int, RecordedLease]()
         self._leases: dict[int, int] = {}
+        self._newest_commit, self._settling = 0, asyncio.Lock()
         self._drawn: list[Change] = []
         self._writing: Counter[int] = Counter()
         self._newest = max((group.place.segment for group in recorded.groups.values() if group.place is not None), default=0)
@@ -170,13 +171,15 @@ class Journal(Unjournaled):
 
     def committed(self, step: int, skipped: str = "") -> None:
         self._leases.pop(step, None)
-        self._write([rows.committed(step, skipped), rows.fact("trained", step + 1)])
+        self._newest_commit = self._write([rows.committed(step, skipped), rows.fact("trained", step + 1)])
 
     def warmed_up(self, step: int) -> None:
-        self._write([rows.fact("trained", step + 1)])
+        self._newest_commit = self._write([rows.fact("trained", step + 1)])
 
     async def settled(self) -> None:
-        await self._states.durable(self._states.tickets)
+        # In turn: all ranks commit a step at once, and one wait serves them all.
+        async with self._settling:
+            await self._states.durable(self._newest_commit)
 
     def released(self, step: int) -> None:
         if any(later > step for later in (*self._leases, *self._replays)):

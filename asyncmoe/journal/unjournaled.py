@@ -57,7 +57,7 @@ class Unjournaled:
         """A step of the warm-up is over."""
 
     async def settled(self) -> None:
-        """Return once all changes so far are on disk. Raises as `finished`."""
+        """Return once the steps that are over so far are on disk as such. Raises as `finished`."""
 
     def released(self, step: int) -> None:
         """A lease ends untrained. Raises InvariantBroken if a later one does not."""

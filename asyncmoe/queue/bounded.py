@@ -273,7 +273,7 @@ class BoundedQueue:
         self._changes.wake()
 
     async def settled(self) -> None:
-        """Return once all that has changed is in the journal. Raises StorageError: the journal cannot be written."""
+        """Return once all commits so far are in the journal. Raises StorageError: the journal cannot be written."""
         await self._journal.settled()
 
     def release(self, step: int) -> None:

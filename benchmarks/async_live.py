@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import aiohttp
+import psutil
 import yaml
 
 from asyncmoe import models
@@ -35,6 +35,7 @@ from asyncmoe.telemetry.run import RunRecords, load
 from benchmarks.async_case import MOST_TOKENS, SCALES, WORKLOADS, PoolSizes
 from benchmarks.cores import Cores
 from benchmarks.drawn import Drawn
+from benchmarks.running_engines import RunningEngine, below
 
 _TIMEOUT_S = 900.0
 _SATURATED_S = 25.0
@@ -68,7 +69,8 @@ async def _rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> R
     engine = backend.start("engine.0", config, 0, folder)
     try:
         await engine.wait_ready()
-        await _slow_down(config, sizes.step_s)
+        (running,) = below(psutil.Process())
+        running.slow_down(sizes.step_s)
         drawn = Drawn(WORKLOADS[name], sizes.group_size, seed=1, tokens=SCALES[name])
         longest = Drawn(f"fixed:tokens={MOST_TOKENS}", sizes.group_size)
         working, tokens = await _rate(engine, config, drawn, sizes.slots)
@@ -148,22 +150,27 @@ def run(config: Config, sizes: PoolSizes) -> RunRecords:
 
 async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores) -> None:
     """Place the trainer as soon as there is one, and slow the engine down as soon as it answers."""
-    placed = 0
-    client = backend.connect("engine.0", f"http://{config.engines.host}:{config.engines.port}", "")
+    placed, ready = 0, list[RunningEngine]()
     until = time.monotonic() + config.engines.start_timeout_s
-    try:
-        while not await client.ready():
-            if child.returncode is not None:
-                return
-            placed = placed or cores.place_trainer(child.pid)
-            if time.monotonic() > until:
-                raise WaitTimeout("engine.0", "start", config.engines.start_timeout_s)
-            await asyncio.sleep(0.1)
-    finally:
-        await client.close()
+    while not ready:
+        if child.returncode is not None:
+            return
+        placed = placed or cores.place_trainer(child.pid)
+        if time.monotonic() > until:
+            raise WaitTimeout("engine.0", "start", config.engines.start_timeout_s)
+        await asyncio.sleep(0.1)
+        ready = [engine for engine in below(psutil.Process(child.pid)) if await _answers(engine)]
     if not placed:
         raise EngineError(f"{config.run.dir.name}: an engine but no trainer process after {config.engines.start_timeout_s:.0f} s at most")
-    await _slow_down(config, seconds)
+    ready[0].slow_down(seconds)
+
+
+async def _answers(engine: RunningEngine) -> bool:
+    client = backend.connect("engine.0", engine.url, engine.key)
+    try:
+        return await client.ready()
+    finally:
+        await client.close()
 
 
 def measured(run: RunRecords, sizes: PoolSizes) -> dict[str, Any]:
@@ -202,10 +209,3 @@ def measured(run: RunRecords, sizes: PoolSizes) -> dict[str, Any]:
         "tokens_lost": last.lost_tokens,
         "dropped": last.dropped if isinstance(last.dropped, int) else dict(last.dropped),
     }
-
-
-async def _slow_down(config: Config, seconds: float) -> None:
-    url = f"http://{config.engines.host}:{config.engines.port}"
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/slow_down", json={"forward_sleep_time": seconds}) as reply:
-        if reply.status != 200:
-            raise EngineError(f"engine.0: /slow_down: status {reply.status}")

@@ -6,23 +6,19 @@ when the other stops. A process of one of them is stopped (SIGSTOP) again and ag
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
-from asyncmoe.platform.sglang.lifetime import API_KEY
 from asyncmoe.telemetry.schema import METRICS, ROLLOUT
 from benchmarks.live_run import LiveRun
 from benchmarks.provenance import here
+from benchmarks.running_engines import RunningEngine
 
 FAULTS = {"scheduler": "sglang::scheduler", "main": ""}
 """Part of the command line of the process that is stopped; "": the engine's main process. The detokenizer is not among them: requests are
@@ -86,12 +82,12 @@ def _round(live: LiveRun, index: int, title: str) -> dict[str, float]:
     """Hang engine `index`, and wait until its replacement serves."""
     engines = [_engine(live, one) for one in range(2)]
     for engine in engines:
-        _slow_down(engine)
+        engine.slow_down(STEP_S)
     time.sleep(2 * TOKENS * STEP_S)
     begin = time.time()
     time.sleep(BEFORE_S)
-    said = len(live.log("controller.log"))
-    hung = next(one for one in [engines[index], *engines[index].children(recursive=True)] if title in " ".join(one.cmdline()))
+    said, process = len(live.log("controller.log")), engines[index].process
+    hung = next(one for one in [process, *process.children(recursive=True)] if title in " ".join(one.cmdline()))
     hung.send_signal(signal.SIGSTOP)
     stopped = time.time()
 
@@ -112,24 +108,9 @@ def _round(live: LiveRun, index: int, title: str) -> dict[str, float]:
     }
 
 
-def _engine(live: LiveRun, index: int) -> psutil.Process:
-    """The main process of an engine; its seed is its index, and that plus 2 for each restart."""
-    seeds: dict[int, psutil.Process] = {}
-    for process in live.processes():
-        words = process.cmdline()
-        if "asyncmoe.platform.sglang" in words and "--random-seed" in words:
-            seeds[int(words[words.index("--random-seed") + 1])] = process
-    return seeds[max(seed for seed in seeds if seed % 2 == index)]
-
-
-def _slow_down(engine: psutil.Process) -> None:
-    """Have an engine sleep `STEP_S` in every forward pass. Its key is in its environment, which only its user can read."""
-    words = engine.cmdline()
-    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/slow_down"
-    headers = {"Authorization": f"Bearer {engine.environ()[API_KEY]}", "Content-Type": "application/json"}
-    body = json.dumps({"forward_sleep_time": STEP_S}).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30.0):
-        pass
+def _engine(live: LiveRun, index: int) -> RunningEngine:
+    """An engine; of those that took its place, the newest."""
+    return max((one for one in live.engines() if one.seed % 2 == index), key=lambda one: one.seed)
 
 
 def _rate(live: LiveRun, begin: float, end: float) -> float:

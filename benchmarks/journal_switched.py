@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncmoe.journal.journal import Journal, Unjournaled
+from asyncmoe.journal.journal import Journal
+from asyncmoe.journal.unjournaled import Unjournaled
 from benchmarks.stretches import on
 
 if TYPE_CHECKING:

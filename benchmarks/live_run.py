@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
+from benchmarks.running_engines import RunningEngine, below
 
 CHECKOUT = Path(__file__).parents[1]
 _POLL_S = 0.05
@@ -65,6 +66,10 @@ class LiveRun:
         """The supervisor and all that it has started."""
         parent = psutil.Process(self._process.pid)
         return [parent, *parent.children(recursive=True)]
+
+    def engines(self) -> list[RunningEngine]:
+        """Its engines, whether they answer yet or not."""
+        return below(psutil.Process(self._process.pid))
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """All whole lines of a file of records."""

@@ -18,7 +18,8 @@ from typing import Any
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.journal.belonging import Belonging
-from asyncmoe.journal.journal import Journal, Unjournaled
+from asyncmoe.journal.journal import Journal
+from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.start_order import Start
 from asyncmoe.trajectory import Recording, Trajectory

@@ -153,7 +153,7 @@ class Rig:
 
     async def _run(self, config: Any, most: int, steps: int, calls: Accounts, journaled: bool, alternating: bool) -> Measured:
         from asyncmoe import models
-        from asyncmoe.journal.journal import Unjournaled
+        from asyncmoe.journal.unjournaled import Unjournaled
         from asyncmoe.queue.bounded import BoundedQueue
         from asyncmoe.rollout import scoring, tasks
         from asyncmoe.rollout.engines.types import Sampling

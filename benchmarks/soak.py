@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -20,18 +16,16 @@ from typing import Any
 
 import psutil
 
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.records import Tail
 from asyncmoe.telemetry.schema import METRICS
 from benchmarks import soak_slopes
 from benchmarks.held import below, held, shared_files, size
+from benchmarks.live_run import LiveRun
 from benchmarks.provenance import here
 
 EVERY_S = 10.0
 SAMPLES = "samples.jsonl"
-_CHECKOUT = Path(__file__).parents[1]
-_END_S = 300.0
 _NAMES = {
     "asyncmoe.launch.torchrun": "torchrun",
     "asyncmoe.platform.sglang": "sglang main",
@@ -47,7 +41,6 @@ _SHAPE = (
     "rollout.group_size=4",
     "trainer.checkpoint_every=200",
     "trainer.optimizer.lr=1.0e-5",
-    "telemetry.live=off",
 )
 _PATIENT = (
     "rollout.request_timeout_s=1800",
@@ -93,17 +86,13 @@ def run(seconds: float = 7200.0, folder: Path | None = None) -> dict[str, Any]:
 
 
 class _Soak:
-    """A run in a folder, with its temporary files there too, as `asyncmoe run` starts it."""
+    """A run in a folder, with its temporary files there too, and the samples of it."""
 
     def __init__(self, folder: Path) -> None:
-        self._dir, self._output, self._samples, self._temporary = (folder / name for name in ("run", "output", SAMPLES, "tmp"))
+        self._samples, self._temporary = folder / SAMPLES, folder / "tmp"
         self._temporary.mkdir(parents=True)
-        self._steps, self._tail, self._shared = 0, Tail(self._dir / METRICS), set[str]()
-        place = (f"run.dir={self._dir}", f"model.path={self._dir / 'model'}")
-        command = [sys.executable, "-m", "asyncmoe", "run", str(_CHECKOUT / "examples" / "demo.yaml"), *place, *_SHAPE, *_PATIENT]
-        with self._output.open("wb") as output:
-            environment = {**os.environ, "TMPDIR": str(self._temporary)}
-            self._process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        self._live = LiveRun("soak", folder, (*_SHAPE, *_PATIENT), {"TMPDIR": str(self._temporary)})
+        self._steps, self._tail, self._shared = 0, Tail(self._live.dir / METRICS), set[str]()
 
     def watch(self, seconds: float) -> None:
         """Sample the run until it has run for so long."""
@@ -111,8 +100,7 @@ class _Soak:
         with self._samples.open("w", buffering=1) as file:
             for i in range(1, int(seconds / EVERY_S) + 1):
                 time.sleep(max(0.0, begin + i * EVERY_S - time.monotonic()))
-                if self._process.poll() is not None:
-                    raise InvariantBroken(f"bench soak: the run has ended: {self._output.read_text()[-2000:]}")
+                self._live.check()
                 file.write(json.dumps(self._sample(time.monotonic() - begin)) + "\n")
 
     def samples(self) -> list[dict[str, Any]]:
@@ -120,15 +108,8 @@ class _Soak:
         return [json.loads(line) for line in self._samples.read_text().splitlines()]
 
     def end(self) -> None:
-        """Stop the run as Ctrl-C does, with a last checkpoint."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-            raise InvariantBroken(f"bench soak: the run did not end in {_END_S:g} s: {self._output.read_text()[-2000:]}")
+        """Stop the run; see `LiveRun.end`."""
+        self._live.end()
 
     def left(self) -> list[str]:
         """What the ended run has left of its shared memory and temporary files."""
@@ -137,11 +118,11 @@ class _Soak:
     def _sample(self, at: float) -> dict[str, Any]:
         with suppress(FileNotFoundError):
             self._steps = max([self._steps, *(one["step"] for one in self._tail.poll() if "step" in one)])
-        roles = {one.pid: one.role for one in processes.read(self._dir)}
+        run_dir = self._live.dir
+        roles = {one.pid: one.role for one in processes.read(run_dir)}
         found: dict[str, Any] = {}
         shared: set[str] = set()
-        parent = psutil.Process(self._process.pid)
-        for child in (parent, *parent.children(recursive=True)):
+        for child in self._live.processes():
             with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
                 name = roles.get(child.pid) or _name(child.cmdline())
                 name = f"{name}.{child.pid}" if name in found else name
@@ -149,8 +130,8 @@ class _Soak:
                 shared |= shared_files(child.pid)
         self._shared |= shared
         folders = {"shared memory": sorted(shared), "temporary files": below(self._temporary)}
-        folders |= {one.name: below(one) for one in self._dir.iterdir() if one.is_dir()} if self._dir.exists() else {}
-        folders["records"] = [str(one) for one in self._dir.glob("*.jsonl")]
+        folders |= {one.name: below(one) for one in run_dir.iterdir() if one.is_dir()} if run_dir.exists() else {}
+        folders["records"] = [str(one) for one in run_dir.glob("*.jsonl")]
         sizes = {name: {"files": len(paths), "bytes": size(paths)} for name, paths in folders.items()}
         return {"s": round(at, 1), "steps": self._steps, "processes": found, "folders": sizes}
 

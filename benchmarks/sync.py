@@ -25,7 +25,8 @@ from asyncmoe.launch.local_trainer import trainer_command
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines import adapters, backend
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsStage

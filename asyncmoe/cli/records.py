@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asyncmoe.errors import UserError
+from asyncmoe.errors import DataError, UserError
 
 
 def log_command(
@@ -111,8 +111,27 @@ def journal(place: Annotated[Path, typer.Argument(metavar="RUN", help="Run direc
     """
     from asyncmoe.journal import segment_listing
 
+    _refuse_in_redis(place)
     segments = list(segment_listing.examine(segment_listing.folder_of(place)))
     if segments:
         typer.echo(segment_listing.table(segments))
     if not all(each.whole for each in segments):
         raise typer.Exit(1)
+
+
+def _refuse_in_redis(run_dir: Path) -> None:
+    """Refuse a run whose journal has no segments. Raises DataError."""
+    from asyncmoe.journal.belonging import Belonging
+    from asyncmoe.journal.in_redis.scripts import Keys
+    from asyncmoe.telemetry.report.settings import settings
+
+    if (server := settings(run_dir).get("journal.redis", "null")) == "null":
+        return
+    ours = Belonging.of_run(run_dir, {})
+    keys = Keys(ours.run if ours.noted else "*").every
+    raise DataError(
+        "journal",
+        got=f"{run_dir}, whose journal is in {server}",
+        expected="a run whose journal is in a folder",
+        hint=f"redis-cli --scan --pattern '{keys}' lists its keys; the run verifies each payload that it reads",
+    )

@@ -62,6 +62,11 @@ class JournalSection(Section):
             raise ValueError(
                 f"journal.segment_bytes: got {self.segment_bytes}, expected at most journal.max_bytes = {self.max_bytes}; lower it"
             )
+        if self.redis is None and self.redis_password_variable is not None:
+            raise ValueError(
+                f"journal.redis_password_variable: got {self.redis_password_variable}, expected null without journal.redis; "
+                "name the server in journal.redis, or leave the variable out"
+            )
         if self.redis is not None:
             _check_address(self.redis)
             if self.folder is not None:

@@ -34,6 +34,7 @@ from asyncmoe.journal.segments import Segments
 from asyncmoe.journal.states import States
 from asyncmoe.journal.states_file import FILE
 from asyncmoe.journal.turns import Turns
+from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.start_order import Start
@@ -43,63 +44,6 @@ log = logging.getLogger(__name__)
 _SEGMENTS, _TURNS = "segments", "turns"
 OF_TURNS = 4
 """Turns may take this fraction of the bound on payloads."""
-
-
-class Unjournaled:
-    """A queue without a journal: nothing is kept. `Journal` overrides all of it.
-
-    Attributes:
-        lineage: number of restarts after which steps were trained again.
-        keeps: whether anything is kept.
-        turns: the answers to episodes under way, if they are kept.
-    """
-
-    lineage = 0
-    keeps = False
-    turns: Turns | None = None
-
-    def follow(self, accounts: Callable[[], Accounts]) -> None:
-        """Take the ledger from this function at every change."""
-
-    def begun(self, group: Start) -> None:
-        """Sampling of a group begins."""
-
-    async def finished(self, group: Group) -> None:
-        """Return once a whole group is on disk, first its payload, then its row; the group may be queued then.
-
-        Raises:
-            StorageError: the disk failed, or the journal is full.
-        """
-
-    def ended(self, number: int, state: str, reason: str) -> None:
-        """A group is "dropped" or "rejected", and does not start again."""
-
-    def again(self, group: Start, reason: str) -> None:
-        """A group is to start again, as `group` says."""
-
-    def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
-        """Groups are leased, with these factors on their weights."""
-
-    async def granted(self, step: int) -> None:
-        """Return once the lease of a step is on disk. Raises as `finished`."""
-
-    def committed(self, step: int, skipped: str = "") -> None:
-        """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason."""
-
-    def warmed_up(self, step: int) -> None:
-        """A step of the warm-up is over."""
-
-    async def settled(self) -> None:
-        """Return once all changes so far are on disk. Raises as `finished`."""
-
-    def released(self, step: int) -> None:
-        """A lease ends untrained. Raises InvariantBroken if a later one does not."""
-
-    def reopened(self, found: Reopened) -> None:
-        """The trainer goes back to a checkpoint, and is answered with its leases since then; follows `Journal.now`."""
-
-    def drew(self, draw: Draw) -> None:
-        """The curriculum changed."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +78,7 @@ class Journal(Unjournaled):
         self._position = max((group.order for group in recorded.groups.values()), default=0)
         self._next, self._replays = recorded.next, dict[int, RecordedLease]()
         self._leases: dict[int, int] = {}
+        self._newest_commit, self._settling = 0, asyncio.Lock()
         self._drawn: list[Change] = []
         self._writing: Counter[int] = Counter()
         self._newest = max((group.place.segment for group in recorded.groups.values() if group.place is not None), default=0)
@@ -226,13 +171,15 @@ class Journal(Unjournaled):
 
     def committed(self, step: int, skipped: str = "") -> None:
         self._leases.pop(step, None)
-        self._write([rows.committed(step, skipped), rows.fact("trained", step + 1)])
+        self._newest_commit = self._write([rows.committed(step, skipped), rows.fact("trained", step + 1)])
 
     def warmed_up(self, step: int) -> None:
-        self._write([rows.fact("trained", step + 1)])
+        self._newest_commit = self._write([rows.fact("trained", step + 1)])
 
     async def settled(self) -> None:
-        await self._states.durable(self._states.tickets)
+        # In turn: all ranks commit a step at once, and one wait serves them all.
+        async with self._settling:
+            await self._states.durable(self._newest_commit)
 
     def released(self, step: int) -> None:
         if any(later > step for later in (*self._leases, *self._replays)):

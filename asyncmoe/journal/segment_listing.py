@@ -49,7 +49,7 @@ def folder_of(place: Path) -> Path:
     for name in _FOLDERS:
         if (place / name).is_dir() and any(numbers_in(each.name) for each in (place / name).iterdir()):
             return place / name
-    hint = "name the run directory, or the journal's folder if journal.folder is set; in Redis it is verified as it is read"
+    hint = "name the run directory, or the journal's folder if journal.folder is set"
     raise DataError("journal", got=f"{place}, without segments", expected="a folder with segments of a journal", hint=hint)
 
 

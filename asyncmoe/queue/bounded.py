@@ -22,8 +22,8 @@ from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
-from asyncmoe.journal.journal import Unjournaled
 from asyncmoe.journal.recovery import Reopened
+from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
@@ -273,7 +273,7 @@ class BoundedQueue:
         self._changes.wake()
 
     async def settled(self) -> None:
-        """Return once all that has changed is in the journal. Raises StorageError: the journal cannot be written."""
+        """Return once all commits so far are in the journal. Raises StorageError: the journal cannot be written."""
         await self._journal.settled()
 
     def release(self, step: int) -> None:

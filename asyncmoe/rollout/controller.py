@@ -15,14 +15,11 @@ from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, named
-from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.service import QueueService, check_digest
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend, kept
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.keeping import EngineKeeper
 from asyncmoe.rollout.engines.kept import KeeperClient
+from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
 from asyncmoe.rollout.engines.membership import MembershipRequest
 from asyncmoe.rollout.engines.weight_updates import turns
@@ -30,24 +27,19 @@ from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, 
 from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environments.tools import WithTools
-from asyncmoe.rollout.epochs import TrainerEpochs
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
-from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
-from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import curriculum_file
+from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rpc import address, keys
-from asyncmoe.rpc.environment import RendezvousVariables, given, trainer_epoch
+from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saved, Saving, TrainerMessage
-from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.server import Server
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.telemetry.records import read_evaluations
-from asyncmoe.telemetry.schema import EVALUATION
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
@@ -130,10 +122,7 @@ async def _serve(
 
 
 class Controller:
-    """Connects the engines, the episodes and the queue, and answers requests from the network.
-
-    The queue is created on the trainer's first `Hello`, which reports the number of steps taken: versions and counts continue from there.
-    """
+    """Connects the engines, the episodes and the trainer's session, and answers requests from the network."""
 
     def __init__(
         self,
@@ -146,11 +135,11 @@ class Controller:
         keeper: KeeperClient | None = None,
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
-        self._tokenizer, self._task, self._scorer = loaded.tokenizer, loaded.task, loaded.scorer
+        self._task, self._scorer = loaded.task, loaded.scorer
         self._curriculum = parts.curriculum_of(loaded)
-        self._recording = models.recording(config, models.hf_config_of(config))
+        recording = models.recording(config, models.hf_config_of(config))
         self._pool = parts.pool_of(config, engines, recorder.generated)
-        self._stage = parts.context_of(config, loaded, self._pool, self._recording)
+        self._stage = parts.context_of(config, loaded, self._pool, recording)
         self._evaluator = Evaluator(config, self._stage, loaded.evaluated, recorder.evaluated)
         self._demonstrations = parts.demonstrations_of(config, loaded)
         self._coordinator = WeightUpdateCoordinator(
@@ -164,15 +153,14 @@ class Controller:
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
             None if keeper is None else keeper.note,
         )
-        self._owner, self._keeper = keeper, EngineKeeper(config, self._pool, engines, start, self._coordinator, keeper)
+        self._keeper, self._lifecycle = keeper, EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper)
         if keeper is not None:
             self._coordinator.succeed(keeper.epoch, keeper.weights.landed)
-        self._queue: BoundedQueue | None = None
-        self._samples: Samples | None = None
-        self._service: QueueService | None = None
-        # Of a trainer that was started again, this process may meet a rank that is left over before it meets the trainer.
-        self._epochs, self._went_back = TrainerEpochs(trainer_epoch() or -1), asyncio.Event()
-        self._met, self._served, self._meeting = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        found = keeper is not None and bool(keeper.found)
+        self._session = TrainerSession(
+            config, loaded, recording, journaling, self._pool, self._coordinator, TakenOver(found, self._lifecycle.taken, self._go_on)
+        )
+        self._served = asyncio.Event()
         if config.adapter is None or config.adapter.start is None:
             self._served.set()  # engines start with the weights that the trainer starts with
         self._over = asyncio.Event()
@@ -182,31 +170,31 @@ class Controller:
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
         if isinstance(request, TrainerMessage):
-            self._epochs.check(request)
+            self._session.check(request)
         if isinstance(request, WeightsRequest):
             return await self._coordinator.handle(request, partial(self._check_turn, request))
         if isinstance(request, MembershipRequest):
-            return await self._keeper.membership.handle(request)
+            return await self._lifecycle.membership.handle(request)
         if isinstance(request, Probe):
-            self._keeper.prober.take(request)
+            self._lifecycle.prober.take(request)
             return Done()
         if isinstance(request, KeeperRequest):
             raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at the keeper of engines")
         if isinstance(request, Hello):
-            await self._greet(request)
-        if self._service is None:
+            await self._session.greet(request)
+        if (service := self._session.service) is None:
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
         if isinstance(request, Saving):
             return await self._save(request.step)
-        reply = await self._service(request)
+        reply = await service(request)
         if isinstance(request, Saved):
             await self._journaling.saved()
-        if self._service.finished.done():
+        if service.finished.done():
             self._over.set()
         return reply
 
     def _check_turn(self, request: WeightsRequest) -> None:
-        turns.check(request, self._pool.version, None if self._queue is None else self._queue.trained_steps)
+        turns.check(request, self._pool.version, None if (queue := self._session.queue) is None else queue.trained_steps)
 
     async def run(self, server: Server) -> None:
         """Run until the trainer's goodbye, a signal or a failure.
@@ -218,16 +206,17 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
-        work = (*self._keeper.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
+        work = (*self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
         self._write_record()
-        if self._samples is not None:
-            self._samples.close()
+        if self._session.samples is not None:
+            self._session.samples.close()
         why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
         stopping = () if why or self._terminated else self._stop_engines()
-        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._keeper.membership.end(EngineOrder(finished=not why, why=why)), *stopping)
+        order = EngineOrder(finished=not why, why=why)
+        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._lifecycle.membership.end(order), *stopping)
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -235,7 +224,7 @@ class Controller:
             raise self._failure
 
     def _stop_engines(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        return tuple(engine.stop() for engine in self._engines) if self._owner is None else (self._owner.end(),)
+        return tuple(engine.stop() for engine in self._engines) if self._keeper is None else (self._keeper.end(),)
 
     async def _guard(self, part: Coroutine[Any, Any, None]) -> None:
         """Run a part; if it fails, pass the failure to all waiters and end the run."""
@@ -245,34 +234,30 @@ class Controller:
             self._failure = self._failure or error
             told = error if isinstance(error, AsyncmoeError) else AsyncmoeError(f"the controller has failed: {error}")
             self._coordinator.engines_failed(told)
-            if self._queue is not None:
-                self._queue.fail(told)
+            if self._session.queue is not None:
+                self._session.queue.fail(told)
             self._over.set()
             raise
 
     async def _demonstrate(self) -> None:
-        await self._met.wait()
-        warmup = self._config.warmup
-        queue = self._queue
-        assert queue is not None
+        queue, warmup = await self._session.joined(), self._config.warmup
         while True:
-            back = self._went_back
+            back = self._session.went_back
             first, total = queue.trained_steps * warmup.batch, warmup.steps * warmup.batch
             await demonstrate(queue, self._demonstrations, first, total, back.is_set)
             await back.wait()
 
     async def _produce(self) -> None:
         await self._coordinator.wait_started()
-        await self._met.wait()
+        queue = await self._session.joined()
         await self._served.wait()
         freeze()
-        assert self._queue is not None
-        config = self._config
+        config, samples = self._config, self._session.samples
         rollout = config.rollout
-        opened, turns = None if self._samples is None else self._samples.opened, self._journaling.journal.turns
+        opened, turns = None if samples is None else samples.opened, self._journaling.journal.turns
         stage = replace(self._stage, opened=opened, turns=turns, piece=0 if turns is None else config.journal.piece_tokens)
         await Producer(
-            self._queue,
+            queue,
             self._task,
             partial(episode.run, stage),
             rollout.group_size,
@@ -281,7 +266,7 @@ class Controller:
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
-            samples=self._samples,
+            samples=samples,
             max_rejected=rollout.max_rejected_share,
             journal=self._journaling.journal,
         ).run()
@@ -302,114 +287,44 @@ class Controller:
 
     def _write_record(self) -> None:
         self._pool.note_busy()
-        if self._queue is not None:
+        if (queue := self._session.queue) is not None:
             names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
             counts = tools.counts if isinstance(tools, WithTools) else {}
             scoring.write_log(self._scorer, self._config.run.dir)
             self._recorder.write(
-                self._queue.stats(),
+                queue.stats(),
                 names,
                 self._pool,
                 scoring.stats(self._scorer),
                 counts,
                 self._curriculum,
-                self._keeper.prober.totals,
+                self._lifecycle.prober.totals,
                 len(self._pool.serving),
-                self._keeper.lost(),
-                self._keeper.missing(),
+                self._lifecycle.lost(),
+                self._lifecycle.missing(),
             )
 
-    def _trained(self, groups: Sequence[Group]) -> None:
-        if self._curriculum is not None:
-            for group in groups:
-                self._curriculum.closed(group.number)
-
-    def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
-        if not requeued:
-            self._trained(groups)
-        if self._samples is not None:
-            self._samples.stale(groups, requeued, version)
-
     async def _published(self, version: int) -> None:
-        assert self._queue is not None
-        self._queue.set_version(version)
+        assert self._session.queue is not None
+        self._session.queue.set_version(version)
         self._served.set()
         self._evaluator.published(version)
 
-    def _go_on(self, version: int, queue: BoundedQueue) -> None:
-        """Serve what engines of the controller before this one hold; it may not have finished the evaluation of that."""
-        queue.set_version(version)
+    def _go_on(self, version: int) -> None:
         self._served.set()
-        found = [one for one in read_evaluations(self._config.run.dir / EVALUATION) if one.version == version]
-        if len(found) < self._evaluator.count:
-            self._evaluator.published(version)
+        self._evaluator.resume(version)
 
     def _unfinished(self) -> int:
         """Trajectories to finish before a version lands: in one_step_off, where versions land between batches, all that have started."""
-        return self._queue.stats().running if self._queue is not None and self._config.run.mode == "one_step_off" else 0
-
-    async def _greet(self, hello: Hello) -> None:
-        """Meet the trainer with the first of its ranks: its first start makes the queue, a later one has it go back to a checkpoint."""
-        if hello.facts is not None:
-            check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
-        async with self._meeting:
-            self._epochs.check(hello)  # a newer one may have been met meanwhile
-            if hello.epoch == self._epochs.served:
-                return
-            if self._queue is None:
-                await self._meet(hello)
-                self._epochs = self._epochs.meeting(hello.epoch)
-            else:
-                await self._meet_again(hello, self._queue)
-            self._epochs = self._epochs.met()
-
-    async def _meet(self, request: Hello) -> None:
-        config = self._config
-        journaling = self._journaling
-        check_digest(request.config_digest, config.digest)
-        step = journaling.committed() if request.goes_on else request.step
-        if self._curriculum is not None:
-            curriculum_file.follow(self._curriculum, config.run.dir, step)
-        await self._keeper.taken.wait()
-        resumed = await journaling.resume(step, goes_on=request.goes_on)
-        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed)
-        service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
-        await service(request)
-        self._queue, self._service = queue, service
-        self._samples = samples_of(config, Pieces(self._tokenizer), step)
-        self._pool.lineage = journaling.journal.lineage
-        if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
-            self._go_on(self._pool.version, queue)
-        elif request.goes_on and (self._owner is None or not self._owner.found):
-            for member in self._pool.members:
-                member.waiting = True  # it has the weights of the model's files, and the trainer others
-        self._met.set()
-
-    async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:
-        """Serve a trainer that was started again in place; the one before it is lost. Engines and producer go on all the time.
-
-        Raises:
-            UserError: it has another configuration (its parallel layout may differ), or its checkpoint is not the journal's.
-            AsyncmoeError: there is no journal, or engines did not end what the lost trainer had asked of them.
-        """
-        config = self._config
-        check_digest(hello.without_layout, config.digest_without_layout)
-        self._journaling.check_reopen(hello.step, queue)
-        log.warning("the trainer was lost, and started again (start %d): it goes on from step %d", hello.epoch, hello.step)
-        self._epochs = self._epochs.meeting(hello.epoch)
-        queue.trainer_lost()
-        await self._coordinator.forget_sender("the trainer was lost")
-        self._pool.lineage = await self._journaling.reopen(queue, hello.step)
-        went_back, self._went_back = self._went_back, asyncio.Event()
-        went_back.set()
-        self._service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)
+        queue = self._session.queue
+        return queue.stats().running if queue is not None and self._config.run.mode == "one_step_off" else 0
 
     def _terminate(self) -> None:
         self._terminated = True
         self._over.set()
 
     def _interrupt(self) -> None:
-        if self._queue is None:
+        if (queue := self._session.queue) is None:
             self._failure = self._failure or Interrupted("stopped before the trainer joined")
             self._over.set()
         elif self._stopping:
@@ -417,7 +332,7 @@ class Controller:
         else:
             self._stopping = True
             log.info("asking the trainer to save and stop")
-            self._queue.stop()
+            queue.stop()
             self._coordinator.stop()
 
 

@@ -28,7 +28,9 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
 from asyncmoe.telemetry.clock import unix
+from asyncmoe.telemetry.records import read_evaluations
 from asyncmoe.telemetry.rollout_schema import Evaluation
+from asyncmoe.telemetry.schema import EVALUATION
 from asyncmoe.trajectory import NOTHING, Trajectory
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Evaluator:
     ) -> None:
         section = config.evaluation
         self.skipped, self.count = 0, len(sets)
+        self._records = config.run.dir / EVALUATION
         self._first, self._every = config.warmup.steps, section.every
         self._pass_reward = section.pass_reward
         self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)
@@ -78,6 +81,11 @@ class Evaluator:
             return
         self._busy = True
         self._due.put_nowait(version)
+
+    def resume(self, version: int) -> None:
+        """Report that every engine serves `version` from the controller before this one, which may have finished its evaluation."""
+        if sum(one.version == version for one in read_evaluations(self._records)) < self.count:
+            self.published(version)
 
     async def run(self) -> None:
         """Evaluate due versions until cancelled.

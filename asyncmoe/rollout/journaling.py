@@ -15,8 +15,9 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
-from asyncmoe.journal.journal import Journal, Unjournaled
+from asyncmoe.journal.journal import Journal
 from asyncmoe.journal.recovery import Recovered, recover
+from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start

@@ -20,7 +20,7 @@ from statistics import fmean
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
-from asyncmoe.journal.journal import Unjournaled
+from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.rejections import Rejections

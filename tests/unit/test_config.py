@@ -178,6 +178,12 @@ def test_an_environment_may_reward_steps_itself() -> None:
     parse({**GOOD, "objective": {"process": {"weight": 0.5}}, "environment": {"kind": "mine:Own"}})
 
 
+def test_a_password_for_no_server_is_refused() -> None:
+    line = refused(with_value("journal.redis_password_variable", "SECRET"))
+    assert "journal.redis_password_variable: got SECRET, expected null without journal.redis; name the server in journal.redis" in line
+    parse({**GOOD, "journal": {"redis": "redis://redis.site:6379", "redis_password_variable": "SECRET"}})
+
+
 @pytest.mark.parametrize("section", ["process", "distill"])
 def test_groups_of_equal_rewards_are_not_left_out_where_their_tokens_teach_something(section: str) -> None:
     values = with_value("rollout.filter_equal", True)

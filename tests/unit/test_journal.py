@@ -7,7 +7,8 @@ import os
 import shutil
 import sqlite3
 import stat
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,14 @@ from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal
+from asyncmoe.journal.rows import Change
+from asyncmoe.journal.states import States
 from asyncmoe.journal.states_file import FILE, StatesFile, network_file_system
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import Resumption
+from asyncmoe.queue.service import QueueService
 from asyncmoe.queue.start_order import Start
-from asyncmoe.rpc.messages import Leased
+from asyncmoe.rpc.messages import Commit, Leased
 from asyncmoe.trajectory import decode, frames_in
 from tests.disks import mounted
 from tests.unit.test_queue_model import make_group
@@ -469,3 +473,37 @@ def test_network_file_systems_are_known(tmp_path: Path) -> None:
     assert network_file_system(tmp_path / "shared" / "run", mounts) == "nfs4"
     assert network_file_system(tmp_path, mounts) is None
     assert network_file_system(tmp_path, tmp_path / "absent") is None
+
+
+def test_one_wait_for_the_disk_serves_the_commits_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, may_keep = StatesFile.keep, threading.Event()
+    ask, waits = States.ask, list[Callable[..., Any]]()
+
+    def slow(store: StatesFile, changes: Sequence[Change]) -> None:
+        assert may_keep.wait(10.0)
+        keep(store, changes)
+
+    def counted(states: States, question: Callable[..., Any]) -> Awaitable[Any]:
+        waits.append(question)
+        return ask(states, question)
+
+    async def body() -> None:
+        life = await live(tmp_path / "run")
+        service = QueueService(life.queue, run="run", config_digest="")
+        await life.group(0)
+        await life.group(1)
+        await life.lease(0)
+        monkeypatch.setattr(StatesFile, "keep", slow)
+        monkeypatch.setattr(States, "ask", counted)
+        ranks = [asyncio.create_task(service(Commit(0))) for _ in range(4)]
+        done, _ = await asyncio.wait(ranks, timeout=0.2)
+        assert not done, "the commit is not on disk"
+        life.begin(2)
+        may_keep.set()
+        await asyncio.gather(*ranks)
+        life.begin(3)
+        await service(Commit(0))
+        assert len(waits) == 1
+        life.journal.close()
+
+    in_loop(body())

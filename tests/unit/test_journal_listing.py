@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from asyncmoe.cli import app
 from asyncmoe.errors import DataError
+from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.segment_listing import examine, folder_of
 from tests.unit.journal_stores import opened, stored
 
@@ -64,3 +65,18 @@ def test_a_folder_without_segments_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "absent"):
         with pytest.raises(DataError, match="without segments, expected a folder with segments of a journal; name the run directory"):
             folder_of(place)
+
+
+def test_a_run_with_its_journal_in_redis_is_told_where_to_look(tmp_path: Path) -> None:
+    address = "redis://redis.site:6379/2"
+    (tmp_path / "config.yaml").write_text(f"journal: {{redis: '{address}'}}")
+    refused = CliRunner().invoke(app, ["journal", str(tmp_path)])
+    assert str(refused.exception).startswith(
+        f"journal: got {tmp_path}, whose journal is in {address}, expected a run whose journal is in a folder"
+    )
+    assert "--pattern 'asyncmoe:*:*'" in str(refused.exception)
+    ours = Belonging.of_run(tmp_path, {})
+    ours.note()
+    refused = CliRunner().invoke(app, ["journal", str(tmp_path)])
+    assert isinstance(refused.exception, DataError)
+    assert f"redis-cli --scan --pattern 'asyncmoe:{ours.run}:*' lists its keys" in str(refused.exception)

@@ -17,8 +17,8 @@ from asyncmoe.config import Config
 from asyncmoe.errors import EngineError, ProtocolError
 from asyncmoe.rollout.engines import backend, keeper
 from asyncmoe.rollout.engines.keeper import Keeper
-from asyncmoe.rollout.engines.keeping import EngineKeeper
 from asyncmoe.rollout.engines.kept import KeeperClient
+from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.keeper_messages import EngineWeights
@@ -119,7 +119,9 @@ class Controller:
         self.published: list[int] = []
         self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, self._published, lambda *_: None, note=client.note)
         self.coordinator.succeed(client.epoch, client.weights.landed)
-        self.keeper = EngineKeeper(config, self.pool, list(self.engines), lambda index, _: client.start(index), self.coordinator, client)
+        self.lifecycle = EngineLifecycle(
+            config, self.pool, list(self.engines), lambda index, _: client.start(index), self.coordinator, client
+        )
         self.tasks: list[asyncio.Task[None]] = []
 
     async def _published(self, version: int) -> None:
@@ -130,7 +132,7 @@ class Controller:
         await self.coordinator.handle(WeightsCommit(version, update=version))
 
     async def run(self) -> Controller:
-        self.tasks = [asyncio.create_task(part) for part in self.keeper.parts()]
+        self.tasks = [asyncio.create_task(part) for part in self.lifecycle.parts()]
         await self.coordinator.wait_started()
         return self
 

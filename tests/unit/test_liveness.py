@@ -13,7 +13,8 @@ import pytest
 
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
 from asyncmoe.rollout.engines.liveness import Liveness
-from asyncmoe.rollout.engines.pool import Member, Pool, PooledGeneration
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage

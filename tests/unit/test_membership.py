@@ -14,8 +14,9 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rollout.engines import membership
+from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import (
     Committed,

@@ -9,7 +9,7 @@ from typing import Any
 from asyncmoe.config import parse
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.keeping import EngineKeeper
+from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.membership import LEFT
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.restarts import Restarts
@@ -92,12 +92,12 @@ def test_a_lost_engine_is_missing_until_it_has_started_again() -> None:
         pool = Pool(engines, 8, 5.0, lambda *_: None)
         config = parse({"run": {"dir": "unused", "steps": 1}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}})
         coordinator = WeightUpdateCoordinator(pool, 5.0, nothing, lambda *_: None)
-        keeper = EngineKeeper(config, pool, engines, lambda index, attempt: Process("engine.0"), coordinator)
+        lifecycle = EngineLifecycle(config, pool, engines, lambda index, attempt: Process("engine.0"), coordinator)
         old = pool.members[0]
-        counts = [(keeper.lost(), keeper.missing())]
+        counts = [(lifecycle.lost(), lifecycle.missing())]
         for change in (lambda: pool.fence(old, "hung"), lambda: pool.remove(old), lambda: pool.fence(pool.members[0], LEFT)):
             change()
-            counts.append((keeper.lost(), keeper.missing()))
+            counts.append((lifecycle.lost(), lifecycle.missing()))
         return counts
 
     assert asyncio.run(run()) == [(0, 0), (1, 1), (1, 0), (1, 0)]

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost, Sampling
 from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator

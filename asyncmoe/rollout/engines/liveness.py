@@ -13,7 +13,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 
 _PROBES = 6
 """Probes in `hang_timeout_s`. The first that fails may begin a probe's time after the last sign of life, so all but one must fail."""

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rollout.engines.backend import connect
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import check, facts
 

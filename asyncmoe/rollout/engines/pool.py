@@ -17,19 +17,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncmoe.config.rollout import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
-from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
+from asyncmoe.rollout.engines.adapter_slots import TwoSlots, attributed
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.gate import Gate
+from asyncmoe.rollout.engines.member import Member, RecordBusy
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling
-from asyncmoe.telemetry.clock import unix
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -37,45 +37,6 @@ _PATIENCE = 4
 """A request is overtaken at most `_PATIENCE * limit` times, so the order yields only after a wait of several responses."""
 _OTHERS = 2
 """Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
-
-
-@dataclass(eq=False)
-class Member:
-    """An engine and its state in the pool.
-
-    Attributes:
-        adapter: name of the adapter in its requests, or None.
-        slots: its adapter slots if every version is an adapter, else None.
-        version, lineage: version the engine serves.
-        in_flight: number of requests sent but not answered.
-        fenced: why it takes no more requests, or None.
-        waiting: True if it has joined but not received a version.
-        leaving: True if it only finishes the requests it has.
-        busy_since: Unix time at which its unrecorded generation began, or None if idle.
-        heard: monotonic time at which it last answered.
-        suspect: True if a request or a probe has timed out since.
-    """
-
-    engine: EngineHandle
-    adapter: str | None = None
-    slots: TwoSlots | None = None
-    version: int = 0
-    lineage: int = 0
-    in_flight: int = 0
-    fenced: str | None = None
-    waiting: bool = False
-    leaving: bool = False
-    busy_since: float | None = None
-    heard: float = 0.0
-    suspect: bool = False
-
-    def serving(self) -> AbstractContextManager[ServedBy]:
-        """Return a context for one request; it yields the version and adapter that sample the request."""
-        return nullcontext(ServedBy(self.version, self.adapter, self.lineage)) if self.slots is None else self.slots.use()
-
-    def serve(self, version: int, lineage: int) -> None:
-        """Note that the engine serves a version."""
-        self.version, self.lineage, self.waiting = version, lineage, False
 
 
 @dataclass(frozen=True)
@@ -99,7 +60,7 @@ class Pool:
     Args:
         limit: maximum number of requests in flight over all engines.
         timeout_s: limit on the duration of one response.
-        record: called with (engine, begin, end), Unix seconds, for every interval in which an engine was generating.
+        record: called for every interval in which an engine was generating.
         balance, slack, order: as `rollout.balance`, `affinity_slack` and `order`.
         adapter: name of the adapter that all requests are sampled with.
         slots: True if instead every version is an adapter of its own.
@@ -110,7 +71,7 @@ class Pool:
         engines: Sequence[EngineHandle],
         limit: int,
         timeout_s: float,
-        record: Callable[[str, float, float], None],
+        record: RecordBusy,
         *,
         balance: Balance = "least_loaded",
         slack: int = 0,
@@ -207,7 +168,7 @@ class Pool:
 
     def remove(self, member: Member) -> None:
         """Remove an engine that has left."""
-        self._leave_idle(member)
+        member.idle(self._record)
         self.members.remove(member)
 
     def close(self) -> None:
@@ -217,15 +178,13 @@ class Pool:
     def hold(self) -> None:
         """Close the gate. The time until `release` does not count as generation."""
         self._gate.close()
-        self.note_busy()
         for member in self.members:
-            member.busy_since = None
+            member.idle(self._record)
 
     def release(self) -> None:
         """Open the gate; engines with requests count as generating again."""
-        now = unix()
         for member in self.members:
-            member.busy_since = now if member.in_flight else None
+            member.generates()
         self._gate.open()
 
     def fence(self, member: Member, why: str) -> None:
@@ -255,11 +214,8 @@ class Pool:
 
     def note_busy(self) -> None:
         """Record the generation time of busy engines up to now, without waiting until they are idle."""
-        now = unix()
         for member in self.members:
-            if member.busy_since is not None:
-                self._record(member.engine.name, member.busy_since, now)
-                member.busy_since = now
+            member.note_busy(self._record)
 
     def _member(self, engine: EngineHandle) -> Member:
         return Member(engine, self._adapter, TwoSlots(engine.client, self._timeout_s) if self._has_slots else None)
@@ -281,7 +237,7 @@ class Pool:
     async def _ask(
         self, member: Member, tokens: Sequence[int], sampling: Sampling, routed: int, listener: Listener | None
     ) -> PooledGeneration:
-        self._enter(member)
+        member.entered()
         try:
             async with self._asking(member):
                 with member.serving() as serving:
@@ -291,7 +247,7 @@ class Pool:
                     if member.slots is not None:
                         generation = attributed(generation, serving)
         finally:
-            self._leave(member)
+            member.left(self._record)
         member.heard, member.suspect = time.monotonic(), False
         self.generated_tokens += len(generation.tokens)
         return PooledGeneration(generation, salt)
@@ -325,18 +281,3 @@ class Pool:
         if not any(not member.leaving for member in self.present):
             reasons = "; ".join(f"{member.engine.name}: {member.fenced or 'it is leaving'}" for member in self.members)
             raise EngineError(f"no engine is left: {reasons or 'all have left'}")
-
-    def _enter(self, member: Member) -> None:
-        if member.in_flight == 0:
-            member.busy_since = unix()
-        member.in_flight += 1
-
-    def _leave(self, member: Member) -> None:
-        member.in_flight -= 1
-        if member.in_flight == 0:
-            self._leave_idle(member)
-
-    def _leave_idle(self, member: Member) -> None:
-        if member.busy_since is not None:
-            self._record(member.engine.name, member.busy_since, unix())
-            member.busy_since = None

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.errors import AsyncmoeError, ProtocolError
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rpc.messages import MAX_PROBED, Probe
 
 log = logging.getLogger(__name__)

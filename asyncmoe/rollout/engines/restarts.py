@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2

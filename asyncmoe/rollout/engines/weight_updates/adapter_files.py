@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncmoe.errors import WeightSyncError
-from asyncmoe.rollout.engines.pool import Member
+from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.weight_updates.driver import Failures, UpdateDriver, on_each
 from asyncmoe.rpc.messages import WeightsAdapter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.rollout.engines.pool import Member
+from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver, on_each, raise_first
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin

@@ -8,7 +8,8 @@ from typing import Any
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard, spot_check, state
 from asyncmoe.rollout.engines.weight_updates.driver import Failures, Note, UpdateDriver, raise_first

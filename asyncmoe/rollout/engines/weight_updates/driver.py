@@ -12,7 +12,8 @@ from functools import partial
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet

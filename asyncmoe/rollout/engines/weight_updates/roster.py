@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import random
 from collections.abc import Mapping, Sequence
 
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
 
 log = logging.getLogger(__name__)
 Checksums = Sequence[Mapping[str, str]]

@@ -1,5 +1,5 @@
-"""What a controller does for its engines besides asking them: it waits for their start, takes over those of the controller before it,
-fences, restarts, probes and counts them."""
+"""The life of a controller's engines: it waits for their start, takes over those of the controller before it, fences, restarts, probes
+and counts them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from asyncmoe.errors import AsyncmoeError, EngineError
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.liveness import Liveness
+from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.membership import LEFT, Membership
-from asyncmoe.rollout.engines.pool import Member, Pool
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.probes import Prober
 from asyncmoe.rollout.engines.restarts import Restarts
 from asyncmoe.rollout.engines.takeover import Holding, judge
@@ -24,8 +25,8 @@ from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoor
 log = logging.getLogger(__name__)
 
 
-class EngineKeeper:
-    """Looks after the engines of one run.
+class EngineLifecycle:
+    """Starts, takes over, fences, restarts, probes and counts the engines of one run.
 
     Attributes:
         membership: engines of other machines.
@@ -35,7 +36,7 @@ class EngineKeeper:
     Args:
         engines, start: as for `Restarts`.
         coordinator: learns when all engines have started.
-        owner: the keeper that owns the engines; None: this process owns them.
+        keeper: owns the engines; None: this process owns them.
     """
 
     def __init__(
@@ -45,25 +46,25 @@ class EngineKeeper:
         engines: list[EngineProcess],
         start: Callable[[int, int], EngineProcess],
         coordinator: WeightUpdateCoordinator,
-        owner: KeeperClient | None = None,
+        keeper: KeeperClient | None = None,
     ) -> None:
         section = config.engines
         self._section, self._pool, self._engines, self._coordinator = section, pool, engines, coordinator
-        self._start, self._owner = start, owner
+        self._start, self._keeper = start, keeper
         self.membership = Membership(config, pool, coordinator.updating)
         self.prober = Prober(pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._alive = Liveness(pool, section.hang_timeout_s, coordinator.paused)
         self._again = Restarts(pool, engines, section.restarts, start)
         self._lost: list[Member] = []
         self.taken = asyncio.Event()
-        if owner is None or not owner.found:
+        if keeper is None or not keeper.found:
             self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work, to be done at the same time; only the first part, the start, ends. Each part raises what ends the run."""
         # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
         runs = (self._pool.watch, self._alive.run, self._again.run, self.prober.run)
-        followed = () if self._owner is None else (self._owner.watch(),)
+        followed = () if self._keeper is None else (self._keeper.watch(),)
         return (self._start_all(), *followed, *(self._once_started(run) for run in runs))
 
     def lost(self) -> int:
@@ -103,9 +104,9 @@ class EngineKeeper:
 
     async def _doubt(self, index: int) -> str:
         """Have an engine go on with what it holds; return why it cannot, or nothing."""
-        owner, engine, member = self._owner, self._engines[index], self._member(index)
-        assert owner is not None
-        weights = owner.weights
+        keeper, engine, member = self._keeper, self._engines[index], self._member(index)
+        assert keeper is not None
+        weights = keeper.weights
         try:
             await engine.wait_ready()
             if engine.died is not None:

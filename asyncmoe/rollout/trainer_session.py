@@ -1,0 +1,156 @@
+"""What the controller has for its trainer, from the first `Hello` on, and what each `Hello` makes of it.
+
+The first start of the trainer makes the queue, or has it go on from the journal if only the controller was lost. A later start, after the
+trainer was lost, has the same queue go back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from asyncmoe.config import Config
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.service import QueueService, check_digest
+from asyncmoe.rollout import parts
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rollout.epochs import TrainerEpochs
+from asyncmoe.rollout.journaling import Journaling
+from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.pieces import Pieces
+from asyncmoe.rollout.samples import Samples, samples_of
+from asyncmoe.rollout.tasks import curriculum_file
+from asyncmoe.rpc.environment import trainer_epoch
+from asyncmoe.rpc.messages import Hello, TrainerMessage
+from asyncmoe.rpc.peers import check, facts
+from asyncmoe.trajectory import Recording
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """The engines that the controller before this one has left.
+
+    Attributes:
+        any: whether there are such engines.
+        known: set once it is known which of them go on with what they hold.
+        serve: called with the version that they hold, once the queue has it.
+    """
+
+    any: bool
+    known: asyncio.Event
+    serve: Callable[[int], None]
+
+
+class TrainerSession:
+    """Meets each start of the trainer once, with the first of its ranks that says hello.
+
+    Attributes:
+        queue, service, samples: None until the first start is met. The queue's versions and counts continue from the steps that the
+            trainer reports; the service is another for each start; samples stay None if none are kept.
+        went_back: set, and replaced, when a later start is met, which trains again from a checkpoint on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        loaded: RolloutParts,
+        recording: Recording,
+        journaling: Journaling,
+        pool: Pool,
+        coordinator: WeightUpdateCoordinator,
+        taken_over: TakenOver,
+    ) -> None:
+        self._config, self._tokenizer, self._recording, self._journaling = config, loaded.tokenizer, recording, journaling
+        self._curriculum = parts.curriculum_of(loaded)
+        self._pool, self._coordinator, self._taken_over = pool, coordinator, taken_over
+        self.queue: BoundedQueue | None = None
+        self.service: QueueService | None = None
+        self.samples: Samples | None = None
+        # Of a trainer that was started again, this process may meet a rank that is left over before it meets the trainer.
+        self._epochs = TrainerEpochs(trainer_epoch() or -1)
+        self.went_back = asyncio.Event()
+        self._met, self._meeting = asyncio.Event(), asyncio.Lock()
+
+    def check(self, request: TrainerMessage) -> None:
+        """Refuse a request of a start that is not served; see `TrainerEpochs.check`."""
+        self._epochs.check(request)
+
+    async def joined(self) -> BoundedQueue:
+        """Return the queue once the first start is met."""
+        await self._met.wait()
+        assert self.queue is not None
+        return self.queue
+
+    async def greet(self, hello: Hello) -> None:
+        """Meet a start of the trainer, unless another of its ranks has brought that about.
+
+        Raises:
+            UserError: it has another configuration, clock or version of asyncmoe, or its checkpoint is not the journal's.
+            ProtocolError: it is an older start, or has taken other steps than the journal or the queue knows.
+            AsyncmoeError: a later start without a journal, or engines did not end what the lost trainer had asked of them.
+        """
+        if hello.facts is not None:
+            check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
+        async with self._meeting:
+            self._epochs.check(hello)  # a newer one may have been met meanwhile
+            if hello.epoch == self._epochs.served:
+                return
+            if self.queue is None:
+                await self._meet(hello)
+                self._epochs = self._epochs.meeting(hello.epoch)
+            else:
+                await self._meet_again(hello, self.queue)
+            self._epochs = self._epochs.met()
+
+    async def _meet(self, hello: Hello) -> None:
+        config, journaling, taken_over = self._config, self._journaling, self._taken_over
+        check_digest(hello.config_digest, config.digest)
+        step = journaling.committed() if hello.goes_on else hello.step
+        if self._curriculum is not None:
+            curriculum_file.follow(self._curriculum, config.run.dir, step)
+        await taken_over.known.wait()
+        resumed = await journaling.resume(step, goes_on=hello.goes_on)
+        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed)
+        service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
+        await service(hello)
+        self.queue, self.service = queue, service
+        self.samples = samples_of(config, Pieces(self._tokenizer), step)
+        self._pool.lineage = journaling.journal.lineage
+        if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
+            queue.set_version(self._pool.version)
+            taken_over.serve(self._pool.version)
+        elif hello.goes_on and not taken_over.any:
+            for member in self._pool.members:
+                member.waiting = True  # it has the weights of the model's files, and the trainer others
+        self._met.set()
+
+    async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:
+        """Serve a trainer that was started again in place; the one before it is lost. Engines and producer go on all the time."""
+        config = self._config
+        check_digest(hello.without_layout, config.digest_without_layout)  # its parallel layout may differ
+        self._journaling.check_reopen(hello.step, queue)
+        log.warning("the trainer was lost, and started again (start %d): it goes on from step %d", hello.epoch, hello.step)
+        self._epochs = self._epochs.meeting(hello.epoch)
+        queue.trainer_lost()
+        await self._coordinator.forget_sender("the trainer was lost")
+        self._pool.lineage = await self._journaling.reopen(queue, hello.step)
+        went_back, self.went_back = self.went_back, asyncio.Event()
+        went_back.set()
+        self.service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)
+
+    def _trained(self, groups: Sequence[Group]) -> None:
+        if self._curriculum is not None:
+            for group in groups:
+                self._curriculum.closed(group.number)
+
+    def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
+        if not requeued:
+            self._trained(groups)
+        if self.samples is not None:
+            self.samples.stale(groups, requeued, version)

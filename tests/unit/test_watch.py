@@ -137,8 +137,7 @@ def test_a_terminal_that_is_closed_stops_a_run_in_order(tmp_path: Path, ignored:
 
     def with_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     command = [sys.executable, "-c", CLOSED, str(tmp_path), str(ROOT / "examples" / "demo.yaml")]
     run = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, cwd=ROOT, start_new_session=True, preexec_fn=with_terminal)

@@ -24,20 +24,14 @@ from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.start_order import Start
-from tests.redis_server import LocalRedis, needed
+from tests.redis_server import LocalRedis, needed, server
 from tests.unit.doc_pages import ROOT
 from tests.unit.redis_journals import RedisJournals
 from tests.unit.test_journal import BATCH, OF, SIZE, in_loop
 from tests.unit.test_queue_model import make_group
 
 pytestmark = needed()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
-    made = LocalRedis(tmp_path_factory.mktemp("redis"))
-    yield made
-    made.close()
+__all__ = ["server"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import LocalRedis, LossyLink, needed
+from tests.redis_server import LocalRedis, LossyLink, needed, server
 from tests.unit import test_journal, test_journal_recovery, test_journal_reopen
 from tests.unit.redis_journals import RedisJournals
 from tests.unit.test_journal import (  # noqa: F401  collected here again
@@ -34,13 +34,7 @@ from tests.unit.test_journal_reopen import (  # noqa: F401
 )
 
 pytestmark = needed()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
-    made = LocalRedis(tmp_path_factory.mktemp("redis"))
-    yield made
-    made.close()
+__all__ = ["server"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,21 +16,15 @@ from asyncmoe.config.journal import JournalSection
 from asyncmoe.errors import DataError, InvariantBroken, StorageError, UserError
 from asyncmoe.journal.turns import EpisodeKey
 from asyncmoe.queue.start_order import Start
-from tests.redis_server import LocalRedis, needed
+from tests.redis_server import LocalRedis, needed, server
 from tests.unit.doc_pages import ROOT
 from tests.unit.journal_stores import keep
 from tests.unit.redis_journals import RedisJournals
 from tests.unit.test_journal import OF, in_loop
 
 pytestmark = needed()
+__all__ = ["server"]
 KEY = "asyncmoe:test:groups"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
-    made = LocalRedis(tmp_path_factory.mktemp("redis"))
-    yield made
-    made.close()
 
 
 @pytest.fixture

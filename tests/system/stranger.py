@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 NOBODY = 65534
 PATIENCE_S = 1.0
+ANSWERS_S = 20.0
 POSTED = {
     "/pause_generation": {"mode": "abort"},
     "/update_weights_from_disk": {"model_path": "/tmp"},
@@ -42,7 +43,7 @@ def requests() -> Iterator[bytes]:
     for path, asked in POSTED.items():
         body = json.dumps(asked)
         yield f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
-    yield b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n"
+    yield b"OPTIONS * HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00"
     for mechanism in (b"NULL", b"PLAIN", b"CURVE"):
         ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03REQ"
@@ -72,7 +73,7 @@ def open_to_us(places: list[Any], family: socket.AddressFamily) -> list[Any]:
 
 
 def ask_all(places: list[Any], family: socket.AddressFamily, kind: socket.SocketKind) -> dict[str, list[str]]:
-    """Say everything to everyone; what was answered."""
+    """Say everything to everyone; the whole of what each connection was answered until its end."""
     found: dict[str, list[str]] = {}
     with selectors.DefaultSelector() as waiting:
         for place, said in [(place, said) for place in places for said in requests()]:
@@ -84,31 +85,38 @@ def ask_all(places: list[Any], family: socket.AddressFamily, kind: socket.Socket
                 found.setdefault(repr(place), []).append(f"! {error.strerror}")
                 one.close()
                 continue
-            waiting.register(one, selectors.EVENT_WRITE, (place, said))
-        until = time.monotonic() + 3 * PATIENCE_S
+            waiting.register(one, selectors.EVENT_WRITE, (place, said, bytearray()))
+        until = time.monotonic() + ANSWERS_S
         while waiting.get_map() and time.monotonic() < until:
             for key, _ in waiting.select(0.1):
                 answer(waiting, key, found)
         for key in list(waiting.get_map().values()):
-            waiting.unregister(key.fileobj)
-            key.fileobj.close()  # type: ignore[union-attr]
+            end(waiting, key, found, "! unfinished")
     return found
 
 
 def answer(waiting: selectors.BaseSelector, key: selectors.SelectorKey, found: dict[str, list[str]]) -> None:
     one: Any = key.fileobj
-    place, said = key.data
+    _, said, got = key.data
+    why = ""
     try:
         if key.events == selectors.EVENT_WRITE:
             one.send(said)
             waiting.modify(one, selectors.EVENT_READ, key.data)
             return
-        got = one.recv(1 << 16)
-        found.setdefault(repr(place), []).append(got.decode("latin1"))
-        if got:
+        if part := one.recv(1 << 16):
+            got += part
             return
     except OSError as error:
-        found.setdefault(repr(place), []).append(f"! {error.strerror}")
+        why = f"! {error.strerror}"
+    end(waiting, key, found, why)
+
+
+def end(waiting: selectors.BaseSelector, key: selectors.SelectorKey, found: dict[str, list[str]], why: str) -> None:
+    """Note what a connection was answered, or why it was not, and close it."""
+    one: Any = key.fileobj
+    place, _, got = key.data
+    found.setdefault(repr(place), []).append(got.decode("latin1") or why)
     waiting.unregister(one)
     one.close()
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 
 from asyncmoe.errors import UserError
+from asyncmoe.platform.file_store import open_store
 from asyncmoe.rpc.address import LOOPBACK_INTERFACE
 from asyncmoe.rpc.environment import RANKS_STORE
 
@@ -56,7 +57,7 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Raises UserError if this machine, the first of several, does not have the address or the port is taken."""
         if self._store is None and self.world_size == 1:
-            self._store = cast(Any, dist).FileStore(str(self._file))
+            self._store = open_store(self._file)
             os.environ[RANKS_STORE] = str(self._file)
             if _is_loopback(self.master_addr):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WaitTimeout, WeightSyncError
+from asyncmoe.platform.file_store import open_store
 from asyncmoe.receiver.hosting import Hosted, is_held
 from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, moved, over, sent, staged, update_failed
 from asyncmoe.rpc.address import LOOPBACK, towards
@@ -65,7 +66,7 @@ class Store:
             if self._file is None:
                 store = c10d.TCPStore(host, port, timeout=limit, wait_for_workers=False, **mine)
             elif is_held(self._file):
-                store = c10d.FileStore(host)
+                store = open_store(self._file)
                 store.set_timeout(timedelta(seconds=_FILE_S))
             else:
                 raise WeightSyncError(f"{self._peer}: nobody keeps the store {host}")

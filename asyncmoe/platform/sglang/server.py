@@ -12,10 +12,11 @@ end_with_parent()
 
 import torch  # noqa: E402  takes seconds, during which the parent may end
 
-from asyncmoe.platform import gloo  # noqa: E402
+from asyncmoe.platform import file_store, gloo  # noqa: E402
 from asyncmoe.platform.sglang import access, overlap, private_meeting, shared_names  # noqa: E402
 
 _CUDA = torch.cuda.is_available()
+file_store.install()
 gloo.install()
 access.install()
 overlap.install()

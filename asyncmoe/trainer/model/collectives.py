@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform.file_store import open_store
 from asyncmoe.rpc.environment import RANKS_STORE
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ def join(backend: str, timeout: timedelta) -> None:
     """Make the default group of torchrun's ranks, or without torchrun of this process alone."""
     c10d: Any = dist
     if RANKS_STORE in os.environ:
-        store, rank, world = c10d.FileStore(os.environ[RANKS_STORE]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store, rank, world = open_store(os.environ[RANKS_STORE]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     elif "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WeightSyncError
+from asyncmoe.platform.file_store import open_store
 from asyncmoe.receiver.hosting import Hosted, MeetingFile, place
 
 
@@ -49,7 +50,7 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
 def _store(hosted: Hosted, host: str, port: int, world: int, timeout: timedelta) -> Any:
     c10d: Any = dist
     if isinstance(hosted, MeetingFile):
-        store = c10d.FileStore(host)
+        store = open_store(host)
         store.set_timeout(timeout)
         return store
     fd = hosted.detach()

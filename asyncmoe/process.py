@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,7 +29,10 @@ KILLED = "a rank was ended by"
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}
 """Control characters but the line feed, which several errors at once need."""
 _PR_SET_PDEATHSIG = 1
+_LAST_WORDS, _MEMORY = "ASYNCMOE_LAST_WORDS", "asyncmoe-last-words"
+"""Variable with the path of the memory, and the memory's name, in which the parent reads a child's errors: the log's disk may be full."""
 _REAP_S = 60.0
+_MOST_WORDS = 1 << 16
 _YIELDING = 10
 """Added niceness: a thread with it gets about a tenth of the CPU time of a competing thread with niceness 0."""
 
@@ -45,14 +49,23 @@ def named(role: str) -> Iterator[None]:
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the error for the user, with control characters of foreign texts as escapes. Prints nothing if its log is on a full disk.
+    """Print the error for the user, with control characters of foreign texts as escapes.
 
-    A stop by the user is no error and is said as it is.
+    A stop by the user is no error and is said as it is. If the log is on a full disk, only the parent's `Child.reason` has the error.
     """
+    prefix = "" if isinstance(error, Interrupted) else ERROR_PREFIX
+    text = f"{prefix}{error.where}{': ' if error.where else ''}{error}".translate(_ESCAPED)
+    _tell_parent(text)
     with suppress(OSError):
-        prefix = "" if isinstance(error, Interrupted) else ERROR_PREFIX
-        text = f"{prefix}{error.where}{': ' if error.where else ''}{error}"
-        print(text.translate(_ESCAPED), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
+
+
+def _tell_parent(text: str) -> None:
+    path = os.environ.get(_LAST_WORDS, "")
+    with suppress(OSError):  # the parent has ended
+        if path and os.readlink(path).startswith(f"/memfd:{_MEMORY}"):  # else another process has got the number of one that has ended
+            with Path(path).open("a") as memory:
+                memory.write(f"{text}\n")
 
 
 def leave(status: int) -> NoReturn:
@@ -124,6 +137,9 @@ class Child:
         outlives: bool = False,
     ) -> None:
         self.name, self.log = name, log
+        self._words = os.memfd_create(_MEMORY)
+        weakref.finalize(self, os.close, self._words)
+        words = {_LAST_WORDS: f"/proc/{os.getpid()}/fd/{self._words}"}
         with writing(f"log of {name}", log):
             log.parent.mkdir(parents=True, exist_ok=True)
             self._bounded = BoundedLog(log, bounds or LogBounds())
@@ -135,7 +151,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), **words},
                     start_new_session=True,
                     preexec_fn=None if outlives else partial(die_with_parent, os.getpid()),
                 )
@@ -183,8 +199,13 @@ class Child:
 
     @property
     def reason(self) -> str | None:
-        """Failure reason in the log: the line `error: ...` about a rank that a signal ended, or else the first; None: there is none."""
-        errors = [line.removeprefix(ERROR_PREFIX) for line in self.output().splitlines() if line.startswith(ERROR_PREFIX)]
+        """Failure reason: the line `error: ...` about a rank that a signal ended, or else the first; None: there is none.
+
+        It is what the process has told its parent, or else what is in the log.
+        """
+        told = os.pread(self._words, _MOST_WORDS, 0).decode(errors="replace")
+        lines = (told or self.output()).splitlines()
+        errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
         return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
     def why(self) -> str:

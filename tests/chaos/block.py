@@ -22,7 +22,7 @@ from tests.chaos.schedule import Fault
 from tests.chaos.world import World, marked_pids
 from tests.system.runs import wait_for
 
-_ORPHAN_S = 25.0
+_ORPHAN_S = 40.0
 _POLL_S = 0.1
 _IN_HAND = 1
 """Steps that a trainer may still finish without those that it has lost: it has the batch, and its commit may be under way."""

@@ -57,7 +57,7 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
             "hang_timeout_s": 12.0,
             "start_timeout_s": 60.0,
             "restarts": 1000,
-            "orphan_s": 15.0,
+            "orphan_s": 20.0,
             "max_total_tokens": 4096,
             **engines,
         },

@@ -170,6 +170,22 @@ def test_a_process_whose_log_takes_no_reason_is_explained_by_the_disk(disk: Path
     )
 
 
+@pytest.mark.parametrize("said", ["while the disk is full", "after a line that was cut off"])
+def test_a_process_whose_disk_was_full_for_a_moment_is_explained_by_its_own_words(disk: Path, said: str) -> None:
+    """A rank says the error here: a process that the child has started."""
+    rank = "from asyncmoe import process, errors; process.say(errors.WeightSyncError('three ranks are late'))"
+    written = "" if said.startswith("while") else "sys.stdout.write('half a li'); sys.stdout.flush(); "
+    program = f"import subprocess, sys; {written}subprocess.run([sys.executable, '-c', sys.argv[1]]); sys.exit(1)"
+    (disk / "logs").mkdir()
+    if not written:
+        fill(disk)
+    child = Child("trainer", [sys.executable, "-c", program, rank], disk / "logs" / "trainer.log")
+    assert child.wait(30)
+    (disk / "filler").unlink(missing_ok=True)
+    assert child.why() == "three ranks are late"
+    assert str(failures.failure([child])) == "three ranks are late"
+
+
 def test_an_error_says_which_role_of_which_node_met_it_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AsyncmoeError) as caught, named("controller"), named("trainer.3"):
         raise UserError("key", got=1, expected=2)

@@ -228,6 +228,12 @@ class Config(Section):
         return here and whole and self.journal.enabled and self.engines.orphan_s > 0
 
     @property
+    def renews_engines(self) -> bool:
+        """True if the run goes on when all engines are lost at once and start again: the trainer then sends its weights once more. It has
+        them unless steps follow one another without a version."""
+        return self.engines.restarts > 0 and self.sync.method == "reshard" and self.sync.every == 1
+
+    @property
     def checkpoint_kind(self) -> dict[str, Any]:
         """Settings that the names in a checkpoint depend on, except `distributed_optimizer` where trainer.optimizer.distributed is null."""
         kind: dict[str, Any] = {"expert_parallel": self.trainer.ep > 1, "train": self.train}

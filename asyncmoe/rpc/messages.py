@@ -326,6 +326,8 @@ class Engines(Message, frozen=True):
     """Number of the roster; changes whenever the set of engines changes."""
     lost: tuple[str, ...] = ()
     """Dead or fenced engines of the open update, or without one, of the previous roster."""
+    awaited: bool = False
+    """There is no engine, but one will come back: ask again."""
 
 
 class EngineOrder(Message, frozen=True):

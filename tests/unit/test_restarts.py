@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from asyncmoe.config import parse
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.engine import EngineProcess
@@ -13,11 +15,13 @@ from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.membership import LEFT
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.restarts import Restarts
+from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import Engines, EnginesAsk
 from tests.unit.fake_engine import FakeHandle
 
 BACKOFF_S = 0.02
+SAMPLING = Sampling(1.0, 3, ())
 
 
 class Process(FakeHandle):
@@ -123,3 +127,80 @@ async def nothing(_: int) -> None:
 def test_none_starts_again_with_limit_0() -> None:
     _, _, made = restarted(0, lambda attempt: True)
     assert made == []
+
+
+ONE = {"run": {"dir": "unused", "steps": 1}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}, "engines": {"restarts": 1}}
+
+
+SPARSE = {"sync": {"every": 2}, "queue": {"staleness": {"max_staleness": 1}}}
+
+
+def alone(**sections: Any) -> tuple[Pool, EngineLifecycle]:
+    """A pool of one engine, which has died, and its lifecycle."""
+    engines: list[EngineProcess] = [Process("engine.0")]
+    pool = Pool(engines, 8, 5.0, lambda *_: None)
+    coordinator = WeightUpdateCoordinator(pool, 5.0, nothing, lambda *_: None)
+    coordinator.engines_started()
+    lifecycle = EngineLifecycle(parse(ONE | sections), pool, engines, lambda index, attempt: Process("engine.0"), coordinator)
+    lifecycle._again._backoff_s = BACKOFF_S
+    engines[0].kill()
+    pool.fence_dead()
+    return pool, lifecycle
+
+
+def test_while_the_last_engine_starts_again_requests_wait_and_the_trainer_is_told() -> None:
+    async def run() -> None:
+        pool, lifecycle = alone()
+        asked = await lifecycle._coordinator.handle(EnginesAsk(1.0))
+        assert isinstance(asked, Engines)
+        assert asked.awaited
+        assert not asked.engines
+        request = asyncio.create_task(pool.generate((1,), SAMPLING))
+        work = [asyncio.create_task(one) for one in (lifecycle._again.run(), pool.watch())]
+        while not pool.present:
+            await asyncio.sleep(0.01)
+        asked = await lifecycle._coordinator.handle(EnginesAsk(1.0))
+        assert isinstance(asked, Engines)
+        assert [one.waiting for one in asked.engines] == [True]
+        assert not asked.awaited
+        await asyncio.sleep(0.1)
+        assert not request.done(), "the new engine has no version yet"
+        pool.members[0].serve(7, 0)
+        answer = await request
+        assert (answer.salt, pool.members[0].in_flight) == (7, 0)
+        pool.members[0].engine.kill()  # its only restart is used up
+        with pytest.raises(EngineError, match=r"no engine is left: engine\.0"):
+            await work[1]
+        work[0].cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sections", [{"sync": {"method": "broadcast"}}, {"engines": {"restarts": 0}}, SPARSE])
+def test_the_run_ends_with_its_last_engine_if_the_trainer_could_not_send_its_weights_again(sections: dict[str, Any]) -> None:
+    async def run() -> None:
+        pool, _ = alone(**sections)
+        assert not pool.awaited
+        with pytest.raises(EngineError, match=r"no engine is left: engine\.0"):
+            await pool.watch()
+
+    asyncio.run(run())
+
+
+def test_engines_that_have_left_do_not_come_back() -> None:
+    async def run() -> None:
+        pool, _ = alone()
+        pool.members[0].fenced = LEFT
+        assert not pool.awaited
+
+    asyncio.run(run())
+
+
+def test_engines_of_other_machines_are_awaited_for_the_time_of_a_start() -> None:
+    async def run() -> None:
+        pool, _ = alone(engines={"join": True, "start_timeout_s": 0.2})
+        assert pool.awaited
+        await asyncio.sleep(0.3)
+        assert not pool.awaited
+
+    asyncio.run(run())

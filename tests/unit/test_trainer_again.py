@@ -247,8 +247,10 @@ def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_
 
 
 def test_one_that_is_lost_while_engines_hold_part_of_a_version_ends_the_run_with_that_cause(model: Path, tmp_path: Path) -> None:
+    """They are fenced. By this method the trainer could not send its weights to engines that start again."""
+
     async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run")) as running:
+        async with controller(config_of(model, tmp_path / "run", sync={"method": "broadcast"})) as running:
             first = running.trainer(0)
             await first.hello(0)
             await first.ask(EnginesAsk(10.0))

@@ -56,6 +56,8 @@ class EngineLifecycle:
         self._alive = Liveness(pool, section.hang_timeout_s, coordinator.paused)
         self._again = Restarts(pool, engines, section.restarts, start)
         self._lost: list[Member] = []
+        if config.renews_engines:
+            pool.returns = self._returns
         self.taken = asyncio.Event()
         if keeper is None or not keeper.found:
             self.taken.set()
@@ -75,6 +77,12 @@ class EngineLifecycle:
     def missing(self) -> int:
         """Return the number of lost engines that have not started again."""
         return len(self._down())
+
+    def _returns(self, alone_s: float) -> bool:
+        """Whether an engine will come back, though there has been none for `alone_s`."""
+        if not self._down():
+            return False  # they have left
+        return alone_s < self._section.start_timeout_s if self._section.join else self._again.left
 
     def _down(self) -> list[Member]:
         return [member for member in self._pool.members if member.fenced not in (None, LEFT)]

@@ -7,8 +7,9 @@
   cached under a version that is about to change.
 - An engine that exits or falls silent (`asyncmoe.rollout.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
   can never serve a mixed version. Its requests go to the remaining engines, which also receive the next version; a request that has lost
-  several engines fails with `TrajectoryRejected("engine_died")`, and the producer restarts its group. `watch` raises as soon as no engine
-  is left. A connection that breaks off while its engine answers others makes the engine a suspect.
+  several engines fails with `TrajectoryRejected("engine_died")`, and the producer restarts its group. While none is left, requests wait for
+  one to come back; `watch` raises as soon as none will. A connection that breaks off while its engine answers others makes the engine a
+  suspect.
 - An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,8 @@ _PATIENCE = 4
 """A request is overtaken at most `_PATIENCE * limit` times, so the order yields only after a wait of several responses."""
 _OTHERS = 2
 """Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
+_BROKEN, _AGAIN_S = 8, 0.1
+"""Times that a request is sent again after a connection to an engine that goes on broke off, and seconds before the first; they double."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Pool:
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
         recalled_tokens: tokens sampled before a restart with which unfinished episodes went on.
         lineage: of the versions that land from now on: how often steps were trained again (`asyncmoe.journal.recovery`).
+        returns: says whether an engine will come back, given the seconds since there was none; at first none will.
 
     Args:
         limit: maximum number of requests in flight over all engines.
@@ -82,6 +86,8 @@ class Pool:
         self._adapter, self._has_slots = adapter, slots
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.recalled_tokens = self.lineage = 0
         self._timeout_s, self._record = timeout_s, record
+        self.returns: Callable[[float], bool] = lambda _: False
+        self._none_since: float | None = None
         self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
         self._lengths, self._homes = Lengths(), Homes(balance)
@@ -101,6 +107,16 @@ class Pool:
     def version(self) -> int:
         """The oldest version that a serving engine has; 0 without engines."""
         return min((member.version for member in self.serving), default=0)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether no engine is left, but one will come back."""
+        if any(not member.leaving for member in self.present):
+            self._none_since = None
+            return False
+        now = time.monotonic()
+        since = self._none_since = now if self._none_since is None else self._none_since
+        return self.returns(now - since)
 
     async def generate(
         self,
@@ -132,10 +148,10 @@ class Pool:
     ) -> tuple[PooledGeneration, Member]:
         """Ask engines until one answers: what earlier answers brought is not lost with an engine.
 
-        Nor is it with the last one, because the run ends then: a group that is under way goes on from them when the run does, and one that
-        was started over does not.
+        Nor is it with the last one: the request waits for an engine that comes back, or the run ends, and a group that is under way goes
+        on from them when the run does; one that was started over would not.
         """
-        lost = 0
+        lost = broken = 0
         while True:
             try:
                 async with self._gate.place(request):
@@ -143,11 +159,15 @@ class Pool:
                     member = self._choose(request)
                     return await self._ask(member, tokens, sampling, routed, listener), member
             except TrajectoryRejected as error:
-                lost += 1
-                final = listener is not None and listener.live  # what it has heard cannot be taken back
-                if error.reason != "engine_died" or final or lost > _OTHERS:
+                if error.reason != "engine_died" or (listener is not None and listener.live):  # what that has heard cannot be taken back
                     raise
-                log.warning("a request goes to another engine: %s", error)
+                gone = member.fenced is not None
+                lost, broken = lost + gone, broken + (not gone)
+                if lost > _OTHERS or broken > _BROKEN:
+                    raise
+                log.warning("a request is sent again: %s", error)
+                if not gone:
+                    await asyncio.sleep(_AGAIN_S * 2 ** (broken - 1))
             if listener is not None:
                 listener.forget()
             request = replace(request, continues=True)  # it has waited before
@@ -199,7 +219,7 @@ class Pool:
         """Fence every engine whose process ends; never returns.
 
         Raises:
-            EngineError: no engine is left.
+            EngineError: no engine is left, and none will come back.
         """
         while True:
             self.fence_dead()
@@ -221,15 +241,17 @@ class Pool:
         return Member(engine, self._adapter, TwoSlots(engine.client, self._timeout_s) if self._has_slots else None)
 
     async def _some(self) -> None:
-        """Return when an engine serves; all engines may be waiting for their first version.
+        """Return when an engine serves; all engines may be waiting for their first version, or start again.
 
         Raises:
-            EngineError: no engine is left.
+            EngineError: no engine is left, and none will come back.
             TrajectoryRejected: "engine_timeout".
         """
         until = time.monotonic() + self._timeout_s
         while not self.serving:
             self._any()
+            if self.awaited:
+                until = time.monotonic() + self._timeout_s
             if time.monotonic() > until:
                 raise TrajectoryRejected("engine_timeout", f"no engine received a version within {self._timeout_s:g} s")
             await asyncio.sleep(_WATCH_S)
@@ -277,7 +299,7 @@ class Pool:
         return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
 
     def _any(self) -> None:
-        """Raise EngineError if no engine is left."""
-        if not any(not member.leaving for member in self.present):
+        """Raise EngineError if no engine is left and none will come back."""
+        if not (any(not member.leaving for member in self.present) or self.awaited):
             reasons = "; ".join(f"{member.engine.name}: {member.fenced or 'it is leaving'}" for member in self.members)
             raise EngineError(f"no engine is left: {reasons or 'all have left'}")

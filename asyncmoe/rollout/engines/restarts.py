@@ -1,4 +1,4 @@
-"""Starts engines of this machine again that were fenced, while others serve. A restarted engine takes requests from the next version on."""
+"""Starts engines of this machine again that were fenced. A restarted engine takes requests from the next version on."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ class Restarts:
         self._pool, self._engines, self._limit, self._start, self._backoff_s = pool, engines, limit, start, backoff_s
         self._attempts = [0] * len(engines)
         self._restarting: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def left(self) -> bool:
+        """Whether an engine is about to start again, or may be."""
+        return bool(self._restarting) or any(attempts < self._limit for attempts in self._attempts)
 
     async def run(self) -> None:
         """Restart what is fenced; never returns. An engine that cannot be restarted is logged, and the others go on without it."""

@@ -178,7 +178,7 @@ def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup
     if rank == 0:
         place, failure, roster = "", "rank 0 has failed", 0
         try:
-            engines = _ask_engines(config, client, devices=config.sync.verify_every > 0)
+            engines = _some_engines(config, client)
             roster, device = engines.roster, device_of(engines)
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
@@ -204,6 +204,16 @@ def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[
     dist.broadcast(told, src=0, group=group)
     word, _, failure = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace").partition("\n")
     return word, failure
+
+
+def _some_engines(config: Config, client: Client) -> Engines:
+    """Ask for the engines and, while there is none and one will come back, ask again."""
+    until = time.monotonic() + config.engines.start_timeout_s
+    while True:
+        engines = _ask_engines(config, client, devices=config.sync.verify_every > 0)
+        if not engines.awaited or time.monotonic() > until:
+            return engines
+        time.sleep(_POLL_S)
 
 
 def _ask_engines(config: Config, client: Client, devices: bool = False) -> Engines:

@@ -6,9 +6,10 @@ have arrived and their digests match, the controller pauses every engine to swap
 is written before that, so a failure leaves the engines with the version they serve.
 
 Each version goes to the engines present when it begins; if the set has changed, all ranks meet again. If an engine dies during a
-transfer, the version is sent again to the remaining engines. It is also sent again if all engines that received it are gone and new ones
-have joined: without a version these generate nothing, and the trainer would never publish another. If the next optimizer step is already
-changing the weights, the version is abandoned instead; the version after that step goes to all engines present.
+transfer, the version is sent again to the remaining engines, or if none remains, to those that start again. It is also sent again if all
+engines that received it are gone and new ones have joined: without a version these generate nothing, and the trainer would never publish
+another. If the next optimizer step is already changing the weights, the version is abandoned instead; the version after that step goes to
+all engines present.
 
 Without staging memory (`sync.staging: false`) the engines are paused for the whole transfer, and an engine that holds a part of a failed
 version is fenced.

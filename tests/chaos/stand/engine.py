@@ -173,7 +173,8 @@ def application(server: Server, key: str) -> web.Application:
 
     async def obey(request: web.Request) -> web.Response:
         body = await request.read()
-        await commands[request.path](json.loads(body) if body else {})
+        # As in SGLang, a client that goes away ends the answer, and not what it has asked for.
+        await asyncio.shield(commands[request.path](json.loads(body) if body else {}))
         return web.json_response({"success": True, "message": ""})
 
     async def ready(request: web.Request) -> web.Response:
@@ -248,7 +249,7 @@ def main() -> None:
     parser.add_argument("--random-seed", type=int)
     asked, _ = parser.parse_known_args(sys.argv[1:])
     server = Server(str(asked.random_seed), asked.random_seed, Path(os.environ[FOLDER]))
-    # A client that goes away cancels its request, as in SGLang.
+    # A client that goes away cancels a generation, as in SGLang.
     web.run_app(
         application(server, os.environ.get(API_KEY, "")),
         host=asked.host,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
@@ -20,7 +20,7 @@ _LOOK_S, _NOTICED_S, _GRACE_S = 0.3, 2.0, 5.0
 
 
 class Publisher:
-    """One version at a time: `begin`, then `settle`.
+    """One version at a time: `begin`, then `settled`.
 
     Args:
         client: not shared.
@@ -45,7 +45,7 @@ class Publisher:
             try:
                 self._publish(version, parts)
                 result.set_result(None)
-            except Exception as error:  # noqa: BLE001  raised by `check` and `settle`
+            except Exception as error:  # noqa: BLE001  raised by `check` and `settled`
                 result.set_exception(error)
 
         threading.Thread(target=work, name="weights", daemon=True).start()
@@ -55,16 +55,22 @@ class Publisher:
         if self._running is not None and self._running.done():
             self._running.result()
 
-    def settle(self) -> None:
-        """Wait until all engines serve the version under way."""
+    def settled(self, wait_s: float) -> bool:
+        """Wait until all engines serve the version under way; whether they do, or there is none."""
         if self._running is not None:
             self._settling.set()
-            self._running.result()
-            self._running = None
+            if not wait([self._running], wait_s).done:
+                return False
+            running, self._running = self._running, None
+            running.result()
+        return True
 
     def _publish(self, version: int, parts: list[str]) -> None:
         while True:
             engines = self._engines()
+            if engines.awaited:
+                time.sleep(_LOOK_S)
+                continue
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
             try:

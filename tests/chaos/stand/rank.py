@@ -38,7 +38,7 @@ from tests.chaos.stand.publisher import Publisher
 
 log = logging.getLogger(__name__)
 TRAIN_S = 0.25
-_ANSWER_S, _PATIENCE_S = 30.0, 1.0
+_ANSWER_S, _PATIENCE_S, _SETTLING_S = 30.0, 1.0, 0.5
 _PADDING = 100_000
 """Bytes of a rank's file in a checkpoint besides its weights."""
 
@@ -110,14 +110,20 @@ class Rank:
 
     def _settle(self) -> None:
         """Wait until the version under way is served; a failure is raised on every rank."""
-        failure = ""
-        try:
-            if self._publisher is not None:
-                self._publisher.settle()
-        except AsyncmoeError as error:
-            failure = str(error)
-        if failure := self._everyones(failure, self._config.engines.start_timeout_s + 4 * self._config.sync.timeout_s)[0]:
-            raise WeightSyncError(failure)
+        settled, failure = self._publisher is None, ""
+        until = time.monotonic() + self._config.engines.start_timeout_s + 4 * self._config.sync.timeout_s
+        while True:
+            heartbeats.beat("waiting for all engines to serve the new version")
+            try:
+                if self._publisher is not None:
+                    settled = self._publisher.settled(_SETTLING_S)
+            except AsyncmoeError as error:
+                failure = str(error)
+            settled, failure = self._everyones([settled, failure])[0]
+            if failure or time.monotonic() > until:
+                raise WeightSyncError(failure or "the version under way is not settled in time")
+            if settled:
+                return
 
     def _lease(self) -> Leased:
         until = time.monotonic() + self._config.queue.lease_timeout_s

@@ -24,6 +24,7 @@ from asyncmoe.rollout.engines.engine_python import engine_python
 from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
+from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rpc import address
 from asyncmoe.scratch import Scratch
 
@@ -109,7 +110,17 @@ class SGLangProcess:
             await asyncio.sleep(_POLL_S)
         if self._adapter is not None:
             await lora.install(self.client, *self._adapter, self._start_timeout_s)
-        await self.client.freeze()
+        await self._freeze()
+
+    async def _freeze(self) -> None:
+        """See `SGLangClient.freeze`; a connection that breaks off while the server goes on ends no start."""
+        while True:
+            try:
+                return await self.client.freeze()
+            except EngineLost:
+                if self.died is not None or time.monotonic() > self._ready_by:
+                    raise
+            await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
         """End the server with every process it spawned, and remove what they have left.

@@ -92,7 +92,7 @@ class WeightUpdateCoordinator:
             self._started.exception()
 
     def stop(self) -> None:
-        """Report that the run is being stopped: a trainer that waits for engines to start gets `RunStopping`. Idempotent."""
+        """Report that the run is being stopped: a trainer that waits for engines, the first or new ones, gets `RunStopping`. Idempotent."""
         if not self._stopping.done():
             self._stopping.set_result(None)
 
@@ -204,7 +204,10 @@ class WeightUpdateCoordinator:
             EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device, m.waiting)
             for m, offset, device in zip(roster.members, roster.offsets, devices, strict=True)
         )
-        return Engines(infos, roster.world, roster.number, lost)
+        awaited = self._pool.awaited
+        if awaited and self._stopping.done():
+            raise RunStopping("the run is being stopped, and no engine is left")
+        return Engines(infos, roster.world, roster.number, lost, awaited)
 
     async def _commit(self, request: WeightsCommit) -> Committed:
         await self._spot.end()

@@ -82,6 +82,7 @@ class UpdateDriver:
         note: Note | None = None,
     ) -> None:
         self._note, self._noting, self.landed = note, set[asyncio.Task[None]](), False
+        self._served = (0, 0)  # version and lineage that engines served last
         self.pool, self.timeout_s, self.interruption, self.pause_s = pool, timeout_s, interruption, pause_s
         self._record, self._unfinished = record, unfinished
         self.roster = EngineSet(0, ())
@@ -242,6 +243,9 @@ class UpdateDriver:
         if changing == "loading" and any(member.version == coming and member.lineage != new for member in self.pool.serving):
             version = coming  # so that nobody takes one of the two for the other
         lineage = min((member.lineage for member in self.pool.serving if member.version == version), default=0)
+        if self.pool.serving:
+            self._served = version, lineage
+        version, lineage = self._served  # engines that have started again hold neither
         return EngineWeights(version, lineage, self.landed, changing, coming, new)
 
     def _settled(self) -> None:

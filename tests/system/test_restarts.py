@@ -76,6 +76,25 @@ def test_a_rank_that_is_killed_costs_neither_the_engine_nor_a_sample(
     assert json.loads((directory / "summary.json").read_text())["trainer_restarts"] == len(losses)
 
 
+def test_a_run_outlives_its_only_engine(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    command = start(directory, *SHAPE, "trainer.checkpoint_every=0")
+    assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
+    others = [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1")]
+    (server,) = marked_pids(command.mark, "--random-seed 0")
+    last, begin = metrics(directory)[-1]["step"], time.monotonic()
+    os.kill(server, signal.SIGKILL)
+    assert wait_for(partial(trained, directory, 0, last + 3), 150), logs(directory)
+    print(json.dumps({"lost": "the engine", "seconds_to_three_new_steps": round(time.monotonic() - begin, 2)}))
+    assert [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1")] == others, "they were left alone"
+    status, _, error = command.finish()
+    assert status == 0, error[-3000:] + logs(directory)
+    assert command.gone(), command.alive()
+    check(directory, again=False)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["trainer_restarts"], summary["rejected_share"]) == (0, 0.0)
+
+
 @pytest.mark.thorough
 def test_a_trainer_that_dies_again_and_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     directory = tmp_path / "run"

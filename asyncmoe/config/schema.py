@@ -221,11 +221,15 @@ class Config(Section):
 
     @property
     def keeps_engines(self) -> bool:
-        """True if the engines of `asyncmoe run` outlive their controller: only then can it be started again in place. Its successor must
-        know from the journal what the trainer has, and whether an engine holds a whole version."""
-        here = self.launch == "local" and not self.engines.join
+        """True if a keeper owns the engines of `asyncmoe run` on this machine, so that they outlive their controller."""
+        return self.launch == "local" and not self.engines.join and self.survives_controller
+
+    @property
+    def survives_controller(self) -> bool:
+        """True if a controller that is lost can be started again in place, while engines and trainer ranks wait for it. It must know from
+        the journal what the trainer has, and whether an engine holds a whole version."""
         whole = self.sync.method == "reshard" and self.sync.staging
-        return here and whole and self.journal.enabled and self.engines.orphan_s > 0
+        return whole and self.journal.enabled and self.engines.orphan_s > 0
 
     @property
     def renews_engines(self) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.newest_start import NewestStart, start_after
-from asyncmoe.launch.run_processes import ControllerStarter, Process, Processes
+from asyncmoe.launch.run_processes import ControllerStarter
 from asyncmoe.launch.trainer_starts import Allowance, EndRun, StartFailure, decide
 from asyncmoe.launch.watching import Watcher
 from asyncmoe.telemetry.live import LiveView
 
+T = TypeVar("T")
 PREPARED_AFTER_S = 20.0
 """Seconds after a controller's first step of reinforcement learning in which the next one is not prepared: starts take the cores."""
 
@@ -28,18 +30,19 @@ class ControllerRestarts:
         self._history: list[StartFailure] = []
         self.newest = NewestStart()
 
-    def prepare(self, starter: ControllerStarter) -> None:
+    def prepare(self, starter: ControllerStarter[T]) -> None:
         """Have the next controller prepared, if it is time."""
         if self._config.run.controller_restarts and self.newest.trains_for(PREPARED_AFTER_S):
             starter.prepare()
 
     def again(
-        self, error: AsyncmoeError, starter: ControllerStarter, processes: Processes, stopping: Callable[[], bool], view: LiveView
-    ) -> Process | None:
+        self, error: AsyncmoeError, starter: ControllerStarter[T], others: Callable[[], bool], stopping: Callable[[], bool], view: LiveView
+    ) -> T | None:
         """Start the controller again.
 
         Args:
             error: why it was lost.
+            others: whether the engines go on.
             stopping: whether the user has asked the run to stop.
 
         Returns:
@@ -50,7 +53,7 @@ class ControllerRestarts:
         """
         failed = StartFailure(str(error), error.exit_code, self.newest.last_steps(view))
         most = self._config.run.controller_restarts
-        allowance = Allowance(most, True, processes.engines_go_on, stopping(), "controller", "run.controller_restarts")
+        allowance = Allowance(most, True, others(), stopping(), "controller", "run.controller_restarts")
         decision = decide(self._history, failed, allowance)
         if isinstance(decision, EndRun):
             if not decision.why:
@@ -66,4 +69,4 @@ class ControllerRestarts:
         self.newest.ended()
         starter.end()
         self._watcher.forget("controller")
-        return start_after(decision.after_s, starter.start, lambda: processes.engines_go_on and not stopping(), view)
+        return start_after(decision.after_s, starter.start, lambda: others() and not stopping(), view)

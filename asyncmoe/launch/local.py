@@ -39,7 +39,7 @@ from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
-from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines import backend, succession
 from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.loggers import checks as loggers
@@ -160,6 +160,7 @@ def prepare(config: Config) -> Path:
             (config.run.dir / stale).unlink(missing_ok=True)
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
+    (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller that this launcher starts again takes engines over
     file = resolved(config)
     temporary = file.with_suffix(".tmp")
     with storage.writing("configuration of the run", file):
@@ -233,9 +234,8 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     controller = controllers.start()
     ending.callback(trainer.stop)
     ranks = trainer.start(0)
-    if keeper is None:
-        return Processes(controller, ranks, starter=trainer)
-    return Processes(controller, ranks, (keeper.process,), trainer, controllers)
+    kept = () if keeper is None else (keeper.process,)
+    return Processes(controller, ranks, kept, trainer, controllers if config.survives_controller else None)
 
 
 def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:

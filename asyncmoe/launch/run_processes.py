@@ -40,8 +40,8 @@ class TrainerStarter(Protocol[Started]):
         """
 
 
-class ControllerStarter(Protocol):
-    """Starts the controller of a run, again and again, while engines and trainer go on."""
+class ControllerStarter(Protocol[Started]):
+    """Starts the controller of a run, again and again, while engines and trainer go on. `Started`: as for `TrainerStarter`."""
 
     def prepare(self) -> None:
         """Be ready to start the next one quickly; called again and again while the run goes on."""
@@ -49,7 +49,7 @@ class ControllerStarter(Protocol):
     def end(self) -> None:
         """Kill it, if it still runs."""
 
-    def start(self) -> Process:
+    def start(self) -> Started:
         """Start it. No earlier one may run.
 
         Raises:
@@ -71,7 +71,7 @@ class Processes:
     trainers: tuple[Process, ...]
     engines: tuple[Process, ...] = ()
     starter: TrainerStarter[tuple[Process, ...]] | None = None
-    controllers: ControllerStarter | None = None
+    controllers: ControllerStarter[Process] | None = None
 
     @property
     def all(self) -> tuple[Process, ...]:

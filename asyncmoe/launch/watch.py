@@ -182,7 +182,7 @@ class _Restarts:
         """
         lost = processes.controller_lost or (isinstance(error, ProcessSilent) and error.controller)
         if lost and processes.controllers is not None:
-            controller = self.controllers.again(error, processes.controllers, processes, self._stopping, self.view)
+            controller = self.controllers.again(error, processes.controllers, lambda: processes.engines_go_on, self._stopping, self.view)
             if controller is None and self._stopping():
                 raise Interrupted(saved("ended at once", self.config), self.stop.number)
             return processes if controller is None else replace(processes, controller=controller)

@@ -22,6 +22,7 @@ from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
 from asyncmoe.rollout.engines.membership import MembershipRequest
+from asyncmoe.rollout.engines.succession import Succession
 from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
@@ -91,15 +92,19 @@ async def _serve(
 
     engines: list[EngineProcess] = []
     recorder = Recorder(run_dir)
+    succession = Succession(run_dir) if config.engines.join and config.survives_controller else None
     try:
+        if succession is not None and journaling.is_new:
+            succession.forget()
         if keeper is not None and keeper.found and journaling.is_new:  # the engines' version is of steps that nothing knows any more
             await asyncio.gather(*(keeper.stop(index) for index in keeper.found))
             keeper.forget()
-        if keeper is None or not keeper.found:  # else the controller that started the engines has tried the parts
+        left = keeper or succession
+        if left is None or left.is_first:  # else the controller before this one has tried the parts
             await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0) if keeper is None else keeper.engine(index))
-        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper)
+        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port or at)
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
@@ -115,6 +120,8 @@ async def _serve(
         else:
             await asyncio.gather(*(engine.client.close() for engine in engines))
             keeper.close()
+        if succession is not None:
+            succession.close()
         await loaded.close()
         recorder.close()
         await journaling.close()
@@ -133,12 +140,13 @@ class Controller:
         loaded: RolloutParts,
         journaling: Journaling,
         keeper: KeeperClient | None = None,
+        succession: Succession | None = None,
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
         self._task, self._scorer = loaded.task, loaded.scorer
         self._curriculum = parts.curriculum_of(loaded)
         recording = models.recording(config, models.hf_config_of(config))
-        self._pool = parts.pool_of(config, engines, recorder.generated)
+        self._pool, left = parts.pool_of(config, engines, recorder.generated), keeper or succession
         self._stage = parts.context_of(config, loaded, self._pool, recording)
         self._evaluator = Evaluator(config, self._stage, loaded.evaluated, recorder.evaluated)
         self._demonstrations = parts.demonstrations_of(config, loaded)
@@ -151,12 +159,13 @@ class Controller:
             self._unfinished,
             config.engines.hang_timeout_s * PAUSE_SHARE,
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
-            None if keeper is None else keeper.note,
+            None if left is None else left.note,
         )
-        self._keeper, self._lifecycle = keeper, EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper)
-        if keeper is not None:
-            self._coordinator.succeed(keeper.epoch, keeper.weights.landed)
-        found = keeper is not None and bool(keeper.found)
+        self._keeper = keeper
+        self._lifecycle = EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper, succession)
+        if left is not None:
+            self._coordinator.succeed(left.epoch, left.weights.landed)
+        found = not self._lifecycle.taken.is_set()
         self._session = TrainerSession(
             config, loaded, recording, journaling, self._pool, self._coordinator, TakenOver(found, self._lifecycle.taken, self._go_on)
         )

@@ -218,6 +218,8 @@ class EngineJoin(Message, frozen=True):
     ep: Count
     config_digest: str
     facts: Facts | None = None
+    served: str = ""
+    """Name of the controller that this server has joined before (`EngineJoined.controller`); empty if it has just started."""
 
 
 class EngineAlive(_Waits, frozen=True):
@@ -330,6 +332,13 @@ class Engines(Message, frozen=True):
     """There is no engine, but one will come back: ask again."""
 
 
+class EngineJoined(Message, frozen=True):
+    """Reply to `EngineJoin`."""
+
+    controller: str = ""
+    """Name of this controller; empty if no other can take its place."""
+
+
 class EngineOrder(Message, frozen=True):
     """Reply to `EngineAlive`: continue, or exit because the run is over (`finished`) or for the reason `why`."""
 
@@ -380,4 +389,4 @@ Request = (
     | EngineLeave
     | KeeperRequest
 )
-Reply = Welcome | Leased | Fetched | Engines | EngineOrder | Committed | Kept | Done | Refused
+Reply = Welcome | Leased | Fetched | Engines | EngineJoined | EngineOrder | Committed | Kept | Done | Refused

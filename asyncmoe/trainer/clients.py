@@ -18,7 +18,7 @@ def clients(config: Config, rendezvous: Rendezvous, name: str) -> tuple[Client, 
         heartbeats.beat("waiting for the next controller")
 
     def client(name: str, holds: bool) -> Client:
-        if not config.keeps_engines:
+        if not config.survives_controller:
             return Client(rendezvous, name, epoch)
         return ReturningClient(rendezvous, name, epoch, config.run.dir, config.engines.orphan_s, standings, holds, waiting)
 

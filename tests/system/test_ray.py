@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import SMALL, Command, logs, metrics, provide, refused, run, start, wait_for
+from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, provide, refused, run, start, wait_for
 
 pytestmark = pytest.mark.system
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -152,15 +152,24 @@ def test_a_rank_that_is_killed_is_named_with_its_node(cluster: Nodes, tmp_path: 
 
 
 @pytest.mark.thorough
-def test_a_trainer_whose_rank_is_killed_starts_again_on_its_nodes(cluster: Nodes, tmp_path: Path) -> None:
-    command = start(tmp_path / "run", *ON_RAY, "run.steps=12")
+def test_a_trainer_whose_rank_is_killed_and_a_controller_start_again_on_their_nodes(cluster: Nodes, tmp_path: Path) -> None:
+    command = start(tmp_path / "run", *ON_RAY, "run.steps=40")
     assert wait_for(lambda: len(metrics(tmp_path / "run")) > 6, 240), logs(tmp_path / "run")
     os.kill(rank(1, command), signal.SIGKILL)
+    done = len(metrics(tmp_path / "run"))
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > done + 2, 240), logs(tmp_path / "run")
+    engines = marked_pids(command.mark, "sglang::")
+    (controller,) = marked_pids(command.mark, "asyncmoe rollout")
+    os.kill(controller, signal.SIGKILL)
+    done = len(metrics(tmp_path / "run"))
+    assert wait_for(lambda: len(metrics(tmp_path / "run")) > done + 2, 240), logs(tmp_path / "run")
+    assert marked_pids(command.mark, "sglang::") == engines, "they were left alone"
     status, out, error = command.finish()
     assert status == 0, error[-3000:] + logs(tmp_path / "run")
     assert re.search(
         r"^the trainer starts again, restart 1 of 2 .*: trainer\.1 on 127\.0\.0\..*: a rank was ended by SIGKILL", out, re.MULTILINE
     )
+    assert re.search(r"^the controller starts again, restart 1 of 2 .*: controller on 127\.0\.0\..*status -9", out, re.MULTILINE)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["trainer_restarts"] == 1
     assert command.gone(), command.alive()
 

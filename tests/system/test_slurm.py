@@ -137,17 +137,25 @@ def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -
     assert after == list(range(again + 1, steps + 5))
 
 
-def test_a_trainer_that_is_killed_starts_again_in_the_same_job(jobs: Jobs) -> None:
-    steps = 20
+def test_a_trainer_and_a_controller_that_are_killed_start_again_in_the_same_job(jobs: Jobs) -> None:
+    steps = 40
     job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10")
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 6)
     before = {step: number for step, number in jobs.slurm.steps(job).items() if step != "trainer"}
     jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer"])
     jobs.wait(job, "another start", START_S, lambda: len(jobs.sessions()) == 2)
     assert {step: number for step, number in jobs.slurm.steps(job).items() if step != "trainer"} == before
+    done = len(metrics(jobs.run))
+    jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > done)
+    before = {step: number for step, number in jobs.slurm.steps(job).items() if step != "controller"}
+    jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["controller"])
+    done = len(metrics(jobs.run))
+    jobs.wait(job, "a step with the next controller", START_S, lambda: len(metrics(jobs.run)) > done + 2)
+    assert {step: number for step, number in jobs.slurm.steps(job).items() if step != "controller"} == before
     assert jobs.ended(job) == "COMPLETED", jobs.everything()
     assert jobs.slurm.fact(job, "Restarts") == "0"
     assert "the trainer starts again, restart 1 of 2 without a new step: trainer on n" in jobs.story(job)
+    assert "the controller starts again, restart 1 of 2 without a new step: controller on n" in jobs.story(job)
     (_, first), (again, after) = jobs.sessions()
     assert again <= len(first)
     assert after == list(range(again + 1, steps + 5))

@@ -261,9 +261,9 @@ def test_strangers_and_the_missing_are_named(rig: Play) -> None:
             await it.membership.handle(EngineAlive("b", 1.0))
         await it.join("a")
         with pytest.raises(WaitTimeout, match=r"for engines: 1 of 2 have not joined; joined: a"):
-            await it.membership.wait_joined(0.2)
+            await it.membership.wait_joined(2, 0.2)
         await it.join("c")
-        await it.membership.wait_joined(0.2)
+        await it.membership.wait_joined(2, 0.2)
 
     rig(scene)
 

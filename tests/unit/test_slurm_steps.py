@@ -158,7 +158,7 @@ def test_every_part_is_a_step_of_its_own() -> None:
     where = job(3)
     placed, file = steps.place(where, options), Path("/runs/mine/config.yaml")
     again = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE, epoch=2)
-    planned = [*steps.without_trainer(where, placed, options, file, OUTSIDE), again]
+    planned = [steps.controller(where, placed, options, file, OUTSIDE), *steps.engines(where, placed, options, file, OUTSIDE), again]
     assert [step.name for step in planned] == ["controller", "engine.0", "engine.1", "trainer"]
     controller, first, second, trainer = planned
     for step in planned:
@@ -166,7 +166,7 @@ def test_every_part_is_a_step_of_its_own() -> None:
         assert {"--kill-on-bad-exit=1", "--mpi=none", f"--nodes={len(step.nodes)}", f"--ntasks={len(step.nodes)}"} <= set(step.command)
         assert not any(flag.startswith(("--het-group", "--container")) for flag in step.command)
     start = ("python", "-m", "asyncmoe.launch.slurm.task", "/runs/mine/logs")
-    assert controller.command[-7:] == (*start, "controller", "rollout", "/runs/mine/config.yaml")
+    assert controller.command[-8:] == (*start, "controller", "rollout", "/runs/mine/config.yaml", "0")
     assert second.command[-9:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1")
     assert first.nodes == second.nodes == ("n1",)
     assert trainer.nodes == ("n2", "n3")
@@ -180,7 +180,7 @@ def test_steps_of_the_second_component_say_so() -> None:
     where = allocation.read(HETEROGENEOUS, expand)
     placed, file = steps.place(where, options), Path("c")
     trainer = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE)
-    planned = [*steps.without_trainer(where, placed, options, file, OUTSIDE), trainer]
+    planned = [steps.controller(where, placed, options, file, OUTSIDE), *steps.engines(where, placed, options, file, OUTSIDE), trainer]
     assert [(step.name, step.job) for step in planned] == [("controller", "5"), ("engine.0", "5"), ("trainer", "6")]
     assert ["--het-group=0" in step.command for step in planned] == [True, True, False]
     assert "--het-group=1" in planned[-1].command

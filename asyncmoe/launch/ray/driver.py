@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
 from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
-from asyncmoe.launch.ray.planning import Bundle
+from asyncmoe.launch.ray.planning import Bundle, Launch
 from asyncmoe.launch.ray.post import Post, Remote
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
 from asyncmoe.launch.watch import supervise
@@ -88,24 +89,56 @@ def _start(ray: Any, config: Config, posts: Sequence[Post], ending: ExitStack) -
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
     ending.callback(_end, ray, posts)
 
-    def launched(post: Post, master: tuple[str, int], epoch: int) -> tuple[Remote, ...]:
+    def planned(post: Post, master: tuple[str, int], epoch: int) -> tuple[Launch, ...]:
         variables = planning.environment(config, post.place.address, addresses, os.environ) | {TRAINER_EPOCH: str(epoch)}
-        launches = planning.launches(config, file, post.bundle, master, variables)
-        post.start(launches)
-        return tuple(Remote(post, launch) for launch in launches)
+        return planning.launches(config, file, post.bundle, master, variables)
+
+    def launched(post: Post, master: tuple[str, int], epoch: int) -> tuple[Remote, ...]:
+        return _started(post, planned(post, master, epoch))
 
     trainer = _RayTrainer(ray, [post for post in posts if post.bundle.part == "trainer"], launched)
     others = [post for post in posts if post.bundle.part != "trainer"]
     controller, *engines = (remote for post in others for remote in launched(post, trainer.master, 0))
-    return Processes(controller, trainer.start(0), tuple(engines), trainer)
+    again = _RayController(controller, lambda: _started(others[0], planned(others[0], trainer.master, trainer.epoch)[:1]))
+    return Processes(controller, trainer.start(0), tuple(engines), trainer, again if config.survives_controller else None)
+
+
+def _started(post: Post, launches: tuple[Launch, ...]) -> tuple[Remote, ...]:
+    post.start(launches)
+    return tuple(Remote(post, launch) for launch in launches)
+
+
+class _RayController:
+    """A `ControllerStarter`: the controller on its node.
+
+    Args:
+        first: as it was started.
+        again: starts it there again.
+    """
+
+    def __init__(self, first: Process, again: Callable[[], tuple[Process, ...]]) -> None:
+        self._now, self._again = first, again
+
+    def prepare(self) -> None:
+        """Do nothing: each start is made when it is needed."""
+
+    def end(self) -> None:
+        """Kill it, if it still runs. Raises AsyncmoeError if its node is lost."""
+        self._now.signal(signal.SIGKILL)
+        self._now.wait(STOP_GRACE_S)
+
+    def start(self) -> Process:
+        """Start it again. Raises AsyncmoeError if its node is lost."""
+        (self._now,) = self._again()
+        return self._now
 
 
 class _RayTrainer:
-    """A `TrainerStarter`: the trainer's processes on their nodes. `master`: where its ranks meet first."""
+    """A `TrainerStarter`: the trainer's processes on their nodes. `master`: where its ranks meet first; `epoch`: of the newest start."""
 
     def __init__(self, ray: Any, posts: Sequence[Post], launched: Callable[[Post, tuple[str, int], int], tuple[Remote, ...]]) -> None:
         self._ray, self._posts, self._launched = ray, posts, launched
-        self.master = (posts[0].place.address, posts[0].place.port)
+        self.master, self.epoch = (posts[0].place.address, posts[0].place.port), 0
 
     def prepare(self) -> None:
         """Do nothing: each start is made when it is needed."""
@@ -120,6 +153,7 @@ class _RayTrainer:
         Raises:
             AsyncmoeError: a node is lost.
         """
+        self.epoch = epoch
         master = (self.master[0], self._posts[0].call("port")) if epoch else self.master
         return tuple(remote for post in self._posts for remote in self._launched(post, master, epoch))
 

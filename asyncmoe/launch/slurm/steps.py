@@ -185,10 +185,15 @@ def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, wh
     return JobStep(name, group.job, tuple(nodes), ("srun", *flags, *program), logs / f"srun.{name}.log", files)
 
 
-def without_trainer(allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container) -> list[JobStep]:
-    """Return the steps of controller and engines, in this order."""
-    logs = config.run.dir / "logs"
-    steps = [srun(allocation, CONTROLLER, [placement.controller], logs, where, ["rollout", str(resolved)])]
+def controller(allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container, epoch: int = 0) -> JobStep:
+    """Return the step of the controller. `epoch`: how often the trainer was started before."""
+    arguments = ["rollout", str(resolved), str(epoch)]
+    return srun(allocation, CONTROLLER, [placement.controller], config.run.dir / "logs", where, arguments)
+
+
+def engines(allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container) -> list[JobStep]:
+    """Return the steps of the engines."""
+    logs, steps = config.run.dir / "logs", list[JobStep]()
     for node, numbers in placement.engines:
         for index, number in enumerate(numbers):
             name = f"engine.{number}"

@@ -14,10 +14,11 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
+from asyncmoe.launch.controller_restarts import ControllerRestarts
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.launch.slurm.parts import Part, TrainerStep
+from asyncmoe.launch.slurm.parts import ControllerStep, Part, TrainerStep
 from asyncmoe.launch.trainer_restarts import TrainerRestarts
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.models.hub import with_local_model
@@ -63,10 +64,13 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
             master = (address, steps.master_port(where.job, where.restarts, epoch))
             return steps.trainer(where, placed, config, resolved, master, program, epoch)
 
-        planned = steps.without_trainer(where, placed, config, resolved, program)
+        def controller(epoch: int) -> steps.JobStep:
+            return steps.controller(where, placed, config, resolved, program, epoch)
+
+        engines = steps.engines(where, placed, config, resolved, program)
         before = checkpoints.newest(config.run.dir)
         print(_describe(where, placed, config, before), flush=True)
-        cause = _supervise(where, config, planned, trainer, stop)
+        cause = _supervise(where, config, controller, engines, trainer, stop)
         outcome.conclude(where, config, before, cause, stop)
 
 
@@ -81,23 +85,34 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
 
 
 def _supervise(
-    where: Allocation, config: Config, planned: Sequence[steps.JobStep], trainer: Callable[[int], steps.JobStep], stop: Stop
+    where: Allocation,
+    config: Config,
+    controller: Callable[[int], steps.JobStep],
+    engines: Sequence[steps.JobStep],
+    trainer: Callable[[int], steps.JobStep],
+    stop: Stop,
 ) -> AsyncmoeError | None:
     """Start and supervise all steps; return the root cause of a failure, or None if all ended well or on request."""
     started: list[Part] = []
     processes.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
-    restarts = TrainerRestarts(config, watcher)
+    restarts, controllers = TrainerRestarts(config, watcher), ControllerRestarts(config, watcher)
     # The view ends after the parts: loggers are sent the last records.
     with (
         Copier(config, lambda: int(stop.now)),
         watcher,
-        LiveView(config, sinks=(restarts.newest, watcher), health=watcher.health) as view,
+        LiveView(config, sinks=(restarts.newest, controllers.newest, watcher), health=watcher.health) as view,
     ):
         watcher.say = view.say
         try:
-            parts.start(planned, started)
-            return _watch(where, _Job(started, TrainerStep(trainer, started), restarts), view, stop)
+            ranks = TrainerStep(trainer, started)
+            serving = ControllerStep(lambda: controller(ranks.epoch), started)
+            serving.start()
+            parts.start(engines, started)
+            running = started[1:]
+            ranks.start(0)
+            again = controllers if config.survives_controller else None
+            return _watch(where, _Job(running, serving, ranks, restarts, again), view, stop)
         finally:
             parts.end_all(started)
 
@@ -106,41 +121,61 @@ class _Job:
     """The parts of a running job.
 
     Attributes:
-        controller, trainer: the parts of this name; `trainer` is that of the newest start.
-        others: controller and engines.
+        controller, trainer: the parts of this name, of the newest starts.
+
+    Args:
+        controllers: None: the engines would end with the controller.
     """
 
-    def __init__(self, others: Sequence[Part], starter: TrainerStep, restarts: TrainerRestarts) -> None:
-        self.others = [part for part in others if part is not starter.part]
-        self.controller, self._starter, self._restarts = self.others[0], starter, restarts
+    def __init__(
+        self,
+        engines: Sequence[Part],
+        controller: ControllerStep,
+        trainer: TrainerStep,
+        restarts: TrainerRestarts,
+        controllers: ControllerRestarts | None,
+    ) -> None:
+        self._engines, self._controller, self._trainer = engines, controller, trainer
+        self._restarts, self._controllers = restarts, controllers
+
+    @property
+    def controller(self) -> Part:
+        return self._controller.part
 
     @property
     def trainer(self) -> Part:
-        return self._starter.part
+        return self._trainer.part
 
     @property
     def everyone(self) -> list[Part]:
-        return [*self.others, self.trainer]
+        return [self.controller, *self._engines, self.trainer]
 
     def again(self, silent: ProcessSilent | None, view: LiveView, stop: Stop) -> AsyncmoeError | None:
-        """Start the trainer again after a failure of the job; see `TrainerRestarts.again`.
+        """Start the controller again if it was lost, else the trainer; see `ControllerRestarts.again` and `TrainerRestarts.again`.
 
         Args:
             silent: the failure, if a process hangs.
 
         Returns:
-            The root cause if the job ends; None if the trainer was started, or is not because the job began to stop.
+            The root cause if the job ends; None if a part was started, or is not because the job began to stop.
 
         Raises:
             ProcessSilent: the job ends because of it.
         """
-        engines = self.others[1:]
 
-        def go_on() -> bool:
-            return self.controller.status is None and not any(part.failed for part in engines)
+        def stopping() -> bool:
+            return stop.save or stop.now
 
+        def engines() -> bool:
+            return not any(part.failed for part in self._engines)
+
+        error = silent or parts.first_cause(self.everyone)
+        lost = self.controller.killed or (silent is not None and silent.controller)
         try:
-            self._restarts.again(silent or parts.first_cause(self.everyone), self._starter, go_on, lambda: stop.save or stop.now, view)
+            if lost and self._controllers is not None:
+                self._controllers.again(error, self._controller, engines, stopping, view)
+            else:
+                self._restarts.again(error, self._trainer, lambda: self.controller.status is None and engines(), stopping, view)
         except ProcessSilent:
             raise  # the watcher names the process
         except AsyncmoeError as ended:
@@ -149,10 +184,9 @@ class _Job:
 
 
 def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> AsyncmoeError | None:
-    controller = job.controller
     saving: _Saving | None = None
     end_by = float("inf")
-    while controller.status is None or job.trainer.status is None:
+    while job.controller.status is None or job.trainer.status is None:
         silent = _refresh(view)
         now = time.monotonic()
         if stop.now:
@@ -163,21 +197,21 @@ def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> Asyncmoe
                 return ended
             continue
         if stop.save and saving is None:
-            saving = _Saving(controller, now + _time_to_save(where))
+            saving = _Saving(job.controller, now + _time_to_save(where))
             view.say(f"stopping: {saving.by - now:.0f} s for a checkpoint")
         if saving is not None and saving.over(now):
             return None
-        if controller.status is not None or job.trainer.status is not None:
+        if job.controller.status is not None or job.trainer.status is not None:
             end_by = min(end_by, now + _END_GRACE_S)
         if now > end_by:
             if saving is not None:
                 return None
-            late = job.trainer if job.trainer.status is None else controller
+            late = job.trainer if job.trainer.status is None else job.controller
             what = f"{late.step.name} on {','.join(late.step.nodes)} did not end within {_END_GRACE_S:.0f} s of the others"
             raise AsyncmoeError(f"{what}; its log is {late.step.logs[late.step.nodes[0]]}")
         time.sleep(_POLL_S)
     view.refresh()
-    if any(_bad(part, stop) for part in (controller, job.trainer)):
+    if any(_bad(part, stop) for part in (job.controller, job.trainer)):
         return parts.first_cause(job.everyone)
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
     parts.wait_until(lambda: all(part.status is not None for part in job.everyone), _LEAVE_S)

@@ -37,7 +37,8 @@ def main() -> None:
 
 def _rollout(node: str, arguments: list[str]) -> None:
     stop_as(signal.SIGINT)
-    (config,) = arguments
+    config, epoch = arguments
+    os.environ[TRAINER_EPOCH] = epoch
     part.main(lambda: part.controller(Path(config)))
 
 

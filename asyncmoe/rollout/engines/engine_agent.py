@@ -1,6 +1,7 @@
 """`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it.
 
-A server that dies or is fenced starts again, so that the loss of one ends neither a job nor a run.
+A server that dies or is fenced starts again, so that the loss of one ends neither a job nor a run. If the controller is lost, the server
+goes on for `engines.orphan_s`, and joins the next controller with the weights that it holds.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
 from asyncmoe.process import named
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.restarts import BACKOFF_S
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, EngineOrder
+from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
@@ -39,6 +42,14 @@ _GRACE_S = 10.0
 
 class ServerLost(EngineError):
     """The server died or was fenced, and the run goes on without it."""
+
+
+class ControllerLost(AsyncmoeError):
+    """The controller is gone, and the server goes on. `controller`: its name."""
+
+    def __init__(self, why: str, controller: str) -> None:
+        super().__init__(why)
+        self.controller = controller
 
 
 def default_name(index: int) -> str:
@@ -101,9 +112,54 @@ async def _serve_once(
         if ready is not None:
             place = (engine.url, key, address.host_id())
             request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
-            await _Stay(config, engine, ready).until(stop, request)
+            await _stay(config, run_dir, engine, ready, request, stop)
     finally:
         await engine.stop()
+
+
+async def _stay(
+    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event
+) -> None:
+    """Stay in the run to its end, with one controller after the other.
+
+    Raises:
+        ServerLost: the server is lost, or must start again to serve another controller.
+        WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
+    """
+    lost: ControllerLost | None = None
+    while True:
+        try:
+            return await _Stay(config, engine, rendezvous).until(stop, request)
+        except ControllerLost as error:
+            lost, until = error, time.monotonic() + config.engines.orphan_s
+            log.warning("%s; waiting for the next controller", lost)
+        except WaitTimeout as error:
+            if lost is None:
+                raise
+            log.warning("%s", error)  # the next one was lost before it answered
+        except EngineError as error:
+            if lost is None or isinstance(error, ServerLost):
+                raise
+            raise ServerLost(str(error)) from error
+        following = await _unless(stop, _following(run_dir, engine, until))
+        if following is None:
+            if stop.is_set():
+                return
+            raise WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
+        # The facts were true when they were sent.
+        rendezvous, request = following, msgspec.structs.replace(request, facts=None, served=lost.controller)
+
+
+async def _following(run_dir: Path, engine: EngineProcess, until: float) -> Rendezvous | None:
+    """Wait for a controller that answers; None: there was none in time. Raises ServerLost if the server dies meanwhile."""
+    while time.monotonic() < until:
+        heartbeats.beat("waiting for the next controller")
+        with contextlib.suppress(WaitTimeout):
+            return await asyncio.to_thread(keys.read, run_dir, 0.0)
+        if engine.died is not None:
+            raise ServerLost(f"{engine.name} died: {engine.died}")
+        await asyncio.sleep(_POLL_S)
+    return None
 
 
 async def _ready(engine: EngineProcess, run_dir: Path, wait_s: float) -> Rendezvous:
@@ -133,9 +189,10 @@ class _Stay:
     async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
         with Client(self._rendezvous, request.name) as client:
             limit = self._config.cluster.heartbeat_timeout_s
-            await asyncio.to_thread(client.ask, request, limit + _GRACE_S)
+            joined = (await asyncio.to_thread(client.ask, request, limit + _GRACE_S))[0]
+            assert isinstance(joined, EngineJoined)
             log.info("%s has joined", request.name)
-            orders = asyncio.create_task(self._orders(client))
+            orders = asyncio.create_task(self._orders(client, joined.controller))
             health = asyncio.create_task(self._watch())
             stopping = asyncio.create_task(stop.wait())
             done, _ = await asyncio.wait([orders, health, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -151,15 +208,22 @@ class _Stay:
                 with contextlib.suppress(AsyncmoeError):
                     await orders
 
-    async def _orders(self, client: Client) -> EngineOrder:
-        """Send heartbeats until an answer is the last order."""
-        wait_s = self._config.cluster.heartbeat_timeout_s / 3
+    async def _orders(self, client: Client, controller: str) -> EngineOrder:
+        """Send heartbeats until an answer is the last order.
+
+        Raises:
+            ControllerLost: it is gone, and another may take its place.
+            WaitTimeout: it is gone.
+        """
+        limit = self._config.cluster.heartbeat_timeout_s
+        alive = EngineAlive(self._engine.name, limit / 3)
         while True:
-            reply = (
-                await asyncio.to_thread(
-                    client.ask, EngineAlive(self._engine.name, wait_s), wait_s + self._config.cluster.heartbeat_timeout_s
-                )
-            )[0]
+            try:
+                reply = (await asyncio.to_thread(client.ask, alive, alive.wait_s + limit))[0]
+            except (WaitTimeout, ProtocolError) as error:  # ProtocolError: the next controller answers at the same address
+                if controller:
+                    raise ControllerLost(str(error), controller) from error
+                raise
             assert isinstance(reply, EngineOrder)
             if reply.finished or reply.why:
                 return reply

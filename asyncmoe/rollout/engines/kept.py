@@ -91,6 +91,11 @@ class KeeperClient:
         kept = self._now(KeeperTake(config.digest, os.getpid()))
         self.epoch, self.found, self.weights = kept.epoch, dict(self._states), kept.weights
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no controller before this one has left engines."""
+        return not self.found
+
     def engine(self, index: int) -> KeptProcess:
         """Return an engine that was left, or start it. Call it in the event loop's thread."""
         return KeptProcess(self, self.found[index]) if index in self.found else self.start(index)

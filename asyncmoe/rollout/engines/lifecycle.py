@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, EngineError
-from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.engine import EngineHandle, EngineProcess
 from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.member import Member
@@ -18,9 +18,11 @@ from asyncmoe.rollout.engines.membership import LEFT, Membership
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.probes import Prober
 from asyncmoe.rollout.engines.restarts import Restarts
+from asyncmoe.rollout.engines.succession import Succession
 from asyncmoe.rollout.engines.takeover import Holding, judge
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rpc.keeper_messages import EngineWeights
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class EngineLifecycle:
     Args:
         engines, start: as for `Restarts`.
         coordinator: learns when all engines have started.
-        keeper: owns the engines; None: this process owns them.
+        keeper: owns the engines; None: this process owns them, or they join.
+        succession: of engines that join; None: no other controller takes them over.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class EngineLifecycle:
         start: Callable[[int, int], EngineProcess],
         coordinator: WeightUpdateCoordinator,
         keeper: KeeperClient | None = None,
+        succession: Succession | None = None,
     ) -> None:
         section = config.engines
         self._section, self._pool, self._engines, self._coordinator = section, pool, engines, coordinator
-        self._start, self._keeper = start, keeper
-        self.membership = Membership(config, pool, coordinator.updating)
+        self._start, self._keeper, self._succession = start, keeper, succession
+        controller = "" if succession is None else succession.controller
+        self.membership = Membership(config, pool, coordinator.updating, controller, self._returned)
         self.prober = Prober(pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._alive = Liveness(pool, section.hang_timeout_s, coordinator.paused)
         self._again = Restarts(pool, engines, section.restarts, start)
@@ -59,7 +64,8 @@ class EngineLifecycle:
         if config.renews_engines:
             pool.returns = self._returns
         self.taken = asyncio.Event()
-        if keeper is None or not keeper.found:
+        left = keeper or succession
+        if left is None or left.is_first:
             self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -89,7 +95,7 @@ class EngineLifecycle:
 
     async def _start_all(self) -> None:
         if self._section.join:
-            await self.membership.wait_joined(self._section.start_timeout_s)
+            await self._wait_joined()
         elif self.taken.is_set():
             await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
         else:
@@ -97,9 +103,27 @@ class EngineLifecycle:
         self._coordinator.engines_started()
         log.info("%d engine(s) ready", len(self._pool.present))
 
+    async def _wait_joined(self) -> None:
+        """Wait for engines to join; after a controller that was lost for those that return, with which the run goes on."""
+        count = self._section.count
+        if not self.taken.is_set():
+            await self.membership.wait_returned(self._section.orphan_s)
+            self.taken.set()
+            count = min(count, max(1, len(self._pool.present)))
+        await self.membership.wait_joined(count, self._section.start_timeout_s)
+
+    async def _returned(self, member: Member, served: str) -> str:
+        """Have an engine that served a controller go on with what it holds; return why it cannot, or nothing."""
+        succession = self._succession
+        if succession is None or served != succession.before:
+            return f"{member.engine.name} did not serve the controller before this one"
+        if self.taken.is_set():
+            return f"{member.engine.name} has returned too late"
+        return await self._doubt(member.engine, member, succession.weights)
+
     async def _take_over(self) -> None:
         """Go on with the engines of the controller before this one; those that cannot go on start again."""
-        whys = await asyncio.gather(*(self._doubt(index) for index in range(len(self._engines))))
+        whys = await asyncio.gather(*(self._kept(index) for index in range(len(self._engines))))
         doubtful = {index: why for index, why in enumerate(whys) if why}
         self.taken.set()
         if len(doubtful) < len(self._engines):
@@ -110,13 +134,23 @@ class EngineLifecycle:
             log.warning("%s", why)
         await asyncio.gather(*(self._replace(index) for index in doubtful))
 
-    async def _doubt(self, index: int) -> str:
-        """Have an engine go on with what it holds; return why it cannot, or nothing."""
-        keeper, engine, member = self._keeper, self._engines[index], self._member(index)
+    async def _kept(self, index: int) -> str:
+        """Have an engine of the keeper go on with what it holds; return why it cannot, or nothing."""
+        keeper, engine = self._keeper, self._engines[index]
         assert keeper is not None
-        weights = keeper.weights
         try:
             await engine.wait_ready()
+        except AsyncmoeError as error:
+            return f"{engine.name} could not be taken over: {error}"
+        return await self._doubt(engine, self._member(index), keeper.weights)
+
+    async def _doubt(self, engine: EngineHandle, member: Member, weights: EngineWeights) -> str:
+        """Have an engine go on with what it holds; return why it cannot, or nothing.
+
+        Args:
+            weights: what the last controller said of its engines.
+        """
+        try:
             if engine.died is not None:
                 return f"{engine.name}: {engine.died}"
             if weights.changing:
@@ -134,7 +168,7 @@ class EngineLifecycle:
         log.info("%s is taken over and %s version %d", engine.name, taken.holding.value, taken.version)
         return ""
 
-    async def _end_update(self, engine: EngineProcess) -> None:
+    async def _end_update(self, engine: EngineHandle) -> None:
         """End the update that may be open; an engine answers when it has done what it was asked before."""
         try:
             await engine.client.end_update()

@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rollout.engines.backend import connect
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineLeave, EngineOrder
+from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import check, facts
 
 log = logging.getLogger(__name__)
 MembershipRequest = EngineJoin | EngineAlive | EngineLeave
 _POLL_S = 0.1
+_RETURN_S = 10.0
+"""Seconds for all engines to find the next controller of their run; it goes on without those that take longer."""
 _FAREWELL_S = 3.0
 """Maximum wait, in seconds, for engines that have not fetched their last order yet."""
 _STILL_S = 2.0
@@ -86,38 +88,56 @@ class Membership:
     Args:
         pool: the pool that engines join.
         updating: returns True if an open weight update goes to the engine.
+        controller: name of this controller to the engines.
+        returned: has an engine that served the controller of a name go on with what it holds; returns why it cannot, or nothing.
     """
 
-    def __init__(self, config: Config, pool: Pool, updating: Callable[[Member], bool]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pool: Pool,
+        updating: Callable[[Member], bool],
+        controller: str = "",
+        returned: Callable[[Member, str], Awaitable[str]] | None = None,
+    ) -> None:
         self._config, self._pool, self._updating = config, pool, updating
+        self._controller, self._returned = controller, returned
         self._ended: EngineOrder | None = None
 
-    async def handle(self, request: MembershipRequest) -> EngineOrder | Done:
+    async def handle(self, request: MembershipRequest) -> EngineJoined | EngineOrder | Done:
         """Answer one request.
 
         Raises:
             ConfigError: the engine has a different configuration, or the run accepts no joining engines.
             UserError: the engine's name is taken, or its package versions or clock differ from the controller's.
-            EngineError: the controller cannot reach the engine.
+            EngineError: the controller cannot reach the engine, or the engine must start again before it can join.
             ProtocolError: the engine has not joined, or is the controller's own.
         """
         match request:
             case EngineJoin():
                 await self._join(request)
-                return Done()
+                return EngineJoined(self._controller)
             case EngineAlive():
                 return await self._remote(self._member(request.name)).ask(request.wait_s)
             case EngineLeave():
                 await self._leave(self._member(request.name), request.why)
                 return Done()
 
-    async def wait_joined(self, timeout_s: float) -> None:
-        """Return when `engines.count` engines have joined.
+    async def wait_returned(self, most_s: float) -> None:
+        """Return when `engines.count` engines have come from the controller before, or some have and `_RETURN_S` are over, or `most_s`."""
+        begin = time.monotonic()
+        while len(self._pool.present) < self._config.engines.count:
+            if (waited := time.monotonic() - begin) > most_s or (self._pool.present and waited > _RETURN_S):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def wait_joined(self, count: int, timeout_s: float) -> None:
+        """Return when `count` engines have joined.
 
         Raises:
             WaitTimeout: names the engines that have joined.
         """
-        count, until = self._config.engines.count, time.monotonic() + timeout_s
+        until = time.monotonic() + timeout_s
         while len(self._pool.present) < count:
             if time.monotonic() > until:
                 here = ", ".join(member.engine.name for member in self._pool.present) or "none"
@@ -141,7 +161,9 @@ class Membership:
     async def _join(self, request: EngineJoin) -> None:
         _check(self._config, request)
         for member in [m for m in self._pool.members if m.engine.name == request.name]:
-            if member.fenced is None:
+            if member.fenced is None and request.served:
+                self._pool.fence(member, "its connection was lost")
+            elif member.fenced is None:
                 raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
             self._pool.remove(member)
         engine = RemoteEngine(request, self._config.cluster.heartbeat_timeout_s)
@@ -149,10 +171,24 @@ class Membership:
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
-        self._pool.join(engine)
+        member = self._pool.join(engine)
+        if request.served:
+            if why := await self._return(member, request.served):
+                raise EngineError(why)
+            log.info("%s has returned from %s", request.name, request.url)
+            return
         if self._ended is not None:
             engine.tell(self._ended)
         log.info("%s has joined from %s; it serves from the next version on", request.name, request.url)
+
+    async def _return(self, member: Member, served: str) -> str:
+        """Take over an engine of the controller before this one; fence it and return why if that cannot be."""
+        why = "" if self._returned is not None else f"{member.engine.name} has served another controller"
+        if self._returned is not None:
+            why = await self._returned(member, served)
+        if why:
+            self._pool.fence(member, why)
+        return why
 
     async def _leave(self, member: Member, why: str) -> None:
         remote = self._remote(member)

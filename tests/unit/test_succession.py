@@ -1,0 +1,228 @@
+"""Engines that joined a controller that is lost go on with the next one, with the weights that they hold, or start again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.rollout.engines import engine_agent
+from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.succession import FILE, Succession
+from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.keeper_messages import EngineWeights
+from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsCommit, WeightsStage
+from asyncmoe.rpc.server import Server
+from tests.unit.fake_engine import FakeEngine, FakeHandle
+
+
+class Process(FakeHandle):
+    url = "http://127.0.0.1:1"
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.kill()
+
+
+class Site:
+    """Machines with an agent each; the servers that these started, by name, the newest last."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = ["engines.join=true", "engines.count=2", f"run.dir={folder}", "cluster.heartbeat_timeout_s=6", "engines.orphan_s=3"]
+        self.config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
+        self.servers: dict[str, list[Process]] = {}
+        self._agents: dict[str, asyncio.Task[None]] = {}
+        monkeypatch.setattr(engine_agent.backend, "start", self._start)
+        monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
+        monkeypatch.setattr("asyncmoe.rollout.engines.membership.connect", lambda name, url, key: self.engine(name))
+        monkeypatch.setattr("asyncmoe.rollout.engines.membership._RETURN_S", 2.0)
+
+    def _start(self, name: str, *_: Any, **__: Any) -> Process:
+        self.servers.setdefault(name, []).append(Process(name))
+        return self.servers[name][-1]
+
+    def engine(self, name: str) -> FakeEngine:
+        client = self.servers[name][-1].client
+        assert isinstance(client, FakeEngine)
+        return client
+
+    def agent(self, name: str) -> asyncio.Task[None]:
+        if name not in self._agents:
+            self._agents[name] = asyncio.create_task(engine_agent._serve(self.config, self.config.run.dir, name, 0, ()))
+        return self._agents[name]
+
+    async def end(self) -> None:
+        for agent in self._agents.values():
+            agent.cancel()
+        await self.ended()
+
+    async def ended(self) -> list[BaseException | None]:
+        return await asyncio.gather(*self._agents.values(), return_exceptions=True)
+
+
+class Controller:
+    """What a controller has to do with engines that join."""
+
+    def __init__(self, config: Config, published: list[int]) -> None:
+        self.succession = Succession(config.run.dir)
+        self.pool = Pool([], 4, 5.0, lambda *_: None)
+
+        async def publish(version: int) -> None:
+            published.append(version)
+
+        self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, publish, lambda *_: None, note=self.succession.note)
+        self.coordinator.succeed(self.succession.epoch, self.succession.weights.landed)
+        self.lifecycle = EngineLifecycle(config, self.pool, [], lambda index, _: Process(""), self.coordinator, succession=self.succession)
+        self.membership: Any = self.lifecycle.membership
+
+    async def publish(self, version: int) -> None:
+        await self.coordinator.handle(WeightsStage(version))
+        await self.coordinator.handle(WeightsCommit(version, update=version))
+
+    @property
+    def states(self) -> dict[str, tuple[int, bool]]:
+        return {member.engine.name: (member.version, member.waiting) for member in self.pool.present}
+
+
+@asynccontextmanager
+async def controller(config: Config) -> AsyncIterator[Controller]:
+    """Serve; at the end of the block it is lost without a word."""
+    made = Controller(config, [])
+    async with Server(made.membership.handle, here_only=True) as server:
+        keys.write(config.run.dir, await server.start())
+        work = [asyncio.create_task(one) for one in (server.serve(), made.lifecycle._start_all())]
+        await work[1]
+        try:
+            yield made
+        finally:
+            work[0].cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            made.succession.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Site], Coroutine[Any, Any, None]]], None]:
+    def play(scene: Callable[[Site], Coroutine[Any, Any, None]]) -> None:
+        async def bounded() -> None:
+            it = Site(tmp_path, monkeypatch)
+            try:
+                async with asyncio.timeout(30):
+                    await scene(it)
+            finally:
+                await it.end()
+
+        asyncio.run(bounded())
+
+    return play
+
+
+Play = Callable[[Callable[[Site], Coroutine[Any, Any, None]]], None]
+
+
+def test_engines_go_on_with_the_next_controller_and_the_one_after_it(site: Play) -> None:
+    async def scene(it: Site) -> None:
+        for name in ("a", "b"):
+            it.agent(name)
+        async with controller(it.config) as first:
+            await first.publish(3)
+            await asyncio.sleep(0.1)  # the note that it has landed
+        async with controller(it.config) as second:
+            assert second.states == {"a": (3, False), "b": (3, False)}
+            assert second.succession.epoch == 2
+            await second.publish(4)
+            await asyncio.sleep(0.1)
+        async with controller(it.config) as third:
+            assert third.states == {"a": (4, False), "b": (4, False)}
+            assert [len(started) for started in it.servers.values()] == [1, 1], "no server was started again"
+            assert not any(it.engine(name).wrong for name in ("a", "b"))
+            await third.membership.end(EngineOrder(finished=True))
+            assert await it.ended() == [None, None]
+
+    site(scene)
+
+
+def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(site: Play) -> None:
+    async def scene(it: Site) -> None:
+        for name in ("a", "b"):
+            it.agent(name)
+        async with controller(it.config) as first:
+            await first.publish(3)
+            await asyncio.sleep(0.1)
+            await first.succession.note(EngineWeights(3, 0, True, "loading", 4, 0))
+            for name in ("a", "b"):
+                await it.engine(name).pause()
+                await it.engine(name).begin_update()
+            it.engine("a").version = 4
+        async with controller(it.config) as second:
+            assert second.states == {"a": (4, False), "b": (3, False)}
+            assert not any(it.engine(name).paused or it.engine(name).updating for name in ("a", "b"))
+            await second.membership.end(EngineOrder(finished=True))
+
+    site(scene)
+
+
+def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_again(site: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(it: Site) -> None:
+        for name in ("a", "b"):
+            it.agent(name)
+        async with controller(it.config) as first:
+            await first.publish(3)
+            await asyncio.sleep(0.1)
+        follow = engine_agent._following
+        late = asyncio.Event()
+
+        async def slow(run_dir: Path, engine: Any, until: float) -> Any:
+            if engine.name == "b":
+                await late.wait()
+            return await follow(run_dir, engine, until)
+
+        monkeypatch.setattr(engine_agent, "_following", slow)
+        async with controller(it.config) as second:
+            assert second.states == {"a": (3, False)}, "the run goes on with one"
+            late.set()
+            while "b" not in second.states:
+                await asyncio.sleep(0.05)
+            assert [len(it.servers[name]) for name in ("a", "b")] == [1, 2]
+            assert second.states == {"a": (3, False), "b": (0, True)}
+            it._start("c")
+            stranger = EngineJoin("c", "", "", "", 1, 1, it.config.digest, served="another")
+            with pytest.raises(AsyncmoeError, match="c did not serve the controller before this one"):
+                await second.membership.handle(stranger)
+            await second.membership.end(EngineOrder(finished=True))
+
+    site(scene)
+
+
+def test_without_a_controller_an_engine_ends_after_a_while(site: Play) -> None:
+    async def scene(it: Site) -> None:
+        for name in ("a", "b"):
+            it.agent(name)
+        async with controller(it.config):
+            pass
+        for ended in await it.ended():
+            assert "for the next controller" in str(ended)
+        assert all(it.servers[name][-1].died for name in ("a", "b"))
+
+    site(scene)
+
+
+def test_a_damaged_file_tells_nothing(tmp_path: Path) -> None:
+    first = Succession(tmp_path)
+    assert (first.is_first, first.epoch) == (True, 1)
+    second = Succession(tmp_path)
+    assert (second.before, second.epoch) == (first.controller, 2)
+    (tmp_path / FILE).write_bytes(b'{"controller": 3')
+    assert Succession(tmp_path).is_first
+    for one in (first, second):
+        one.close()

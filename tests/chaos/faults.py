@@ -84,7 +84,7 @@ def noticed(fault: Fault, done: Done, said: Said) -> bool:
         return False
     if fault.kind != "kill" or sort not in ("engine", *ENGINE_PARTS) or not done.target:
         return True
-    return re.search(r"engine\.\d+ is fenced|engine\.\d+: ended with status -9", said.controller) is not None
+    return re.search(r"engine\.\d+ is fenced|engine\.\d+.*: ended with status -9", said.controller) is not None
 
 
 def await_moment(world: World, moment: Moment) -> None:

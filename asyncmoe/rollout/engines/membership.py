@@ -25,6 +25,7 @@ MembershipRequest = EngineJoin | EngineAlive | EngineLeave
 _POLL_S = 0.1
 _RETURN_S = 10.0
 """Seconds for all engines to find the next controller of their run; it goes on without those that take longer."""
+_TRIES = 3
 _FAREWELL_S = 3.0
 """Maximum wait, in seconds, for engines that have not fetched their last order yet."""
 _STILL_S = 2.0
@@ -167,7 +168,7 @@ class Membership:
                 raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
             self._pool.remove(member)
         engine = RemoteEngine(request, self._config.cluster.heartbeat_timeout_s)
-        if not await engine.client.ready():
+        if not await _answers(engine):
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
@@ -217,6 +218,15 @@ class Membership:
         if not isinstance(member.engine, RemoteEngine):
             raise ProtocolError(f"{member.engine.name} is the controller's own")
         return member.engine
+
+
+async def _answers(engine: RemoteEngine) -> bool:
+    """Whether its server answers, perhaps late: its machine may be busy with other starts."""
+    for _ in range(_TRIES):
+        if await engine.client.ready():
+            return True
+        await asyncio.sleep(_POLL_S)
+    return False
 
 
 def _check(config: Config, request: EngineJoin) -> None:

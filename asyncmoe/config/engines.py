@@ -79,9 +79,8 @@ class EngineSection(Section):
     )
     orphan_s: NonNegativeFloat = Field(
         60.0,
-        description="Seconds that the engines of `asyncmoe run` outlive a controller that is lost, until the next one takes them over; "
-        "trainer ranks wait for it as long. Raise it if the controller takes long to start. 0: engines end with their controller, and a "
-        "lost controller ends the run.",
+        description="Seconds that engines outlive a controller that is lost, until the next one takes them over; trainer ranks wait for it "
+        "as long. Raise it if the controller takes long to start. 0: engines end with their controller, and a lost one ends the run.",
     )
     args: tuple[str, ...] = Field((), description="Further command-line arguments for sglang.launch_server.")
 

@@ -12,7 +12,7 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.rollout.engines import engine_agent
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.pool import Pool
@@ -108,7 +108,6 @@ async def controller(config: Config) -> AsyncIterator[Controller]:
         finally:
             work[0].cancel()
             await asyncio.gather(*work, return_exceptions=True)
-            made.succession.close()
 
 
 @pytest.fixture
@@ -137,6 +136,7 @@ def test_engines_go_on_with_the_next_controller_and_the_one_after_it(site: Play)
         async with controller(it.config) as first:
             await first.publish(3)
             await asyncio.sleep(0.1)  # the note that it has landed
+            left_over = first.succession
         async with controller(it.config) as second:
             assert second.states == {"a": (3, False), "b": (3, False)}
             assert second.succession.epoch == 2
@@ -145,6 +145,8 @@ def test_engines_go_on_with_the_next_controller_and_the_one_after_it(site: Play)
         async with controller(it.config) as third:
             assert third.states == {"a": (4, False), "b": (4, False)}
             assert [len(started) for started in it.servers.values()] == [1, 1], "no server was started again"
+            with pytest.raises(ProtocolError, match="controller 3 has taken the place of controller 1: this process is left over"):
+                await left_over.note(EngineWeights(9, 0, True))
             assert not any(it.engine(name).wrong for name in ("a", "b"))
             await third.membership.end(EngineOrder(finished=True))
             assert await it.ended() == [None, None]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncmoe.errors import ProtocolError
 from asyncmoe.rpc.keeper_messages import EngineWeights
 from asyncmoe.storage import writing
 
@@ -61,13 +62,21 @@ class Succession:
         """Keep what the engines hold; return when it is kept. Notes are kept in the order of the calls.
 
         Raises:
+            ProtocolError: another controller has taken the place of this one.
             StorageError: the file cannot be written.
         """
-        await asyncio.wrap_future(self._thread.submit(self._write, weights))
+        await asyncio.wrap_future(self._thread.submit(self._note, weights))
 
     def close(self) -> None:
         """End the thread that writes, once all notes are kept."""
         self._thread.shutdown()
+
+    def _note(self, weights: EngineWeights) -> None:
+        left = self._read()
+        if left is not None and left.controller != self.controller:
+            after, ours = left.epoch, self.epoch
+            raise ProtocolError(f"controller {after} has taken the place of controller {ours}: this process is left over and must end")
+        self._write(weights)
 
     def _read(self) -> _Left | None:
         with suppress(OSError, msgspec.DecodeError):  # a file that is damaged tells nothing, and engines start again

@@ -178,9 +178,6 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
     async def scene(it: Site) -> None:
         for name in ("a", "b"):
             it.agent(name)
-        async with controller(it.config) as first:
-            await first.publish(3)
-            await asyncio.sleep(0.1)
         follow = engine_agent._following
         late = asyncio.Event()
 
@@ -190,6 +187,9 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
             return await follow(run_dir, engine, until)
 
         monkeypatch.setattr(engine_agent, "_following", slow)
+        async with controller(it.config) as first:
+            await first.publish(3)
+            await asyncio.sleep(0.1)
         async with controller(it.config) as second:
             assert second.states == {"a": (3, False)}, "the run goes on with one"
             late.set()

@@ -39,14 +39,14 @@ class Site:
     """Machines with an agent each; the servers that these started, by name, the newest last."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        settings = ["engines.join=true", "engines.count=2", f"run.dir={folder}", "cluster.heartbeat_timeout_s=6", "engines.orphan_s=3"]
+        settings = ["engines.join=true", "engines.count=2", f"run.dir={folder}", "cluster.heartbeat_timeout_s=6", "engines.orphan_s=15"]
         self.config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
         self.servers: dict[str, list[Process]] = {}
         self._agents: dict[str, asyncio.Task[None]] = {}
         monkeypatch.setattr(engine_agent.backend, "start", self._start)
         monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
         monkeypatch.setattr("asyncmoe.rollout.engines.membership.connect", lambda name, url, key: self.engine(name))
-        monkeypatch.setattr("asyncmoe.rollout.engines.membership._RETURN_S", 2.0)
+        monkeypatch.setattr("asyncmoe.rollout.engines.membership._RETURN_S", 1.0)
 
     def _start(self, name: str, *_: Any, **__: Any) -> Process:
         self.servers.setdefault(name, []).append(Process(name))
@@ -208,6 +208,7 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
 
 def test_without_a_controller_an_engine_ends_after_a_while(site: Play) -> None:
     async def scene(it: Site) -> None:
+        it.config = it.config.model_copy(update={"engines": it.config.engines.model_copy(update={"orphan_s": 1.0})})
         for name in ("a", "b"):
             it.agent(name)
         async with controller(it.config):

@@ -43,7 +43,7 @@ def test_ranks_that_meet_a_mistake_of_the_user_end_the_step_with_its_status(tmp_
 
 
 def test_a_part_that_fails_says_so_in_the_log_of_its_node(tmp_path: Path) -> None:
-    process = start(tmp_path, "controller", "rollout", str(tmp_path / "none.yaml"))
+    process = start(tmp_path, "controller", "rollout", str(tmp_path / "none.yaml"), "0")
     assert (process.wait(60), process.communicate()[0]) == (2, "")
     assert "error: " in (tmp_path / "controller.n7.log").read_text()
 

@@ -56,7 +56,7 @@ def place_of(url: str, run_dir: Path) -> SecondPlace:
     shown, name = without_credentials(url), run_dir.resolve().name
     try:
         files, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, TypeError) as error:  # TypeError: a part of the URL is missing
         got = f"{shown}: {' '.join(str(error).split())[:200]}"
         hint = "s3:// needs pip install s3fs, gs:// gcsfs, abfs:// adlfs; file:// needs nothing"
         raise UserError(KEY, got=got, expected="a URL that fsspec can open", hint=hint) from error

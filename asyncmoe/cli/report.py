@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import DataError, StorageError, UserError
 
 
 def report(
@@ -56,5 +56,5 @@ def _write_summary(run_dir: Path) -> None:
 
     try:
         write_summary(run_dir)
-    except DataError as error:
+    except (DataError, StorageError) as error:
         typer.echo(f"note: summary.json is not written: {error}", err=True)

@@ -198,7 +198,11 @@ def check(connection: sqlite3.Connection, identity: Mapping[str, str], what: str
     told = facts(connection)
     if told.get("format") != str(FORMAT):
         raise DataError(what, got=f"format {told.get('format')}", expected=f"format {FORMAT}", hint=afresh)
-    known = json.loads(told["identity"])
+    check_identity(json.loads(told["identity"]), identity, what, key, afresh)
+
+
+def check_identity(known: Mapping[str, str], identity: Mapping[str, str], what: str, key: str, afresh: str) -> None:
+    """Refuse a journal that belongs to `known` for something else. Arguments and errors as for `check`."""
     for name, value in identity.items():
         if known.get(name) == value:
             continue

@@ -60,12 +60,11 @@ class SegmentFolder:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise DataError("journal", got=f"{path}: {error.strerror}", expected="a folder that can be read") from error
-        found = os.fstat(fd)
-        mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid != os.geteuid() or mode & 0o077:
+        try:
+            check_private(path, os.fstat(fd))
+        except DataError:
             os.close(fd)
-            got = f"{path} of user {found.st_uid} with mode {mode:04o}"
-            raise DataError("journal", got=got, expected=f"a folder of user {os.geteuid()} with mode 0700", hint=f"chmod 700 {path}")
+            raise
         return cls(path, fd, identity)
 
     def close(self) -> None:
@@ -287,3 +286,11 @@ def read_into(fd: int, view: memoryview, offset: int) -> None:
         if not got:
             raise OSError(errno.EIO, "the file ends in the payload")
         view, offset = view[got:], offset + got
+
+
+def check_private(path: Path, found: os.stat_result) -> None:
+    """Refuse a folder that belongs to or is open to other users. Raises DataError."""
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid() or mode & 0o077:
+        got, hint = f"{path} of user {found.st_uid} with mode {mode:04o}", f"chmod 700 {path}, or name another folder"
+        raise DataError("journal", got=got, expected=f"a folder of user {os.geteuid()} with mode 0700", hint=hint)

@@ -16,6 +16,7 @@ from asyncmoe import storage
 from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken, StorageError, UserError
 from asyncmoe.journal import rows, wal
 from asyncmoe.journal.rows import Change
+from asyncmoe.journal.segment_folder import check_private
 
 log = logging.getLogger(__name__)
 FILE = "states.sqlite"
@@ -38,9 +39,19 @@ class StatesFile:
         self.name = f"the disk of {self._path}"
 
     def make(self) -> None:
-        """Make the folder (mode 0700) and an empty file (mode 0600), unless they exist. Raises StorageError if they cannot be written."""
+        """Make the folder (mode 0700) and an empty file (mode 0600), unless they exist.
+
+        Raises:
+            UserError: the folder cannot be made.
+            DataError: it belongs to or is open to other users.
+            StorageError: they cannot be written.
+        """
         with storage.writing("the journal", self._folder):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except FileNotFoundError as error:
+                raise UserError(_KEY, got=f"{self._folder}, which cannot be made ({error.strerror})", expected="a folder") from error
+            check_private(self._folder, self._folder.stat())
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
         if (kind := network_file_system(self._folder)) is not None:
             log.warning(

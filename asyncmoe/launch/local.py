@@ -39,6 +39,7 @@ from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
+from asyncmoe.rollout import journaling
 from asyncmoe.rollout.engines import backend, succession
 from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
@@ -92,6 +93,9 @@ def check(config: Config) -> Survey:
         )
     if not config.journal.enabled:
         belonging.refuse_without(config.run.dir, config.journal.place(config.run.dir))
+    elif belonging.has_begun(config.run.dir) and config.model.path.exists():
+        model = models.hf_config_of(config)
+        journaling.belonging_of(config, model, models.recording(config, model))  # as the controller refuses, after the start
     if newest is None and not config.run.resume and belonging.has_begun(config.run.dir):
         hint = "set run.resume=true or another run.dir"
         raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)
@@ -210,7 +214,8 @@ def claim(directory: Path) -> IO[str]:
     check_place(directory)
     with storage.writing("run directory", directory):
         storage.make_private(directory)
-        lock = (directory / ".lock").open("w")
+        lock = os.fdopen(os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        os.fchmod(lock.fileno(), 0o600)  # whoever may read it may hold it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -57,7 +57,7 @@ class Journaling:
         if not section.enabled:
             belonging.refuse_without(config.run.dir, section.place(config.run.dir))
             return cls(config, None, curriculum)
-        ours = Belonging.of_run(config.run.dir, identity(config, hf, recording))
+        ours = belonging_of(config, hf, recording)
         if section.redis is not None:
             installed.need("redis", "journal.redis")
             from asyncmoe.journal.in_redis import opening
@@ -171,6 +171,14 @@ class Journaling:
         """Write what was handed over, and close the journal."""
         if self._held is not None:
             await asyncio.to_thread(self._held.close)
+
+
+def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) -> Belonging:
+    """Return which run a journal is of, and refuse a configuration that it does not belong to. Raises as `Belonging.check`."""
+    section = config.journal
+    found = Belonging.of_run(config.run.dir, identity(config, hf, recording), redis=section.redis is not None)
+    found.check("journal.folder" if section.redis is None else "run.dir", section.place(config.run.dir))
+    return found
 
 
 def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dict[str, str]:

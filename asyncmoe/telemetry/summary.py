@@ -9,6 +9,7 @@ from statistics import fmean
 
 import msgspec
 
+from asyncmoe.storage import writing
 from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
 from asyncmoe.telemetry.loggers import state
 from asyncmoe.telemetry.overlap import intersection, length
@@ -107,11 +108,13 @@ def write_summary(run_dir: Path) -> dict[str, object]:
 
     Raises:
         DataError: no step is recorded, or a line is malformed.
+        StorageError: it cannot be written.
     """
     summary = summarise(run_dir)
     part = run_dir / f".summary.json.{os.getpid()}"
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    part.replace(run_dir / "summary.json")
+    with writing("summary of the run", run_dir / "summary.json"):
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        part.replace(run_dir / "summary.json")
     return summary
 
 

@@ -27,10 +27,10 @@ WHY = "engine.0 did not start: unrecognized arguments: --no-such-argument " + "Ã
 def main(result: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    config: Any = SimpleNamespace(sync=SimpleNamespace(timeout_s=5.0, verify_every=0))
+    config: Any = SimpleNamespace(sync=SimpleNamespace(timeout_s=5.0, verify_every=0), engines=SimpleNamespace(start_timeout_s=5.0))
     model: Any = SimpleNamespace(mesh=SimpleNamespace(rank=rank))
     ended = ""
-    engines = SimpleNamespace(roster=1, engines=(SimpleNamespace(device="cpu"),))
+    engines = SimpleNamespace(roster=1, awaited=False, engines=(SimpleNamespace(device="cpu"),))
     with (
         mock.patch.object(rendezvous, "_ask_engines", return_value=engines),
         mock.patch.object(rendezvous, "_keep", side_effect=EngineError(WHY)),

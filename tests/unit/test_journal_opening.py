@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
+from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, StorageError, UserError
+from asyncmoe.journal.belonging import Belonging
+from asyncmoe.journal.states import States
+from asyncmoe.journal.states_file import FILE
 from tests.unit.doc_pages import ROOT
 from tests.unit.journal_stores import crc, everything, opened, payload, stored
 
@@ -78,3 +81,35 @@ def test_nothing_is_left_behind_by_a_store_that_cannot_be_opened(tmp_path: Path)
             opened(tmp_path / "store", identity="another")
     opened(tmp_path / "store").close()
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_that_others_may_enter_or_that_cannot_be_made_keeps_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    with pytest.raises(DataError, match=r"^journal: got .*shared of user \d+ with mode 1777, expected a folder of user \d+ "):
+        States.open(tmp_path / "shared", {})
+    assert list((tmp_path / "shared").iterdir()) == []
+    with pytest.raises(UserError, match=r"^journal.folder: got /proc/x, which cannot be made \(No such file or directory\), "):
+        States.open(Path("/proc/x"), {})
+
+
+def test_what_a_journal_does_not_belong_to_is_refused_without_opening_it(tmp_path: Path) -> None:
+    folder, ours = tmp_path / "journal", {"run.seed": "3", "rollout.group_size": "8"}
+    first = Belonging.of_run(tmp_path, ours)
+    first.check("journal.folder", folder)
+    States.open(folder, first.identity).close()
+    first.note(begun=True)
+    first.note()
+    again = Belonging.of_run(tmp_path, ours)
+    assert again.begun
+    again.check("journal.folder", folder)
+    file = (folder / FILE).read_bytes()
+    with pytest.raises(DataError, match=r"journal: rollout.group_size: got 8, expected 4; name another journal.folder, set rollout"):
+        Belonging.of_run(tmp_path, {**ours, "rollout.group_size": "4"}).check("journal.folder", folder)
+    with pytest.raises(ConfigError, match=r"^journal.redis: got a server, and the run's journal is in a folder, expected the journal in "):
+        Belonging.of_run(tmp_path, ours, redis=True).check("journal.folder", folder)
+    assert (folder / FILE).read_bytes() == file
+    (folder / FILE).unlink()
+    Belonging.of_run(tmp_path, {**ours, "run.seed": "4"}).check("journal.folder", folder)  # it was deleted: all is sampled again
+    (tmp_path / "journal.json").write_text('{"journal": "ab", "begun": true}')  # of an earlier version
+    Belonging.of_run(tmp_path, {}, redis=True).check("journal.folder", folder)

@@ -224,7 +224,8 @@ class SegmentFolder:
 
     def _unusable(self, place: Place, got: str) -> DataError:
         what = f"journal segment {self.path_of(place.writer, place.segment)} offset {place.offset}"
-        return DataError(what, got=got, expected=f"a payload of {place.length} bytes")
+        hint = "bring back a copy of the whole journal from after the run's stop, or delete it: what was queued is then sampled again"
+        return DataError(what, got=got, expected=f"a payload of {place.length} bytes", hint=hint)
 
 
 def make_folder(path: Path) -> None:

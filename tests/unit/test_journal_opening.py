@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from asyncmoe import config as configuration
+from asyncmoe import models
+from asyncmoe.config import Config
+from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, StorageError, UserError
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.states import States
 from asyncmoe.journal.states_file import FILE
+from asyncmoe.launch import local
+from asyncmoe.models.make import make_model
+from asyncmoe.rollout import journaling
 from tests.unit.doc_pages import ROOT
 from tests.unit.journal_stores import crc, everything, opened, payload, stored
 
@@ -113,3 +120,22 @@ def test_what_a_journal_does_not_belong_to_is_refused_without_opening_it(tmp_pat
     Belonging.of_run(tmp_path, {**ours, "run.seed": "4"}).check("journal.folder", folder)  # it was deleted: all is sampled again
     (tmp_path / "journal.json").write_text('{"journal": "ab", "begun": true}')  # of an earlier version
     Belonging.of_run(tmp_path, {}, redis=True).check("journal.folder", folder)
+
+
+def test_a_command_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", MadeModel(), seed=0)
+
+    def config(group_size: int) -> Config:
+        settings = [f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", f"rollout.group_size={group_size}"]
+        return configuration.load(ROOT / "examples" / "demo.yaml", settings)
+
+    file = local.prepare(config(8))
+    hf = models.hf_config_of(config(8))
+    ours = journaling.belonging_of(config(8), hf, models.recording(config(8), hf))
+    States.open(tmp_path / "run" / "journal", ours.identity).close()
+    ours.note(begun=True)
+    before = file.read_bytes()
+    with pytest.raises(DataError, match=r"journal: rollout.group_size: got 8, expected 4; "):
+        local.prepare(config(4))
+    assert file.read_bytes() == before
+    local.prepare(config(8))

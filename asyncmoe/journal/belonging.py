@@ -52,7 +52,7 @@ class Belonging:
         path = run_dir / MARKER
         try:
             told = json.loads(path.read_text())
-            more = {name: told[name] for name in ("of", "redis") if name in told}
+            more = {"of": dict(told["of"]), "redis": bool(told["redis"])} if "of" in told else {}
             return cls(run_dir, of, str(told["journal"]), bool(told["begun"]), redis, True, more)
         except FileNotFoundError:
             return cls(run_dir, of, redis=redis)

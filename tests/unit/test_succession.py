@@ -22,17 +22,8 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.keeper_messages import EngineWeights
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
-from tests.unit.fake_engine import FakeEngine, FakeHandle
-
-
-class Process(FakeHandle):
-    url = "http://127.0.0.1:1"
-
-    async def wait_ready(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        self.kill()
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.test_engine_agent import Process
 
 
 class Site:

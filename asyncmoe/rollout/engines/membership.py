@@ -184,10 +184,8 @@ class Membership:
 
     async def _return(self, member: Member, served: str) -> str:
         """Take over an engine of the controller before this one; fence it and return why if that cannot be."""
-        why = "" if self._returned is not None else f"{member.engine.name} has served another controller"
-        if self._returned is not None:
-            why = await self._returned(member, served)
-        if why:
+        name = member.engine.name
+        if why := f"{name} has served another controller" if self._returned is None else await self._returned(member, served):
             self._pool.fence(member, why)
         return why
 

@@ -24,6 +24,7 @@ SHAPE = (
     "scoring.scorer=tests.unit.scorers:length",
     "engines.count=2",
     "engines.hang_timeout_s=20",
+    "engines.orphan_s=20",
     "engines.restarts=1000",
     "journal.piece_tokens=8",
     "journal.segment_bytes=262144",

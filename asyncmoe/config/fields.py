@@ -14,10 +14,12 @@ from asyncmoe import plugins
 from asyncmoe.config.elsewhere import VALUES
 
 
-def _not_bool(value: Any) -> Any:
+def _number(value: Any) -> Any:
     # pydantic accepts true as 1. Strict numbers would also refuse 1e-6, which YAML 1.1 reads as text.
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a number")
+    if isinstance(value, int) and abs(value) >= 2**63:  # SQLite, msgpack and torch hold 64 bits
+        raise PydanticCustomError("number_size", "Input should be a number of at most 64 bits")
     return value
 
 
@@ -26,7 +28,7 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-NUMBER = BeforeValidator(_not_bool)
+NUMBER = BeforeValidator(_number)
 """Last in `Annotated`, after the bounds: bounds over a validator are no keywords of JSON Schema."""
 FINITE = Field(allow_inf_nan=False)
 Real = Annotated[float, FINITE, NUMBER]

@@ -80,12 +80,14 @@ class JournalSection(Section):
 
 def _check_address(url: str) -> None:
     """Refuse an address that is none of a Redis server, or has a password, which `config.yaml` would show. Raises ValueError."""
-    forms = "redis://host:port, rediss://host:port or unix:///path"
+    forms = "redis://host:port/database, rediss://host:port/database or unix:///path?db=database, where database is a number"
     try:
         parts = urlsplit(url)
         secret = parts.password is not None or "password" in parse_qs(parts.query)
         local = parts.scheme == "unix" and bool(parts.path)
-        good = local or (parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0)
+        database = parts.path.removeprefix("/")
+        numbered = not database or (database.isascii() and database.isdigit())
+        good = local or (parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0 and numbered)
     except ValueError as error:
         raise ValueError(f"journal.redis: got {error}, expected {forms}") from error
     if secret:

@@ -22,7 +22,8 @@ def export(
     timeout_s: float = 3600.0,
     step: int | None = None,
 ) -> None:
-    """Write the checkpoint to `out`. A failed export leaves no `out`. The run may have been moved or copied.
+    """Write the checkpoint to `out`. A failed export leaves no `out`, but its log beside it. Nothing is written to the run, which may have
+    been moved or copied.
 
     Args:
         form: "weights" writes the weights in the trainer's dtype, "adapter" only the trained adapter, and "float8" the float8 weights of a
@@ -46,7 +47,7 @@ def export(
         raise intact.refused(checkpoint, fault)
     step = int(checkpoints.facts(checkpoint)["step"])
     command = trainer_command(config, run_dir, "asyncmoe.trainer.export", str(step), str(out), form)
-    child = Child("export", command, run_dir / "logs" / "export.log", TRAINER_ENVIRONMENT)
+    child = Child("export", command, out.with_name(f"{out.name}.log"), TRAINER_ENVIRONMENT)
     try:
         if not child.wait(timeout_s):
             raise AsyncmoeError(f"export took longer than {timeout_s:.0f} s; its log is {child.log}")
@@ -54,3 +55,4 @@ def export(
             raise AsyncmoeError(child.why())
     finally:
         child.end(5.0)
+    child.log.unlink()

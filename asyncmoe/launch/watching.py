@@ -11,7 +11,7 @@ from types import TracebackType
 
 from asyncmoe.config import Config
 from asyncmoe.config.watch import Event
-from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.errors import AsyncmoeError, DataError, Interrupted
 from asyncmoe.launch import stacks
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats
@@ -51,8 +51,10 @@ class Watcher:
         self._told, self._listener, self._next = Told(), BeatListener(), 0.0
         self._silences: list[Silence] = []
         self._dumped: dict[str, Path] = {}
+        self._folder: int | None = None
 
     def __enter__(self) -> Watcher:
+        self._folder = _inode(self._config.run.dir)
         heartbeats.forget(self._config.run.dir)
         return self
 
@@ -72,9 +74,11 @@ class Watcher:
         """Consume new records, and look after every process.
 
         Raises:
+            DataError: run.dir has been moved or deleted; what its processes write from then on would lie in two places.
             ProcessSilent: the controller or a trainer rank has been silent for watch.end_after_s.
         """
         now = self._clock()
+        self._check_folder()
         limit = self._config.verify.anomalies.kl_engine.above
         self._told, alerts = tell(self._watch.alerts, self._told, records, now, limit)
         for alert in alerts:
@@ -85,6 +89,15 @@ class Watcher:
 
     def close(self) -> None:
         """Nothing: the context manager ends it."""
+
+    def _check_folder(self) -> None:
+        if _inode(self._config.run.dir) != self._folder:
+            raise DataError(
+                f"run.dir {self._config.run.dir}",
+                got="moved or deleted while the run went on",
+                expected="the folder in which the run started",
+                hint="put it back and run the same command, or name its new place in run.dir",
+            )
 
     def _listen(self, now: float) -> None:
         self._silences = self._listener.hear(heartbeats.read(self._config.run.dir), now)
@@ -119,6 +132,14 @@ class Watcher:
         named = AsyncmoeError(f"{first}; stacks of every process are in {self._dumped[first.role]}; then: {error}")
         named.exit_code = error.exit_code
         return named
+
+
+def _inode(folder: Path) -> int | None:
+    """Return the number of a folder on its file system; None if there is none."""
+    try:
+        return folder.stat().st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _to_stderr(text: str) -> None:

@@ -184,6 +184,17 @@ def test_a_password_for_no_server_is_refused() -> None:
     parse({**GOOD, "journal": {"redis": "redis://redis.site:6379", "redis_password_variable": "SECRET"}})
 
 
+def test_a_database_of_redis_is_a_number() -> None:
+    line = refused(with_value("journal.redis", "redis://redis.site/queue"))
+    assert "got redis://redis.site/queue, expected redis://host:port/database" in line
+    parse({**GOOD, "journal": {"redis": "redis://redis.site/3"}})
+
+
+def test_a_number_has_64_bits() -> None:
+    assert f"got {2**63}, expected a number of at most 64 bits" in refused(with_value("journal.max_bytes", 2**63))
+    parse(with_value("journal.max_bytes", 2**63 - 1))
+
+
 @pytest.mark.parametrize("section", ["process", "distill"])
 def test_groups_of_equal_rewards_are_not_left_out_where_their_tokens_teach_something(section: str) -> None:
     values = with_value("rollout.filter_equal", True)

@@ -76,7 +76,9 @@ def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.
         returncode = 0
 
         def __init__(self, name: str, command: list[str], log: Path, environment: object) -> None:
-            told.append([*command[command.index("asyncmoe.trainer.export") + 1 :], str(log)])
+            told.append(command[command.index("asyncmoe.trainer.export") + 1 :])
+            self.log = log
+            log.write_text("")
 
         def wait(self, seconds: float) -> bool:
             return True
@@ -88,7 +90,8 @@ def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.
     export.export(former, tmp_path / "out")
     export.export(former, tmp_path / "out", step=1)
     assert [(run, step) for run, step, *_ in told] == [(str(now), "1"), (str(former), "2"), (str(former), "1")]
-    assert [Path(log) for *_, log in told] == [run / "logs/export.log" for run in (now, former, former)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"], "the log of an export that went well is deleted"
+    assert not (now / "logs" / "export.log").exists(), "nothing is written to the run"
 
 
 def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path) -> None:

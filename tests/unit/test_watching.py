@@ -21,7 +21,7 @@ import pytest
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.watch import AlertsSection
-from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted
+from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, Interrupted
 from asyncmoe.launch import stacks, watching
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.alarm import Alarm
@@ -182,6 +182,19 @@ def test_an_error_without_silence_and_a_stop_of_the_user_s_are_left_alone(tmp_pa
     with pytest.raises(type(error)) as caught, watching.Watcher(loaded(tmp_path)):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize("remade", [False, True])
+def test_a_run_ends_when_its_folder_is_moved(tmp_path: Path, remade: bool) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with watching.Watcher(loaded(run_dir)) as watcher:
+        watcher.feed([])
+        run_dir.rename(tmp_path / "elsewhere")
+        if remade:
+            run_dir.mkdir()
+        with pytest.raises(DataError, match=r"run: got moved or deleted .*; put it back"):
+            watcher.feed([])
 
 
 def test_a_silent_engine_is_told_but_ends_no_run(tmp_path: Path) -> None:

@@ -172,8 +172,8 @@ class Block:
 
     def _journal_holds(self) -> list[str]:
         now = self._read_journal()
-        samples = self._world.lines(self._world.run_dir / "samples" / "rollout.jsonl")
-        found = list(invariants.nothing_lost(self._journal, now, self._world.trained(), invariants.ended_of(samples)))
+        ended = invariants.ended_of(self._world.lines(self._world.run_dir / "samples" / "rollout.jsonl"))
+        found = list(invariants.nothing_lost(self._journal, now, self._world.trained(), ended, self._world.warm))
         self._journal = now
         return found
 

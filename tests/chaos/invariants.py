@@ -66,12 +66,15 @@ def ended_of(samples: Iterable[Record]) -> set[int]:
     return {one["group"] for one in samples if one["record"] in ("group", "stale") and one["fate"] in ("dropped", "rejected")}
 
 
-def nothing_lost(before: JournalRows | None, now: JournalRows, trained: Sequence[Record], ended: Collection[int]) -> Iterator[str]:
+def nothing_lost(
+    before: JournalRows | None, now: JournalRows, trained: Sequence[Record], ended: Collection[int], warm: int = 0
+) -> Iterator[str]:
     """What was finished at one stop is finished, as it was, at the next, or was trained or dropped meanwhile; no prompt is passed over.
 
     Args:
         before, now: the journal at two stops.
         ended: groups that were dropped or rejected until now.
+        warm: steps of the warm-up, which the journal counts too.
     """
     done = groups_of(trained)
     for number, group in ({} if before is None else before.groups).items():
@@ -85,10 +88,11 @@ def nothing_lost(before: JournalRows | None, now: JournalRows, trained: Sequence
     if lost := set(range(now.next)) - set(now.groups) - set(ended) - done:
         yield f"groups {sorted(lost)[:5]} are in no state"
     for lease in now.leases.values():
-        one = newest(trained).get(lease.step + 1)
+        step = lease.step + 1 - warm
+        one = newest(trained).get(step)
         keys = sorted(key for group in lease.groups for key in group.keys)
         if one is not None and lease.committed and sorted(one["keys"]) != keys:
-            yield f"step {lease.step + 1} was trained on another batch than the journal's lease"
+            yield f"step {step} was trained on another batch than the journal's lease"
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ REAL: dict[Kind, tuple[float, tuple[str, ...]]] = {
 class RealWorld(World):
     """See `World`."""
 
+    warm = WARM
     recovery_s = 420.0
     disk_bytes = 512 << 20
 

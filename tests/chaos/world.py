@@ -82,6 +82,8 @@ class World:
 
     keeps_engines = True
     """Whether engines outlive their controller, for the next one."""
+    warm = 0
+    """Steps of the warm-up, which `trained` does not count, but the journal does."""
     recovery_s = 150.0
     """Longest recovery: every limit of the configuration is far below it."""
     disk_bytes = 48 << 20

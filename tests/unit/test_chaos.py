@@ -58,6 +58,8 @@ def test_a_finished_group_that_is_gone_or_moved_is_found() -> None:
         assert any(word in one for one in invariants.nothing_lost(before, now, TWO, ()))
     other = replace(before, leases={0: replace(lease, groups=(LeasedGroup(2, 1.0, ("g2.e0.a0.t0",)),))})
     assert any("journal's lease" in one for one in invariants.nothing_lost(None, other, TWO, ()))
+    later = replace(before, leases={4: replace(lease, step=4)})
+    assert list(invariants.nothing_lost(None, later, TWO, (), warm=4)) == []
 
 
 def test_a_cause_that_was_not_done_is_found() -> None:

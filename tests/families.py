@@ -23,7 +23,17 @@ _DEEPSEEK: dict[str, Any] = {
     },
 }  # fmt: skip
 
+DENSE = ("qwen3", "llama")
+"""Families without experts."""
 MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        # With heads of 8 dimensions each of the four frequencies is scaled differently: two not at all, one in part, one by the factor.
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},  # which is not hidden / heads
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
@@ -54,7 +64,7 @@ def sized(sizes: Mapping[str, Any], name: str) -> dict[str, Any]:
     model = {**sizes, **MODELS[name]}
     if model["num_key_value_heads"] is None:
         model["num_key_value_heads"] = model["num_attention_heads"]
-    if model["model_type"] == "qwen3":
+    if model["model_type"] in DENSE:
         return {key: value for key, value in model.items() if "expert" not in key and "moe" not in key}
     if model["model_type"] == "mixtral":
         model["intermediate_size"] = model.pop("moe_intermediate_size")

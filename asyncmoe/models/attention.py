@@ -12,7 +12,7 @@ from typing import Any
 from asyncmoe.config.lora import GROUPED
 from asyncmoe.errors import ConfigError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.models.shape import HfConfig, Shape, Shapes, rope
+from asyncmoe.models.shape import HfConfig, Shape, Shapes, rope, rope_factor
 from asyncmoe.models.shards import put_columns, put_whole, shard
 from asyncmoe.reshard.layout import Box, LayoutBuilder, rows
 
@@ -87,7 +87,9 @@ class Grouped:
         return {"num_query_groups": m.kv_heads, "kv_channels": m.head_dim, "qk_layernorm": self.qk_norm, "add_qkv_bias": self.bias}
 
     def gpt_arguments(self, hf: HfConfig) -> dict[str, Any]:
-        return {"position_embedding_type": "rope", "rotary_base": rope(hf, self.theta)["rope_theta"], "rotary_percent": self.rotary}
+        turned = rope(hf, self.theta)
+        scaled = {"rope_scaling": True, "rope_scaling_factor": rope_factor(turned)} if turned["rope_type"] == "llama3" else {}
+        return {"position_embedding_type": "rope", "rotary_base": turned["rope_theta"], "rotary_percent": self.rotary, **scaled}
 
 
 def _by_group(m: Shape, shapes: Shapes, suffix: str, first: int, count: int) -> Iterator[tuple[str, Box]]:

@@ -97,6 +97,9 @@ def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EnginePar
     check_divides("engines.tp", parallel.tp, "padded vocab_size", padded(m.vocab, VOCAB_MULTIPLE))
     if parallel.pp > m.layers:
         raise ConfigError("engines.pp", got=parallel.pp, expected=f"at most the model's num_hidden_layers = {m.layers}")
+    if parallel.pp > 1 and m.tied and not engine.tied_stages:
+        expected = f"1, as SGLang's {family} does not support pipeline stages of a model with tie_word_embeddings"
+        raise ConfigError("engines.pp", got=parallel.pp, expected=expected)
     if parallel.dp > 1 and not engine.dp_attention:
         raise ConfigError("engines.dp", got=parallel.dp, expected=f"1, as SGLang's {family} does not support data-parallel attention")
     if parallel.redundant and not engine.redundant:

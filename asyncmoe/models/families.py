@@ -11,14 +11,14 @@ from typing import Any, cast
 
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, UserError, an
-from asyncmoe.models import deepseek_v3, glm4_moe, mixtral, qwen3, qwen3_moe
+from asyncmoe.models import deepseek_v3, glm4_moe, llama, mixtral, qwen3, qwen3_moe
 from asyncmoe.models.family import Family
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.shape import Shape
 
 FAMILIES: Mapping[str, Family] = {
     model_type: family
-    for family in (deepseek_v3.FAMILY, glm4_moe.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+    for family in (deepseek_v3.FAMILY, glm4_moe.FAMILY, llama.FAMILY, mixtral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
     for model_type in (family.name, *family.also)
 }
 """Supported families by `model_type`."""

@@ -29,6 +29,7 @@ class EngineClass:
         redundant: the class supports --ep-num-redundant-experts.
         dp_attention: the class supports data-parallel attention; otherwise it shards attention over all tensor ranks even with dp, which
             SGLang's scheduler does not expect.
+        tied_stages: a tied model can have several pipeline stages.
         glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
     """
 
@@ -38,6 +39,7 @@ class EngineClass:
     replicates_dense: bool = False
     redundant: bool = True
     dp_attention: bool = True
+    tied_stages: bool = True
     glued: tuple[str, ...] = ()
 
 

@@ -173,6 +173,18 @@ def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
     return {**old, **(hf.get("rope_parameters") or {})}
 
 
+def rope_factor(parameters: Mapping[str, Any]) -> float:
+    """Return the factor of scaled rotary `parameters` (see `rope`).
+
+    Raises:
+        ConfigError: it is missing, or no number.
+    """
+    factor = parameters.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise ConfigError("rope_parameters.factor in config.json", got=repr(factor), expected="a number")
+    return float(factor)
+
+
 def tensors(m: Shape) -> Shapes:
     """Return the canonical tensors and their shapes."""
     layer = {dense: layer_shapes(m, dense) for dense in {i in m.dense_layers for i in range(m.layers)}}

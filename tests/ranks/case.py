@@ -55,6 +55,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {**_QWEN3_MOE, "tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False},
     "dense": _QWEN3,
     "dense-tied": {**_QWEN3, "tie_word_embeddings": True},
+    "llama-tied": {
+        **families.sized(_SIZES, "llama"),
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    },
     **{name: families.sized(_SIZES, name) for name in FAMILIES},
     # An epsilon that is seen, see `families.with_one_eps`.
     "moonlight": {**families.sized(_SIZES, "moonlight"), "rms_norm_eps": 1e-3},
@@ -65,7 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def variants(sizes: Mapping[str, int]) -> list[str]:
     """Those that a layout can be tried on: a model without experts cannot be spread over expert-parallel ranks."""
-    return [name for name, model in VARIANTS.items() if sizes.get("ep", 1) == 1 or model["model_type"] != "qwen3"]
+    return [name for name, model in VARIANTS.items() if sizes.get("ep", 1) == 1 or model["model_type"] not in families.DENSE]
 
 
 def sizes_of(layout: str) -> dict[str, int]:

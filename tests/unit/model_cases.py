@@ -23,6 +23,7 @@ QWEN3_MOE = {**families.sized(_SIZES, "qwen3_moe"), "mlp_only_layers": [1]}
 MODELS: dict[str, dict[str, Any]] = {
     **{name: families.sized(_SIZES, name) for name in families.MODELS},
     "qwen3_moe": QWEN3_MOE,
+    "llama-tied": {**families.sized(_SIZES, "llama"), "tie_word_embeddings": True},
     "qwen3-tied": {**QWEN3, "tie_word_embeddings": True},
     "qwen3_moe-tied": {**QWEN3_MOE, "tie_word_embeddings": True},
     "glm-air": {

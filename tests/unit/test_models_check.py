@@ -113,6 +113,38 @@ def test_impossible_for_mixtral(engines: dict[str, int], changes: dict[str, Any]
     refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel(**engines)), words)
 
 
+LLAMA3 = MODELS["llama"]["rope_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "changes", "words"),
+    [
+        ({}, {"mlp_bias": True}, ["mlp_bias", "got True", "llama is supported only"]),
+        ({}, {"attention_bias": True}, ["attention_bias", "got True"]),
+        ({}, {"rope_parameters": {**LLAMA3, "high_freq_factor": 8.0}}, ["rope_parameters.high_freq_factor", "got 8.0", "expected 4.0"]),
+        (
+            {},
+            {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
+            ["original_max_position_embeddings", "expected 8192"],
+        ),
+        ({}, {"rope_parameters": {**LLAMA3, "factor": None}}, ["rope_parameters.factor", "got None", "a number"]),
+        ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ["rope_type", "'default' or 'llama3'"]),
+        ({}, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "got 0.5"]),
+        ({}, {"num_attention_heads": None, "num_key_value_heads": None}, ["num_attention_heads", "nothing"]),
+        ({"dp": 2, "tp": 4}, {}, ["engines.dp: got 2", "llama does not support data-parallel attention"]),
+        ({"pp": 2}, {"tie_word_embeddings": True}, ["engines.pp: got 2", "expected 1", "tie_word_embeddings"]),
+    ],
+)
+def test_impossible_for_llama(engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+    hf = {**MODELS["llama"], **changes}
+    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel(**engines)), words)
+
+
+def test_llama_without_a_number_of_key_heads_has_as_many_as_heads() -> None:
+    hf = {**MODELS["llama"], "num_key_value_heads": None}
+    assert models.family_of(hf).tensors(hf)["layers.0.k"] == (48, 48)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -244,7 +276,7 @@ def refused(what: Callable[[], None], words: list[str]) -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("kind", ["llama", None])
+@pytest.mark.parametrize("kind", ["gemma3_text", None])
 def test_unknown_family(kind: str | None) -> None:
     with pytest.raises(UserError, match=f"model_type.*{kind}.*expected .*qwen3 or qwen3_moe"):
         models.family_of({"model_type": kind})

@@ -198,6 +198,8 @@ def environment(config: Config, index: int) -> dict[str, str]:
     """Return the variables set for engine `index` in addition to ours; the user's values take precedence."""
     given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
+    # A server whose worker has died would wait 5 s for the GPU to settle, then for stacks and core dumps, and its requests with it.
+    given |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     if config.engines.tp > 1:
         # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
         given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), index, config.engines.tp)

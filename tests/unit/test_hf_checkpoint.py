@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncmoe.errors import DataError
-from asyncmoe.trainer.model.hf_checkpoint import INDEX, SINGLE, HFCheckpoint
+from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, HFCheckpoint
 
 
 def test_one_file(tmp_path: Path) -> None:

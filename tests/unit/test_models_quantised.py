@@ -12,10 +12,10 @@ from test_models_check import config, refused
 from asyncmoe import models
 from asyncmoe.errors import DataError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import Float8, float8_of, quantised, without
 from asyncmoe.reshard import buckets, plan
-from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from tests import families, float8
 
 LARGE = {

@@ -12,13 +12,13 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import MegatronParallel, adapter_of, family_of
+from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import PREFIX as ADAPTERS
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.platform import megatron
 from asyncmoe.reshard import LocalTransport, Piece, RankLayout, exchange, plan_each
 from asyncmoe.trainer.lora import attach
-from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.switches import Switches
 

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
+from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model.gpt import Model, local_tensors, named_tensors
-from asyncmoe.trainer.model.hf_checkpoint import HFCheckpoint
 
 
 class Reference(Protocol):

@@ -45,6 +45,17 @@ class HFCheckpoint:
             tensor = dequantised(tensor, self._tensor(name + SCALES, scales_shape(shape)), dtype)
         return tensor.to(dtype).contiguous()
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a tensor is stored.
+
+        Raises:
+            DataError: the tensor is missing.
+        """
+        if name not in self._file_of:
+            raise DataError(f"{self._path}: tensor {name}", got="nothing", expected="a tensor")
+        tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
+        return tensor.dtype
+
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._file_of:
             raise DataError(f"{self._path}: tensor {name}", got="nothing", expected=f"a tensor of shape {list(shape)}")

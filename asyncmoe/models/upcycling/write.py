@@ -1,0 +1,131 @@
+"""Reads a dense checkpoint and writes the mixture that follows from it, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from asyncmoe.errors import DataError
+from asyncmoe.models import load_hf_config
+from asyncmoe.models.checkpoint import hf_name
+from asyncmoe.models.families import family_of
+from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, HFCheckpoint
+from asyncmoe.models.shape import HfConfig, Shapes
+from asyncmoe.models.upcycling.distil import Distillation, Distilled, distil
+from asyncmoe.models.upcycling.fresh import Fresh
+from asyncmoe.models.upcycling.mixture import ROUTER_STD, Upcycling, settings, source
+from asyncmoe.storage import writing
+
+_SHARD_BYTES = 4 << 30
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
+
+
+def upcycle(
+    dense: Path, out: Path, wanted: Upcycling, share: float = 0.0, how: Distillation | None = None, say: Callable[[str], None] = print
+) -> Distilled | None:
+    """Write the mixture, with the dense model's tokenizer. `out` is complete or does not exist.
+
+    Args:
+        share: part of each expert's neurons that start anew; 0: the experts are equal, and the mixture computes what the dense model does.
+        how: how a mixture with new neurons learns from the dense model; None: it does not.
+        say: is told of the progress.
+
+    Returns:
+        What the distillation measured; None without one.
+
+    Raises:
+        DataError: the dense model is incomplete, or `out` exists.
+        ConfigError: see `settings`.
+        StorageError: the mixture could not be written.
+    """
+    if out.exists():
+        raise DataError(str(out), got="an existing path", expected="a new path")
+    hf = load_hf_config(dense)
+    values = settings(hf, wanted)
+    copied = _Copied(HFCheckpoint(dense), hf, values, Fresh(share, wanted.seed))
+    with writing("mixture", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        with writing("mixture", out):
+            _write_weights(scratch, values, copied)
+            (scratch / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+            for path in dense.iterdir():
+                if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHTS):
+                    shutil.copyfile(path, scratch / path.name)
+        found = distil(dense, scratch, how, say) if how is not None else None
+        with writing("mixture", out):
+            scratch.chmod(0o755)
+            os.rename(scratch, out)  # fails if another process created `out` first
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return found
+
+
+def shards_of(shapes: Shapes, itemsize: int, limit: int) -> list[list[str]]:
+    """Split tensors into files of at most `limit` bytes, in order; a tensor that is larger has a file of its own."""
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * itemsize
+        if files[-1] and held + size > limit:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    return files
+
+
+class _Copied:
+    """The mixture's tensors, made one after the other."""
+
+    def __init__(self, checkpoint: HFCheckpoint, dense: HfConfig, values: HfConfig, fresh: Fresh) -> None:
+        self._checkpoint, self._family = checkpoint, family_of(dense)
+        self._dense, self._mixture = self._family.shape_of(dense), family_of(values).shape_of(values)
+        self._fresh, self._shapes = fresh, self._family.tensors(dense)
+        self._std = float(dense.get("initializer_range", ROUTER_STD))
+        self._drawn = torch.Generator().manual_seed(fresh.seed)
+        self.dtype = checkpoint.dtype(self._on_disk("embed"))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a canonical tensor. Routers are drawn in the order of the calls."""
+        kept = torch.float32 if name.split(".", 2)[-1] in self._mixture.wide else self.dtype
+        found = source(name, self._dense, self._mixture)
+        if found.tensor is None:
+            biased = name.endswith("router_bias")
+            return torch.zeros(shape) if biased else (torch.randn(shape, generator=self._drawn) * self._std).to(kept)
+        whole = self._checkpoint.read(self._on_disk(found.tensor), self._shapes[found.tensor], kept)
+        if not found.count:
+            return whole.clone() if name == "head" else whole  # safetensors refuses tensors that share memory, as a tied head may
+        part = whole.narrow(1 if name.endswith("down") else 0, found.first, found.count).clone()
+        _, layer, *inner = name.split(".")
+        return self._fresh.drawn(part, int(layer), int(inner[1]), inner[2]) if self._fresh.share and inner[0] == "experts" else part
+
+    def _on_disk(self, tensor: str) -> str:
+        return hf_name(self._dense, self._family.hf_names, tensor)
+
+
+def _write_weights(folder: Path, values: HfConfig, copied: _Copied) -> None:
+    family = family_of(values)
+    shapes, names = (
+        family.tensors(values),
+        {name: hf_name(family.shape_of(values), family.hf_names, name) for name in family.tensors(values)},
+    )
+    files = shards_of(shapes, copied.dtype.itemsize, _SHARD_BYTES)
+    index: dict[str, str] = {}
+    for number, held in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file({names[name]: copied.tensor(name, shapes[name]) for name in held}, folder / file, {"format": "pt"})
+        index |= {names[name]: file for name in held}
+    if len(files) > 1:
+        total = sum(prod(shape) for shape in shapes.values()) * copied.dtype.itemsize
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))

@@ -74,6 +74,27 @@ def lora_(
     typer.echo(lora.table(results))
 
 
+@bench.command("learning")
+def learning_(
+    results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds what they lack.")],
+    arms: Annotated[str, typer.Option(help="Names, separated by commas; default: all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    steps: Annotated[int, typer.Option(min=1, help="RL steps of a run, of 64 samples.")] = 60,
+    minutes: Annotated[float, typer.Option(help="Begin no further run after so many minutes.")] = 1e9,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of the results; with --minutes 0, run nothing.")] = None,
+    level: Annotated[float, typer.Option(help="Accuracy of which the page says when it was reached first.")] = 0.5,
+) -> None:
+    """A real model learns to add: arms that differ in one thing, with three seeds each. Hours; the same command goes on."""
+    from benchmarks.learning import arms as known
+    from benchmarks.learning import page as pages
+    from benchmarks.learning import runner
+
+    chosen = known.chosen([name for name in arms.split(",") if name])
+    runner.run(chosen, [int(seed) for seed in seeds.split(",")], steps, results, minutes, typer.echo)
+    if page is not None:
+        page.write_text(pages.html(runner.read(results), level))
+
+
 @bench.command("gpu")
 def gpu_(
     scale: Annotated[float, typer.Option(metavar="X", min=0.01, max=1.0, help="Share of the model's layers.")] = 1.0,

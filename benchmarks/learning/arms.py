@@ -1,0 +1,68 @@
+"""What is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncmoe.errors import UserError
+
+CONFIGURATION = Path("examples/real/sums.yaml")
+DENSE, MIXTURE = Path("runs/models/smollm2"), Path("runs/models/smollm2-moe")
+STEPS, SEEDS = 60, (0, 1, 2)
+_EVAL = ("evaluation.every=5", "evaluation.max_concurrent=64")
+_MIXTURE = ("keep.routing=true", "engines.dtype=bfloat16", "queue.staleness.max_staleness=1")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        settings: overrides of the configuration.
+        environment: variables of the run.
+        differs: what it shows next to which other arm, for the page.
+    """
+
+    name: str
+    model: Path
+    differs: str
+    settings: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+ARMS = (
+    Arm("dense-async", DENSE, "engine and trainer at the same time, one core each; tokens are up to one version old"),
+    Arm("dense-sync", DENSE, "engine and trainer in turn, one core each", ("run.mode=sync",)),
+    Arm(
+        "dense-sync-both-cores",
+        DENSE,
+        "engine and trainer in turn, each on both cores",
+        ("run.mode=sync", "trainer.ranks=2"),
+        {"OMP_NUM_THREADS": "2"},
+    ),
+    Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), an engine in bfloat16", _MIXTURE),
+    Arm("moe-routing-off", MIXTURE, "routes are not replayed", (*_MIXTURE, "keep.routing=false")),
+    Arm("moe-uncorrected", MIXTURE, "no importance weights", (*_MIXTURE, "objective.correction.weight=none")),
+    Arm("moe-eta-64", MIXTURE, "tokens are up to 64 versions old", (*_MIXTURE, "queue.staleness.max_staleness=64")),
+    Arm("moe-lora", MIXTURE, "adapters of attention and all experts instead of all weights", (*_MIXTURE, "train=lora")),
+)
+
+
+def chosen(names: Sequence[str]) -> tuple[Arm, ...]:
+    """Return the arms of these names, or all.
+
+    Raises:
+        UserError: there is no such arm.
+    """
+    known = {arm.name: arm for arm in ARMS}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError("--arms", got=unknown[0], expected=f"some of {', '.join(known)}")
+    return tuple(known[name] for name in names) or ARMS
+
+
+def overrides(arm: Arm, seed: int, run_dir: Path, steps: int) -> list[str]:
+    """Return the arguments of `asyncmoe run` after the configuration. Later ones win."""
+    common = [f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={arm.model}", "telemetry.live=off"]
+    return [*common, *_EVAL, "trainer.checkpoint_every=20", *arm.settings]

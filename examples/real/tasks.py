@@ -1,0 +1,61 @@
+"""Tasks that a small chat model can learn on two cores: sums, and answers in a wanted form."""
+
+from __future__ import annotations
+
+import json
+import re
+from random import Random
+
+from asyncmoe.rollout.tasks import Example
+
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+class Sums:
+    """Every sum of two numbers from 0 to `most`, once in an epoch."""
+
+    def __init__(self, most: int = 40) -> None:
+        self._most = most
+
+    def __len__(self) -> int:
+        return (self._most + 1) ** 2
+
+    def __getitem__(self, index: int) -> Example:
+        left, right = divmod(index, self._most + 1)
+        messages = [
+            {"role": "system", "content": "Answer with one number."},
+            {"role": "user", "content": f"What is {left} + {right}?"},
+        ]
+        return Example(messages, str(left + right), {"left": left, "right": right})
+
+
+def number(prompt: str, response: str, answer: str) -> float:
+    """1 if the last number of the response is the answer."""
+    found = NUMBER.findall(response)
+    return float(bool(found) and found[-1].replace(",", "") == answer)
+
+
+WORDS = ("apple", "river", "stone", "cloud", "paper", "tiger", "bread", "chair", "ocean", "music", "lemon", "horse")
+
+
+class Records:
+    """Endless: a person to be written as a JSON object with the keys name, age and likes."""
+
+    def draw(self, random: Random) -> Example:
+        """Return one with a random name, age and word."""
+        name = random.choice(("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn"))
+        age, likes = random.randrange(5, 95), random.choice(WORDS)
+        text = f"{name} is {age} years old and likes the word {likes}. Write it as JSON with the keys name, age and likes."
+        return Example([{"role": "user", "content": text}], json.dumps({"name": name, "age": age, "likes": likes}))
+
+
+def record(prompt: str, response: str, answer: str) -> float:
+    """1 for the wanted object and nothing else, a quarter for any JSON object with the wanted keys and each right value of them, else 0."""
+    try:
+        said = json.loads(response)
+    except ValueError:
+        return 0.0
+    wanted = json.loads(answer)
+    if not isinstance(said, dict) or said.keys() != wanted.keys():
+        return 0.0
+    return 0.25 + 0.25 * sum(said[key] == wanted[key] for key in wanted)

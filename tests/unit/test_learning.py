@@ -1,0 +1,127 @@
+"""The comparison of arms with a real model: which runs there are, what is kept of one, and what several say together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncmoe import config as configuration
+from asyncmoe.errors import UserError
+from asyncmoe.telemetry.rollout_schema import Evaluation
+from asyncmoe.telemetry.run import RunRecords
+from asyncmoe.telemetry.schema import Step
+from benchmarks.learning import arms, curves, page, runner
+from examples.real.tasks import Records, Sums, number, record
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("arm", arms.ARMS, ids=lambda arm: arm.name)
+def test_every_arm_is_a_valid_configuration_that_differs(arm: arms.Arm) -> None:
+    config = configuration.load(ROOT / arms.CONFIGURATION, arms.overrides(arm, 1, Path("runs/x"), 60))
+    assert config.rollout.batch == 64
+    assert (config.run.seed, config.run.steps, config.model.path) == (1, 60, arm.model)
+    assert len({(other.model, other.settings, tuple(other.environment)) for other in arms.ARMS}) == len(arms.ARMS)
+
+
+def test_arms_are_named() -> None:
+    assert [arm.name for arm in arms.chosen(["moe", "dense-sync"])] == ["moe", "dense-sync"]
+    assert arms.chosen([]) == arms.ARMS
+    with pytest.raises(UserError, match="--arms: got dense, expected some of dense-async, "):
+        arms.chosen(["dense"])
+
+
+def test_curves_count_samples_and_seconds_of_rl_time() -> None:
+    steps = [
+        Step(step=4, phase="warmup", time=90.0, step_seconds=5.0, version=0),
+        Step(step=5, phase="rl", time=110.0, step_seconds=10.0, version=1, reward_mean=0.25, ages={0: 30, 1: 10}),
+        Step(
+            step=6, phase="rl", time=120.0, step_seconds=10.0, version=2, reward_mean=0.5, ages={1: 60}, routing_mismatch={0: 0.1, 1: 0.3}
+        ),
+    ]
+    later = [Step(step=7, phase="rl", time=520.0, step_seconds=10.0, version=3, ages={0: 20})]
+    told = [
+        Evaluation(time=101.0, seconds=1.0, version=0, questions=4, episodes=4, reward_mean=0.2, reward_stderr=0.1),
+        Evaluation(time=515.0, seconds=1.0, version=2, questions=4, episodes=4, reward_mean=0.75),
+        Evaluation(time=519.0, seconds=1.0, version=3, questions=4, episodes=4),
+    ]
+    found = curves.curves(RunRecords("r", [steps, later], [], [], told), batch=8)
+    assert found["samples"] == [8, 16, 24]
+    assert found["seconds"] == [10.0, 20.0, 30.0]
+    assert found["reward_mean"] == [0.25, 0.5, None]
+    assert found["routing_mismatch"] == [None, 0.2, None]
+    assert found["tokens_per_s"] == 4.0
+    evaluated = {"samples": [0, 16], "seconds": [1.0, 25.0], "accuracy": [0.2, 0.75], "stderr": [0.1, None]}
+    assert found["evaluations"] == evaluated
+
+
+def test_bands_are_of_students_t() -> None:
+    """1, 2 and 3: a mean of 2, a standard error of 1 / sqrt(3), and 4.303 of them to either side."""
+    mean, half = curves.band([1.0, 2.0, 3.0])
+    assert (mean, round(half, 3)) == (2.0, 2.484)
+    assert curves.band([4.0]) == (4.0, 0.0)
+    runs = [{"samples": [1, 2], "ess": [0.5, None]}, {"samples": [1, 2], "ess": [0.7, 0.9]}]
+    assert [round(at, 6) for at, *_ in curves.together(runs, "ess")] == [1]
+
+
+def test_where_a_curve_reaches_a_level() -> None:
+    assert curves.reached([0, 100, 200], [0.1, 0.3, 0.7], 0.5) == pytest.approx(150)
+    assert curves.reached([0, 100], [0.6, 0.3], 0.5) == 0
+    assert curves.reached([0, 100], [0.1, 0.3], 0.5) is None
+
+
+def test_what_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in (arms.DENSE, arms.MIXTURE):
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "config.json").write_text("{}")
+    made: list[tuple[str, int]] = []
+
+    def once(arm: arms.Arm, seed: int, steps: int) -> dict[str, object]:
+        made.append((arm.name, seed))
+        return {"evaluations": {"accuracy": [0.1]}}
+
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "_curves", once)
+    two, results = arms.chosen(["dense-async", "moe"]), tmp_path / "results.json"
+    runner.run(two[:1], (0,), 60, results, 1e9, lambda _: None)
+    runner.run(two, (0, 1), 60, results, 1e9, lambda _: None)
+    assert made == [("dense-async", 0), ("moe", 0), ("dense-async", 1), ("moe", 1)]
+    runner.run(two, (2,), 60, results, 0.0, lambda _: None)
+    assert [(one["arm"], one["seed"]) for one in runner.read(results)["runs"]] == made
+    monkeypatch.setattr(runner, "ROOT", tmp_path / "empty")
+    with pytest.raises(UserError, match=r"smollm2: got no model"):
+        runner.run(two, (2,), 60, results, 1.0, lambda _: None)
+
+
+def test_sums_and_their_scorer() -> None:
+    sums = Sums(9)
+    assert len(sums) == 100
+    assert (sums[37].prompt[1]["content"], sums[37].answer) == ("What is 3 + 7?", "10")
+    assert [number("", said, "1010") for said in ("1,010", "5 + 5 = 1010.", "1010 or 11", "ten", "")] == [1, 1, 0, 0, 0]
+
+
+def test_records_and_their_scorer() -> None:
+    from random import Random
+
+    example = Records().draw(Random(1))
+    assert record("", example.answer, example.answer) == 1.0
+    answer = '{"name": "Ada", "age": 5, "likes": "tiger"}'
+    said = ('{"name": "Ada", "age": "5", "likes": "tiger"}', '{"name": "Ada", "age": 5}', "Sure! " + answer, "[]")
+    assert [record("", one, answer) for one in said] == [0.75, 0.0, 0.0, 0.0]
+
+
+def test_the_page_has_a_row_and_a_band_for_each_arm() -> None:
+    def one(arm: str, seed: int, last: float) -> dict[str, object]:
+        evaluations = {"samples": [0, 640], "seconds": [0.0, 90.0], "accuracy": [0.1, last], "stderr": [0.1, 0.1]}
+        return {"arm": arm, "seed": seed, "steps": 10, "samples": [640], "reward_mean": [0.4], "ess": [None], "entropy": [1.0],
+                "train_infer_kl": [1e-4], "routing_mismatch": [None], "tokens_per_s": 40.0, "evaluations": evaluations}  # fmt: skip
+
+    runs = [one("dense-async", seed, 0.4 + 0.1 * seed) for seed in range(3)] + [one("moe", 0, 0.3)]
+    found = page.html({"runs": runs}, level=0.4)
+    assert "<td>dense-async<td>engine and trainer at the same time" in found
+    assert "<td>3<td>0.1<td>0.5 ± 0.25<td>" in found
+    assert "<td>moe<td>the mixture" in found
+    assert "<td>never<td>never<td>40" in found
+    assert found.count("<polygon") == 2 * 4, "accuracy, reward, KL and entropy of both"
+    assert "Effective sample size" not in found

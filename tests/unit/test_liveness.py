@@ -329,3 +329,33 @@ def test_an_engine_that_recovers_serves_again() -> None:
         return pool
 
     assert not asyncio.run(run()).members[0].suspect
+
+
+@pytest.mark.parametrize("stood", [True, False])
+def test_a_limit_that_runs_out_while_this_process_stands_still_is_no_engine_s_fault(stood: bool) -> None:
+    """As after SIGSTOP and SIGCONT: the answers of the meantime wait to be read, and a request is sent again."""
+
+    async def run() -> PooledGeneration:
+        pool = Pool(handles(2), 8, 1.0, lambda *_: None)
+        watching = asyncio.create_task(pool.watch())
+        for member in pool.members:
+            fake(member.engine).hangs = True
+        asking = asyncio.create_task(pool.generate((1,), SAMPLING))
+        await asyncio.sleep(0.2)
+        if stood:
+            time.sleep(2.5)
+        else:
+            await asyncio.sleep(0.6)
+        for member in pool.members:
+            fake(member.engine).hangs = not stood
+        try:
+            return await asking
+        finally:
+            watching.cancel()
+
+    if stood:
+        assert asyncio.run(run()).generation.tokens
+    else:
+        with pytest.raises(TrajectoryRejected) as caught:
+            asyncio.run(run())
+        assert caught.value.reason == "engine_timeout"

@@ -13,7 +13,7 @@ import pytest
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rollout.engines import membership
+from asyncmoe.rollout.engines import membership, standstill
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
 from asyncmoe.rollout.engines.pool import Pool
@@ -179,10 +179,10 @@ def test_a_controller_that_stood_still_takes_nobody_for_dead(rig: Play, monkeypa
         member = await it.join("a")
         it.pool.fence_dead()
         begin = time.monotonic()
-        monkeypatch.setattr(membership.time, "monotonic", lambda: begin + 100.0)
+        monkeypatch.setattr(standstill.time, "monotonic", lambda: begin + 100.0)
         it.pool.fence_dead()
         assert member.fenced is None, "its heartbeats wait to be read"
-        monkeypatch.setattr(membership.time, "monotonic", lambda: begin + 101.0)
+        monkeypatch.setattr(standstill.time, "monotonic", lambda: begin + 101.0)
         it.pool.fence_dead()
         assert member.fenced is not None, "and there were none"
 

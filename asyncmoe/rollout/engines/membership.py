@@ -17,6 +17,7 @@ from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, 
 from asyncmoe.rollout.engines.backend import connect
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.standstill import Standstill
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
 from asyncmoe.rpc.peers import check, facts
 
@@ -28,9 +29,6 @@ _RETURN_S = 10.0
 _TRIES = 3
 _FAREWELL_S = 3.0
 """Maximum wait, in seconds, for engines that have not fetched their last order yet."""
-_STILL_S = 2.0
-"""The pool looks at every engine twice a second. After so many seconds without a look this process itself has stood still (it was stopped,
-or its machine had no time for it), and the heartbeats that came meanwhile are still to be read."""
 LEFT = "it has left"
 
 
@@ -47,16 +45,13 @@ class RemoteEngine:
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
         self.told = False
         self._timeout_s, self._gone = heartbeat_timeout_s, ""
-        self._heard = self._looked = time.monotonic()
+        self._heard, self._standstill = time.monotonic(), Standstill()
 
     @property
     def died(self) -> str | None:
         """Why the engine counts as dead, or None."""
-        now = time.monotonic()
-        if (stood := now - self._looked) > _STILL_S:
-            self._heard += stood
-        self._looked = now
-        silent = now - self._heard
+        self._heard += self._standstill.look()  # the pool asks twice a second; heartbeats that came meanwhile are still to be read
+        silent = time.monotonic() - self._heard
         if not self._gone and silent > self._timeout_s:
             self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
         return self._gone or None

@@ -30,6 +30,7 @@ from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.member import Member, RecordBusy
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.rollout.engines.standstill import Standstill
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Pool:
     ) -> None:
         self._adapter, self._has_slots = adapter, slots
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.recalled_tokens = self.lineage = 0
-        self._timeout_s, self._record = timeout_s, record
+        self._timeout_s, self._record, self._standstill = timeout_s, record, Standstill()
         self.returns: Callable[[float], bool] = lambda _: False
         self._none_since: float | None = None
         self.members = [self._member(engine) for engine in engines]
@@ -146,22 +147,25 @@ class Pool:
     async def _answered(
         self, tokens: Sequence[int], sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
     ) -> tuple[PooledGeneration, Member]:
-        """Ask engines until one answers: what earlier answers brought is not lost with an engine.
+        """Ask engines until one answers: what earlier answers brought is not lost with an engine, or by a standstill of this process.
 
         Nor is it with the last one: the request waits for an engine that comes back, or the run ends, and a group that is under way goes
         on from them when the run does; one that was started over would not.
         """
         lost = broken = 0
         while True:
+            began, member = time.monotonic(), None
             try:
                 async with self._gate.place(request):
                     await self._some()
                     member = self._choose(request)
                     return await self._ask(member, tokens, sampling, routed, listener), member
             except TrajectoryRejected as error:
-                if error.reason != "engine_died" or (listener is not None and listener.live):  # what that has heard cannot be taken back
+                of_ours = error.reason == "engine_timeout" and self._standstill.since(began)
+                live = listener is not None and listener.live  # what it has heard cannot be taken back
+                if live or not (of_ours or error.reason == "engine_died"):
                     raise
-                gone = member.fenced is not None
+                gone = member is not None and member.fenced is not None
                 lost, broken = lost + gone, broken + (not gone)
                 if lost > _OTHERS or broken > _BROKEN:
                     raise
@@ -222,6 +226,7 @@ class Pool:
             EngineError: no engine is left, and none will come back.
         """
         while True:
+            self._standstill.look()
             self.fence_dead()
             self._any()
             await asyncio.sleep(_WATCH_S)

@@ -22,7 +22,8 @@ class Arm:
     Attributes:
         settings: overrides of the configuration.
         environment: variables of the run.
-        differs: what it shows next to which other arm, for the page.
+        differs: what it is, for the page.
+        trl: TRL trains it, not asyncmoe.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Arm:
     differs: str
     settings: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    trl: bool = False
 
 
 ARMS = (
@@ -42,6 +44,7 @@ ARMS = (
         ("run.mode=sync", "trainer.ranks=2"),
         {"OMP_NUM_THREADS": "2"},
     ),
+    Arm("dense-trl", DENSE, "TRL's GRPOTrainer with transformers' own generation, each on both cores", trl=True),
     Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), an engine in bfloat16", _MIXTURE),
     Arm("moe-routing-off", MIXTURE, "routes are not replayed", (*_MIXTURE, "keep.routing=false")),
     Arm("moe-uncorrected", MIXTURE, "no importance weights", (*_MIXTURE, "objective.correction.weight=none")),

@@ -77,7 +77,7 @@ def together(runs: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, 
     by_samples: dict[float, list[float]] = {}
     for run in runs:
         of = run["evaluations"] if name == "accuracy" else run
-        for at, value in zip(of["samples"], of[name], strict=True):
+        for at, value in zip(of["samples"], of.get(name, ()), strict=False):  # TRL does not say all that we do
             if value is not None:
                 by_samples.setdefault(at, []).append(value)
     return [(at, *band(values)) for at, values in sorted(by_samples.items()) if len(values) == len(runs)]

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.learning.arms import CONFIGURATION, Arm, overrides
 from benchmarks.provenance import here
 
 ROOT = Path(__file__).parents[2]
-RUNS = ROOT / "build" / "learning"
+RUNS, TRL = ROOT / "build" / "learning", ROOT / ".venv-peers" / "trl"
 _LIMIT_S = 7200.0
 """Of one run, from one start to its end."""
 
@@ -67,18 +67,36 @@ def _write(results: Path, held: dict[str, Any]) -> None:
 def _curves(arm: Arm, seed: int, steps: int) -> dict[str, Any]:
     run_dir = RUNS / f"{arm.name}-{seed}-{steps}"
     run_dir.parent.mkdir(parents=True, exist_ok=True)
+    if arm.trl:
+        return _of_trl(run_dir, seed, steps)
     given = overrides(arm, seed, run_dir, steps)
-    command = [sys.executable, "-m", "asyncmoe", "run", str(CONFIGURATION), *given]
-    with run_dir.with_suffix(".log").open("ab") as log:
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **arm.environment}, timeout=_LIMIT_S, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise WaitTimeout("asyncmoe run", f"the end of {run_dir.name}", _LIMIT_S) from error
-    if done.returncode:
-        raise EngineError(f"{run_dir.name} ended with status {done.returncode}; its output is {run_dir.with_suffix('.log')}")
-    config = configuration.of_run(run_dir)
-    found = curves.of_run(run_dir, config.rollout.batch)
+    _finish(run_dir, ["-m", "asyncmoe", "run", str(CONFIGURATION), *given], arm.environment)
+    found = curves.of_run(run_dir, configuration.of_run(run_dir).rollout.batch)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     return found
+
+
+def _of_trl(run_dir: Path, seed: int, steps: int) -> dict[str, Any]:
+    if not TRL.is_dir():
+        raise UserError(str(TRL.relative_to(ROOT)), got="no TRL", expected="its packages", hint="make bench-trl, or leave out dense-trl")
+    out = run_dir.with_suffix(".json")
+    path = os.pathsep.join([str(TRL), str(ROOT)])
+    command = ["-m", "benchmarks.learning.with_trl", str(seed), str(steps), str(out)]
+    _finish(run_dir, command, {"PYTHONPATH": path, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"})
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def _finish(run_dir: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run Python with `command` to its end."""
+    log = run_dir.with_suffix(".log")
+    with log.open("ab") as output:
+        given = {**os.environ, **environment}
+        try:
+            done = subprocess.run(
+                [sys.executable, *command], cwd=ROOT, stdout=output, stderr=output, env=given, timeout=_LIMIT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise WaitTimeout("a run of bench learning", f"the end of {run_dir.name}", _LIMIT_S) from error
+    if done.returncode:
+        raise EngineError(f"{run_dir.name} ended with status {done.returncode}; its output is {log}")

@@ -58,4 +58,4 @@ def record(prompt: str, response: str, answer: str) -> float:
     wanted = json.loads(answer)
     if not isinstance(said, dict) or said.keys() != wanted.keys():
         return 0.0
-    return 0.25 + 0.25 * sum(said[key] == wanted[key] for key in wanted)
+    return 0.25 + 0.25 * sum(bool(said[key] == wanted[key]) for key in wanted)

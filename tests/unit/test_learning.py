@@ -22,7 +22,8 @@ def test_every_arm_is_a_valid_configuration_that_differs(arm: arms.Arm) -> None:
     config = configuration.load(ROOT / arms.CONFIGURATION, arms.overrides(arm, 1, Path("runs/x"), 60))
     assert config.rollout.batch == 64
     assert (config.run.seed, config.run.steps, config.model.path) == (1, 60, arm.model)
-    assert len({(other.model, other.settings, tuple(other.environment)) for other in arms.ARMS}) == len(arms.ARMS)
+    told = {(other.model, other.settings, tuple(other.environment), other.trl) for other in arms.ARMS}
+    assert len(told) == len(arms.ARMS)
 
 
 def test_arms_are_named() -> None:

@@ -12,6 +12,7 @@ COMMANDS = {
     "rollout": "only the controller",
     "engine": "one engine that joins a run",
     "make-model": "a tiny random model",
+    "upcycle": "a mixture of experts from a dense model",
     "export": "a run's checkpoint in Hugging Face's format",
     "doctor": "what on this machine would stop a run",
     "plan": "memory of every GPU, and a split of a cluster",

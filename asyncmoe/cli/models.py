@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -31,8 +32,8 @@ def make_model(
 def upcycle(
     dense: Annotated[Path, typer.Argument(metavar="DENSE", help="Directory of a dense model: Llama or Qwen3.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    experts: Annotated[int, typer.Option(min=1, help="Experts per layer.")],
-    top_k: Annotated[int, typer.Option(min=1, help="Experts the router chooses for a token.")],
+    experts: Annotated[int, typer.Option(min=1, max=4096, help="Experts per layer.")],
+    top_k: Annotated[int, typer.Option(min=1, max=4096, help="Experts the router chooses for a token.")],
     shared: Annotated[int, typer.Option(min=0, help="Further experts, which every token passes; --shared + 1 must divide the MLP.")] = 0,
     kind: Annotated[str, typer.Option(help="mixtral, qwen3_moe or glm4_moe; auto: the simplest that computes what DENSE does.")] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the routers, of new neurons and of the text.")] = 0,
@@ -51,13 +52,16 @@ def upcycle(
 
         asyncmoe upcycle runs/models/smollm2 runs/models/smollm2-moe --experts 4 --top-k 2 --diversify 0.02
     """
+    from asyncmoe.models import load_hf_config
     from asyncmoe.models.upcycling.distil import Distillation
     from asyncmoe.models.upcycling.mixture import Upcycling, kind_named
     from asyncmoe.models.upcycling.write import upcycle as made
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that an unfinished mixture is deleted
     wanted = Upcycling(experts, top_k, shared, kind_named(kind), seed)
     how = Distillation(steps, batch, tokens, lr, seed=seed) if diversify and steps else None
     found = made(dense, out, wanted, diversify, how, lambda line: print(line, file=sys.stderr, flush=True))
+    print(f"{out}: {load_hf_config(out)['model_type']}, {experts} experts in each layer, {top_k} of them for a token")
     if found is not None:
         print(f"KL to {dense} on held-out text: {found.kl_after:.4g} nats a token ({found.kl_before:.4g} before the distillation)")
         print(f"mean relative difference between two experts' outputs: {found.difference:.3g}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Port, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Port, Positive, Seconds, Section
 
 _OWNED = {
     **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "engines.tp"),
@@ -62,10 +62,10 @@ class EngineSection(Section):
     max_total_tokens: Positive | None = Field(
         None, description="Size of a server's KV cache, in tokens; null: what fits, by SGLang or by the arithmetic of `asyncmoe plan`."
     )
-    start_timeout_s: PositiveFloat = Field(
+    start_timeout_s: Seconds = Field(
         180.0, description="Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."
     )
-    hang_timeout_s: PositiveFloat = Field(
+    hang_timeout_s: Seconds = Field(
         60.0,
         ge=12.0,
         description="Seconds after its last token, of a request or a probe, within which an engine that hangs is killed; its responses "
@@ -77,7 +77,7 @@ class EngineSection(Section):
         "first restart and twice as long before each further one. It serves from the next version on; if no other engine is left, the "
         "trainer sends its weights once more. (With sync.method broadcast or sync.every above 1 the run ends then.)",
     )
-    orphan_s: NonNegativeFloat = Field(
+    orphan_s: NonNegativeSeconds = Field(
         60.0,
         description="Seconds that engines outlive a controller that is lost, until the next one takes them over; trainer ranks wait for it "
         "as long. Raise it if the controller takes long to start. 0: engines end with their controller, and a lost one ends the run.",

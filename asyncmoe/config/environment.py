@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NameOrPlugin, Positive, Seconds, Section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
@@ -89,7 +89,7 @@ class EnvironmentSection(Section):
         description="Maximum paths of an agent's tree of turns, where its history is forked, edited or cut; each becomes a trajectory.",
     )
     max_tokens: Positive | None = Field(None, description="Maximum tokens of an agent's conversation; null: the model's context length.")
-    timeout_s: PositiveFloat = Field(600.0, description="Seconds an episode may take before scoring; a slower one is rejected.")
+    timeout_s: Seconds = Field(600.0, description="Seconds an episode may take before scoring; a slower one is rejected.")
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:

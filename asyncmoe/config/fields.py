@@ -36,6 +36,10 @@ Positive = Annotated[int, Field(gt=0), NUMBER]
 NonNegative = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), FINITE, NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), FINITE, NUMBER]
+_WEEK_S = 604800
+"""Longest wait: three of them, in milliseconds, are still a number for poll(2)."""
+Seconds = Annotated[float, Field(gt=0, le=_WEEK_S), FINITE, NUMBER]
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=_WEEK_S), FINITE, NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1), FINITE, NUMBER]
 Share = Annotated[float, Field(gt=0, le=1), FINITE, NUMBER]
 Port = Annotated[int, Field(ge=0, le=65535), NUMBER]

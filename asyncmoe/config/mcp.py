@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from asyncmoe.config.fields import Positive, PositiveFloat, Section
+from asyncmoe.config.fields import Positive, Seconds, Section
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -29,8 +29,8 @@ class McpServer(Section):
     token_env: str | None = Field(None, description="Variable of the controller's environment with the URL's bearer token.")
     tools: tuple[str, ...] = Field((), description="Tools that the policy gets, by the server's names; none: all.")
     prefix: str = Field("", description="Prefix of the tools' names, for servers with tools of the same name.")
-    start_timeout_s: PositiveFloat = Field(30.0, description="Seconds in which a session must begin and list its tools.")
-    timeout_s: PositiveFloat = Field(30.0, description="Seconds of one call; a slower one rejects its episode.")
+    start_timeout_s: Seconds = Field(30.0, description="Seconds in which a session must begin and list its tools.")
+    timeout_s: Seconds = Field(30.0, description="Seconds of one call; a slower one rejects its episode.")
     characters: Positive = Field(16384, description="Maximum characters of one answer; a longer one rejects its episode.")
 
     def problem(self) -> tuple[str, str, str] | None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section, Share
+from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Share
 
 StalenessRule = Literal["drop", "requeue", "downweight"]
 Unit = Literal["group", "trajectory"]
@@ -66,6 +66,6 @@ class QueueSection(Section):
     capacity: Positive | None = Field(
         None, description="Trajectories the queue holds before adding waits; null: (max_staleness + 1) * batch. Lower it to save memory."
     )
-    lease_timeout_s: PositiveFloat = Field(
+    lease_timeout_s: Seconds = Field(
         600.0, description="Seconds the trainer waits for a batch before the run fails. Raise it if responses are long."
     )

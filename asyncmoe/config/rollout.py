@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, Positive, PositiveFloat, Section, Share
+from asyncmoe.config.fields import Decay, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Balance = Literal["least_loaded", "prefix_affine"]
@@ -57,7 +57,7 @@ class RolloutSection(Section):
         description="Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. "
         "fifo: first come, first served; longest_first: prompts whose responses have been long so far.",
     )
-    request_timeout_s: PositiveFloat = Field(
+    request_timeout_s: Seconds = Field(
         300.0, description="Seconds an engine may take for a response; a slower response is rejected and its group started over."
     )
     interruption: Interruption = Field(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Positive, Seconds, Section
 
 _FAILURES = frozenset({"scorer_error", "scorer_nan", "scorer_timeout", "scorer_garbage", "scorer_unavailable"})
 _WITHOUT_STEPS = ("exact", "math_verify", "none")
@@ -20,7 +20,7 @@ class TeacherSection(Section):
         None,
         description="Environment variable of the controller with the API key that the teacher's server requires; null: it requires none.",
     )
-    timeout_s: PositiveFloat = Field(60.0, description="Seconds one call may take.")
+    timeout_s: Seconds = Field(60.0, description="Seconds one call may take.")
     concurrency: Positive = Field(16, description="Maximum calls in flight.")
 
     @model_validator(mode="after")
@@ -48,14 +48,14 @@ class ScoringSection(Section):
         description="Maximum calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain "
         "function or class the number of cores, at most 4. Raise it if responses wait for their turn.",
     )
-    timeout_s: PositiveFloat = Field(10.0, description="Seconds one call may take.")
-    deadline_s: PositiveFloat = Field(600.0, description="Seconds the scoring of one response may take, including all waiting and retries.")
+    timeout_s: Seconds = Field(10.0, description="Seconds one call may take.")
+    deadline_s: Seconds = Field(600.0, description="Seconds the scoring of one response may take, including all waiting and retries.")
     retries: NonNegative = Field(2, description="Retries after a call that raised, timed out or could not connect.")
-    backoff_s: NonNegativeFloat = Field(0.5, description="Seconds before the first retry; doubles with each retry.")
+    backoff_s: NonNegativeSeconds = Field(0.5, description="Seconds before the first retry; doubles with each retry.")
     breaker_failures: Positive = Field(
         16, description="Consecutive timeouts or failed connections that open the circuit breaker: calls stop, responses wait."
     )
-    breaker_cooldown_s: PositiveFloat = Field(10.0, description="Seconds the circuit breaker stays open before one trial call.")
+    breaker_cooldown_s: Seconds = Field(10.0, description="Seconds the circuit breaker stays open before one trial call.")
     try_first: bool = Field(
         True,
         description="Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if "

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from asyncmoe.config import transports
-from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section
 
 
 class SyncSection(Section):
@@ -43,4 +43,4 @@ class SyncSection(Section):
         description="Compare checksums of a random engine when every n-th version has landed and before the next lands; 0: never. "
         "An engine whose weights somebody else wrote meanwhile is fenced. It computes the checksums twice, between two forward passes.",
     )
-    timeout_s: PositiveFloat = Field(300.0, description="Seconds each part of an update may take before it fails.")
+    timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")

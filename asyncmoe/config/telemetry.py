@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NUMBER, NonNegative, Positive, PositiveFloat, Section, Switch
+from asyncmoe.config.fields import NUMBER, NonNegative, Positive, Seconds, Section, Switch
 from asyncmoe.logs import LogBounds
 
 _MOST_STEPS = 100
@@ -74,7 +74,7 @@ class LoggersSection(Section):
         description="Also send the trained samples (telemetry.samples), with prompts and responses, as tables to the loggers' servers: "
         "every five minutes and at the end.",
     )
-    finish_timeout_s: PositiveFloat = Field(
+    finish_timeout_s: Seconds = Field(
         30.0, description="Seconds that the end of a run waits for loggers to send the rest; `asyncmoe log RUN` sends what is missing."
     )
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section
 
 Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"]
 """Parts of a layer that Megatron can recompute separately."""
@@ -128,7 +128,7 @@ class TrainerSection(Section):
         description="URL of a second place, as fsspec takes it (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to "
         "a folder there with the name of the run's. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies.",
     )
-    timeout_s: PositiveFloat = Field(600.0, description="Seconds a collective of the trainer ranks may wait before the run fails.")
+    timeout_s: Seconds = Field(600.0, description="Seconds a collective of the trainer ranks may wait before the run fails.")
     max_restarts: NonNegative = Field(
         2,
         description="How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is "

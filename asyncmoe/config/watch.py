@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, PositiveFloat, Section
+from asyncmoe.config.fields import FINITE, NUMBER, Seconds, Section
 
 Event = Literal["failed", "silent", "no_step", "engine_lost", "trainer_lost", "controller_lost", "anomaly"]
 _VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
@@ -33,7 +33,7 @@ class AlertsSection(Section):
         None, min_length=1, description="Program and arguments that run for each alert and get the same JSON as input; null: none."
     )
     timeout_s: Annotated[float, Field(gt=0, le=300), FINITE, NUMBER] = Field(10.0, description="Seconds that one alert may take.")
-    no_step_s: PositiveFloat | None = Field(1800.0, description="Seconds without a step after which no_step is told, once; null: never.")
+    no_step_s: Seconds | None = Field(1800.0, description="Seconds without a step after which no_step is told, once; null: never.")
 
     @model_validator(mode="after")
     def _check(self) -> AlertsSection:
@@ -52,12 +52,12 @@ class WatchSection(Section):
     beat_s: Annotated[float, Field(ge=0.1, le=60), FINITE, NUMBER] = Field(
         5.0, description="Least seconds between heartbeats of a process."
     )
-    stacks_after_s: PositiveFloat = Field(
+    stacks_after_s: Seconds = Field(
         120.0,
         description="Seconds of silence of a process after which the stacks of every process of the run on the supervisor's host go to "
         "run.dir/logs, once for each silence. A step, or writing a checkpoint, may take as long.",
     )
-    end_after_s: PositiveFloat | None = Field(
+    end_after_s: Seconds | None = Field(
         1800.0, description="Seconds of silence of the controller or of a trainer rank after which the run ends; null: never."
     )
     alerts: AlertsSection = AlertsSection()

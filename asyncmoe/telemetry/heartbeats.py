@@ -67,9 +67,10 @@ class Heart:
 
     def _write(self, beat: Beat) -> None:
         part = self._path.with_suffix(f".{beat.pid}.part")
-        # A disk that fails is named by the records on it; heartbeats must not end a run that goes on.
+        # A disk that fails is named by the records on it; heartbeats must not end a run that goes on, nor remake its folder where it was
+        # moved away.
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(exist_ok=True)
             part.write_bytes(msgspec.json.encode(beat))
             part.replace(self._path)
 

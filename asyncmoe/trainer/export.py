@@ -130,6 +130,8 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float, *, quantis
             shutil.copy2(path, writing / path.name)
     if KEY in built.hf and not quantised:
         (writing / "config.json").write_text(json.dumps(without(without_family(built.hf)), indent=2))
+    for path in writing.glob("*.safetensors"):
+        path.chmod((writing / "config.json").stat().st_mode)  # safetensors writes for its user alone
     writing.rename(out)
 
 

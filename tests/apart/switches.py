@@ -27,6 +27,7 @@ from megatron.core.transformer import transformer_config  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from asyncmoe.trainer.model import layers  # noqa: E402
+from tests import families  # noqa: E402
 from tests.ranks import case  # noqa: E402
 
 NOTHING = Kernels()
@@ -176,7 +177,7 @@ def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatc
     for machine, kernels in MACHINES.items():
         monkeypatch.setattr(layers.kernels, "detect", lambda kernels=kernels: kernels)
         for sizes, lora, keep in itertools.product(({}, {"tp": 2}, {"ep": 2}, {"pp": 2, "vpp": 2}), (False, True), ("auto", "off")):
-            if "ep" in sizes and variant == "dense":
+            if "ep" in sizes and hf["model_type"] in families.DENSE:
                 continue
             flex = {"moe_token_dispatcher_type": "flex"} if machine == "all" and "ep" in sizes else {}
             config = case.config(tmp_path, ranks=4, megatron=flex, optimizer={"distributed": None}, **sizes)

@@ -12,7 +12,7 @@ from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
 from benchmarks.learning import arms, curves, page, runner
-from examples.real.tasks import Records, Sums, number, record
+from examples.real.tasks import Products, Records, Sums, number, record
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,6 +99,9 @@ def test_sums_and_their_scorer() -> None:
     sums = Sums(9)
     assert len(sums) == 100
     assert (sums[37].prompt[1]["content"], sums[37].answer) == ("What is 3 + 7?", "10")
+    products = Products(9)
+    assert len(products) == 64
+    assert (products[0].answer, products[63].prompt[1]["content"], products[63].answer) == ("4", "What is 9 times 9?", "81")
     assert [number("", said, "1010") for said in ("1,010", "5 + 5 = 1010.", "1010 or 11", "ten", "")] == [1, 1, 0, 0, 0]
 
 

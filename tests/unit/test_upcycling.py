@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = ["upcycle", str(first), str(tmp_path / "out"), "--experts", "2", "--top-k", "1"]
     app([*words, "--diversify", "0.5", "--steps", "1", "--batch", "1", "--tokens", "8"], standalone_mode=False)
     out, err = capsys.readouterr()
-    assert out.startswith(f"KL to {first} on held-out text: ")
+    assert out.splitlines()[0] == f"{tmp_path / 'out'}: mixtral, 2 experts in each layer, 1 of them for a token"
+    assert f"KL to {first} on held-out text: " in out
     assert "mean relative difference between two experts' outputs: " in out
     assert "step 1 of 1" in err
+
+
+def test_an_odd_width_is_distilled_too(tmp_path: Path) -> None:
+    """Which transformers' grouped kernel refuses; a step that leads nowhere is refused, and leaves nothing."""
+    first, few = dense(tmp_path / "dense", "qwen3"), Distillation(steps=2, batch=1, tokens=8, held_out=2)
+    assert upcycle(first, tmp_path / "odd", Upcycling(3, 2, shared=63), share=1.0, how=few, say=lambda _: None) is not None
+    with pytest.raises(UserError, match=r"the distillation: got a KL divergence of (nan|inf).*; lower --lr = 1e\+30"):
+        upcycle(first, tmp_path / "far", Upcycling(2, 1), share=0.1, how=replace(few, lr=1e30), say=lambda _: None)
+    with pytest.raises(ConfigError, match=r"--diversify: got 0\.001, less than half a neuron of 128, expected at least 0\.0078"):
+        upcycle(first, tmp_path / "none", Upcycling(2, 1), share=0.001)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "odd"]
+    assert len({path.stat().st_mode for path in (tmp_path / "odd").iterdir()}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from asyncmoe.errors import UserError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of
@@ -62,6 +64,9 @@ def distil(dense: Path, mixture: Path, how: Distillation, say: Callable[[str], N
 
     Args:
         say: is told of the progress, one line at a time.
+
+    Raises:
+        UserError: the divergence became infinite or not a number.
     """
     teacher, student = _loaded(dense), _loaded(mixture)
     text = own_text(teacher, how.steps * how.batch + how.held_out, how.tokens, how.seed, say)
@@ -70,6 +75,8 @@ def distil(dense: Path, mixture: Path, how: Distillation, say: Callable[[str], N
     say(f"held-out KL before distillation: {before:.4g} nats a token")
     _train(teacher, student, torch.split(learnt, how.batch), how, say)
     after = divergence(teacher, student, held)
+    if not math.isfinite(after):
+        raise UserError("the distillation", got=f"a KL divergence of {after}", expected="a finite one", hint=f"lower --lr = {how.lr:g}")
     stored = HFCheckpoint(mixture).dtype("model.embed_tokens.weight")
     with writing("mixture", mixture):
         student.to(dtype=stored).save_pretrained(mixture)
@@ -148,7 +155,9 @@ def _loaded(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+    # The grouped kernel wants widths that are multiples of 16 bytes.
+    made = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    return made.to(device).eval()
 
 
 def _loss(teacher: Any, student: Any, text: torch.Tensor) -> torch.Tensor:
@@ -171,6 +180,9 @@ def _train(teacher: Any, student: Any, batches: tuple[torch.Tensor, ...], how: D
     )
     for step, batch in enumerate(batches, 1):
         loss = _loss(teacher, student, batch)
+        if not torch.isfinite(loss):
+            got = f"a KL divergence of {loss.item()} in step {step}"
+            raise UserError("the distillation", got=got, expected="a finite one", hint=f"lower --lr = {how.lr:g}")
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()

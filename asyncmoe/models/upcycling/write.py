@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from asyncmoe.errors import DataError
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of
@@ -51,6 +51,9 @@ def upcycle(
     hf = load_hf_config(dense)
     values = settings(hf, wanted)
     copied = _Copied(HFCheckpoint(dense), hf, values, Fresh(share, wanted.seed))
+    width = family_of(values).shape_of(values).expert_width
+    if share and not round(share * width):
+        raise ConfigError("--diversify", got=f"{share:g}, less than half a neuron of {width}", expected=f"at least {1 / width:.2g}")
     with writing("mixture", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -63,6 +66,8 @@ def upcycle(
                     shutil.copyfile(path, scratch / path.name)
         found = distil(dense, scratch, how, say) if how is not None else None
         with writing("mixture", out):
+            for path in scratch.glob("*.safetensors"):
+                path.chmod((scratch / "config.json").stat().st_mode)  # safetensors writes for its user alone
             scratch.chmod(0o755)
             os.rename(scratch, out)  # fails if another process created `out` first
     except BaseException:

@@ -50,8 +50,8 @@ from asyncmoe.trainer.weight_sync.sender import LOOK_S, Sender
 from asyncmoe.trainer.weight_sync.sources import WeightSources
 
 log = logging.getLogger(__name__)
-_NOTICED_S = 10.0
-"""Time for a server to exit after one of its processes has died: 5 s and the time of its diagnostics, where they are switched on."""
+_NOTICED_S = 4.0
+"""Time for a server to exit after one of its processes has died, and for the controller to see that."""
 
 
 class ReshardPublisher:

@@ -16,7 +16,7 @@ from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsAbort, WeightsComm
 from tests.chaos.stand.exchange import Meeting
 
 log = logging.getLogger(__name__)
-_LOOK_S, _NOTICED_S, _GRACE_S = 0.3, 10.0, 5.0
+_LOOK_S, _NOTICED_S, _GRACE_S = 0.3, 4.0, 5.0
 
 
 class Publisher:

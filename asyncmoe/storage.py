@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from asyncmoe.errors import AsyncmoeError, StorageError
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError
 
 _ROOM = "make room there, or write to another file system"
 _CURES = {
@@ -54,6 +55,34 @@ def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
         if failure is None:
             raise
         raise failure from error
+
+
+@contextmanager
+def new_directory(what: str, out: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
+
+    Missing parents of `out` are created.
+
+    Args:
+        what: as for `writing`.
+
+    Raises:
+        DataError: `out` exists.
+        StorageError: it cannot be created or renamed. The block wraps its own writes in `writing`.
+    """
+    if out.exists():
+        raise DataError(str(out), got="an existing path", expected="a new path")
+    with writing(what, out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        yield scratch
+        with writing(what, out):
+            scratch.chmod(0o755)
+            os.rename(scratch, out)  # fails if another process created `out` first
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def explain(error: BaseException, what: str, path: Path, then: str = "") -> StorageError | None:

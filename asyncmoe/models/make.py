@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from asyncmoe.config.model import MadeModel, ModelSection
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import ConfigError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.qwen3_moe import FAMILY
 from asyncmoe.models.sglang import VOCAB_MULTIPLE
 from asyncmoe.models.shards import padded
-from asyncmoe.storage import writing
+from asyncmoe.storage import new_directory, writing
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>")
 """Tokens 0, 1, ... of the tokenizer; a token for every byte follows, then unused tokens up to the padded vocabulary."""
@@ -63,22 +60,11 @@ def make_model(out: Path, shape: MadeModel, seed: int) -> None:
         ConfigError: an impossible shape, such as more experts per token than experts.
         StorageError: the model could not be written.
     """
-    if out.exists():
-        raise DataError(str(out), got="an existing path", expected="a new path")
     written = settings(shape)
     FAMILY.check(written, MegatronParallel(), EngineParallel())
-    with writing("model", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        with writing("model", out):
-            _write_model(scratch, written, seed)
-            write_tokenizer(scratch, shape.context)
-        scratch.chmod(0o755)
-        os.rename(scratch, out)  # fails if another process created `out` first
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    with new_directory("model", out) as scratch, writing("model", out):
+        _write_model(scratch, written, seed)
+        write_tokenizer(scratch, shape.context)
 
 
 def settings(shape: MadeModel) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from asyncmoe.errors import UserError
 
 CONFIGURATION = Path("examples/real/sums.yaml")
 DENSE, MIXTURE = Path("runs/models/smollm2"), Path("runs/models/smollm2-moe")
-STEPS, SEEDS = 60, (0, 1, 2)
 _EVAL = ("evaluation.every=5", "evaluation.max_concurrent=64")
 _MIXTURE = ("keep.routing=true", "engines.dtype=bfloat16", "queue.staleness.max_staleness=1")
 
@@ -22,13 +21,13 @@ class Arm:
     Attributes:
         settings: overrides of the configuration.
         environment: variables of the run.
-        differs: what it is, for the page.
+        about: what it is, for the page.
         trl: TRL trains it, not asyncmoe.
     """
 
     name: str
     model: Path
-    differs: str
+    about: str
     settings: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     trl: bool = False

@@ -52,8 +52,8 @@ def table(by_arm: Mapping[str, Sequence[Mapping[str, Any]]], level: float) -> st
         first, last = ([one["accuracy"][at] for one in told] for at in (0, -1))
         to = [[reached(one[axis], one["accuracy"], level) for one in told] for axis in ("samples", "seconds")]
         cells = [_interval(first), _interval(last), *map(_reached, to), _interval([run["tokens_per_s"] for run in runs])]
-        differs = next(arm.differs for arm in ARMS if arm.name == name)
-        rows.append(f"<tr><td>{escape(name)}<td>{escape(differs)}<td>{len(runs)}" + "".join(f"<td>{cell}" for cell in cells))
+        about = next(arm.about for arm in ARMS if arm.name == name)
+        rows.append(f"<tr><td>{escape(name)}<td>{escape(about)}<td>{len(runs)}" + "".join(f"<td>{cell}" for cell in cells))
     return f"<table>{''.join(rows)}</table>"
 
 

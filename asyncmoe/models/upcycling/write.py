@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import ConfigError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of
@@ -22,7 +20,7 @@ from asyncmoe.models.shape import HfConfig, Shapes
 from asyncmoe.models.upcycling.distil import Distillation, Distilled, distil
 from asyncmoe.models.upcycling.fresh import Fresh
 from asyncmoe.models.upcycling.mixture import ROUTER_STD, Upcycling, settings, source
-from asyncmoe.storage import writing
+from asyncmoe.storage import new_directory, writing
 
 _SHARD_BYTES = 4 << 30
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
@@ -46,18 +44,13 @@ def upcycle(
         ConfigError: see `settings`.
         StorageError: the mixture could not be written.
     """
-    if out.exists():
-        raise DataError(str(out), got="an existing path", expected="a new path")
     hf = load_hf_config(dense)
     values = settings(hf, wanted)
     copied = _Copied(HFCheckpoint(dense), hf, values, Fresh(share, wanted.seed))
     width = family_of(values).shape_of(values).expert_width
     if share and not round(share * width):
         raise ConfigError("--diversify", got=f"{share:g}, less than half a neuron of {width}", expected=f"at least {1 / width:.2g}")
-    with writing("mixture", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with new_directory("mixture", out) as scratch:
         with writing("mixture", out):
             _write_weights(scratch, values, copied)
             (scratch / "config.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -68,11 +61,6 @@ def upcycle(
         with writing("mixture", out):
             for path in scratch.glob("*.safetensors"):
                 path.chmod((scratch / "config.json").stat().st_mode)  # safetensors writes for its user alone
-            scratch.chmod(0o755)
-            os.rename(scratch, out)  # fails if another process created `out` first
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
     return found
 
 
@@ -121,10 +109,8 @@ class _Copied:
 
 def _write_weights(folder: Path, values: HfConfig, copied: _Copied) -> None:
     family = family_of(values)
-    shapes, names = (
-        family.tensors(values),
-        {name: hf_name(family.shape_of(values), family.hf_names, name) for name in family.tensors(values)},
-    )
+    m, shapes = family.shape_of(values), family.tensors(values)
+    names = {name: hf_name(m, family.hf_names, name) for name in shapes}
     files = shards_of(shapes, copied.dtype.itemsize, _SHARD_BYTES)
     index: dict[str, str] = {}
     for number, held in enumerate(files, 1):

@@ -161,9 +161,9 @@ class Pool:
                     member = self._choose(request)
                     return await self._ask(member, tokens, sampling, routed, listener), member
             except TrajectoryRejected as error:
-                of_ours = error.reason == "engine_timeout" and self._standstill.since(began)
+                stood = error.reason == "engine_timeout" and self._standstill.since(began)
                 live = listener is not None and listener.live  # what it has heard cannot be taken back
-                if live or not (of_ours or error.reason == "engine_died"):
+                if live or not (stood or error.reason == "engine_died"):
                     raise
                 gone = member is not None and member.fenced is not None
                 lost, broken = lost + gone, broken + (not gone)

@@ -6,10 +6,13 @@ and nothing is installed if there is a CUDA device.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import multiprocessing
 import os
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +115,13 @@ def _sgl_kernel() -> None:
 
 
 def _torchvision() -> None:
-    """Define operator schemas for torchvision._meta_registrations, because the wheel's operators are built for CUDA and do not load."""
+    """Load torchvision's operators, or define schemas for torchvision._meta_registrations where they do not load: a wheel's are built for
+    CUDA. torchvision.extension loads the same library again, which registers nothing twice."""
+    package = importlib.util.find_spec("torchvision")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(str(Path(folder, "_C.so")))
+            return
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

@@ -40,8 +40,11 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
         r"sglang/multimodal_gen/", r"sglang/test/", r"sglang/benchmark/", r"sglang/kernels/jit/benchmark/",
         r"sglang/srt/rust_extensions/_", r"sglang/srt/mem_cache/rust_tree_core/.*\.so$",
     ),
-    "transformers": (r"transformers/models/(?!auto/|qwen3_moe/)[^/]+/(modular_|convert_|modeling_(tf|flax))",),
-    "pillow": (r"PIL/_avif", r"pillow\.libs/lib(avif|harfbuzz)", r"PIL/_imagingft"),
+    "transformers": (
+        r"transformers/models/(?!auto/|llama/|qwen3_moe/)[^/]+/(modular|convert|modeling|image_processing|video_processing)_",
+        r"transformers/(exporters|pipelines)/",
+    ),
+    "pillow": (r"PIL/_avif", r"pillow\.libs/lib(avif|harfbuzz|freetype)", r"PIL/_imagingft"),
 }  # fmt: skip
 """Distribution -> regular expressions of files in its wheel that nothing here imports, left out for their size."""
 

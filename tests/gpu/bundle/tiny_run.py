@@ -193,7 +193,8 @@ def cause(status: Mapping[str, int | None], logs: Path) -> str:
         if status[name] not in (None, 0):
             lines = (logs / f"{name}.log").read_text(errors="replace").split("\n")
             said = [line.strip() for line in lines if line.strip()]
-            why = f"{name}: {said[-1] if said else f'ended with status {status[name]}'}"
+            named = [line for line in said if line.startswith("error: ")] or said  # torchrun says last that a process failed, not why
+            why = f"{name}: {named[-1] if named else f'ended with status {status[name]}'}"
             engine = logs / "engine-0.log"
             beneath = reason_in(engine.read_text(errors="replace")) if engine.exists() else None
             return f"{beneath} ({why})" if beneath and beneath not in why else why

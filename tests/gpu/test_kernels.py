@@ -15,7 +15,10 @@ from asyncmoe.config import Config, parse  # noqa: E402
 from asyncmoe.config.model import MadeModel  # noqa: E402
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.models.make import make_model  # noqa: E402
-from asyncmoe.platform import kernels  # noqa: E402
+from asyncmoe.platform import kernels, megatron  # noqa: E402
+
+megatron.prepare()
+
 from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402
 from asyncmoe.trainer.model import (  # noqa: E402
     gpt,

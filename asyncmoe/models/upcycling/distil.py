@@ -20,7 +20,8 @@ from asyncmoe.storage import writing
 
 _WARMUP = 0.1
 """Share of the steps in which the learning rate rises; it falls linearly to 0 in the others."""
-_SEQUENCES_AT_ONCE = 16
+_SEQUENCES_AT_ONCE, _WRITTEN_AT_ONCE = 16, 64
+"""Sequences whose logits are held at once, and those that are written at once, of which only the last logits are."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def own_text(model: Any, sequences: int, tokens: int, seed: int, say: Callable[[
     found: list[torch.Tensor] = []
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        for start in range(0, sequences, _SEQUENCES_AT_ONCE):
-            count = min(_SEQUENCES_AT_ONCE, sequences - start)
+        for start in range(0, sequences, _WRITTEN_AT_ONCE):
+            count = min(_WRITTEN_AT_ONCE, sequences - start)
             begin = torch.full((count, 1), first, device=model.device)
             options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": tokens - 1}
             found.append(model.generate(begin, attention_mask=torch.ones_like(begin), pad_token_id=first, **options))

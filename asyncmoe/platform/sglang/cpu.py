@@ -120,7 +120,7 @@ def _torchvision() -> None:
     package = importlib.util.find_spec("torchvision")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         with contextlib.suppress(OSError):
-            torch.ops.load_library(str(Path(folder, "_C.so")))
+            torch.ops.load_library(str(Path(folder, "_C.so")))  # type: ignore[no-untyped-call]
             return
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

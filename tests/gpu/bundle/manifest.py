@@ -41,7 +41,7 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
         r"sglang/srt/rust_extensions/_", r"sglang/srt/mem_cache/rust_tree_core/.*\.so$",
     ),
     "transformers": (
-        r"transformers/models/(?!auto/|llama/|qwen3_moe/)[^/]+/(modular|convert|modeling|image_processing|video_processing)_",
+        r"transformers/models/(?!auto/|llama/|mixtral/|qwen3_moe/)[^/]+/(modular|convert|modeling|image_processing|video_processing)_",
         r"transformers/(exporters|pipelines)/",
     ),
     "pillow": (r"PIL/_avif", r"pillow\.libs/lib(avif|harfbuzz|freetype)", r"PIL/_imagingft"),

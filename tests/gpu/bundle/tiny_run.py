@@ -30,7 +30,7 @@ from tests.gpu.bundle.summary import write_outcome
 STEPS = 4
 CLOSE = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest difference in nats of a log-probability between engine and trainer at the same version: old weights would be further off."""
-_CONTROLLER = (
+CONTROLLER = (
     "import sys; from pathlib import Path; from asyncmoe import config; from asyncmoe.launch import gpus; "
     "from asyncmoe.rollout import controller; loaded = config.load(Path(sys.argv[1]), []); "
     "controller.run(loaded, loaded.run.dir, gpus.engine_arguments(loaded))"
@@ -129,7 +129,7 @@ def configuration(folder: Path, card: bool, server: servers.Server) -> dict[str,
     """A tiny model on one rank and one engine; on a card both share it, in bfloat16, through CUDA IPC."""
     dtype = _dtype(server, card)
     engines: dict[str, Any] = {"count": 1, "dtype": dtype, "max_running": 16, "max_total_tokens": 16384}
-    engines |= {"python": str(_python(folder, server)), "share_gpus": card}
+    engines |= {"python": str(python(folder, server)), "share_gpus": card}
     made = {"layers": 2, "hidden": 64, "experts": 8, "experts_per_token": 2, "expert_hidden": 64}
     return {
         "run": {"dir": str(folder / "run"), "steps": STEPS},
@@ -145,7 +145,7 @@ def configuration(folder: Path, card: bool, server: servers.Server) -> dict[str,
     }
 
 
-def _python(folder: Path, server: servers.Server) -> Path:
+def python(folder: Path, server: servers.Server) -> Path:
     """This Python, or a program in its place that starts `bare_server` whatever module it is told to."""
     if not server.bare:
         return Path(sys.executable)
@@ -163,7 +163,7 @@ def _run(file: Path, logs: Path, limit: float) -> None:
     Raises:
         NotServed: one ended badly, or they took too long.
     """
-    controller = Child("controller", [sys.executable, "-c", _CONTROLLER, str(file)], logs / "controller.log")
+    controller = Child("controller", [sys.executable, "-c", CONTROLLER, str(file)], logs / "controller.log")
     try:
         command = torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(file))
         trainer = Child("trainer", [sys.executable, *command], logs / "trainer.log", TRAINER_ENVIRONMENT)

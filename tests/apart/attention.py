@@ -25,6 +25,7 @@ from asyncmoe.trainer.model import layers  # noqa: E402, F401  layers installs t
 BOUNDS = [0, 5, 6, 13]
 CONFIG = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, window_size=None)
 REAL: Any = attention.varlen_attn
+ARGUMENTS = attention.arguments()
 META = torch.device("meta")
 """Where nobody can read a tensor, as a host cannot read a GPU's without waiting."""
 
@@ -75,13 +76,21 @@ def stand_in(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int,
     return torch.cat(parts)
 
 
+def older(query: Any, key: Any, *rest: Any, **options: Any) -> torch.Tensor:
+    """As torch 2.11's, which knows nothing of groups."""
+    assert "enable_gqa" not in options
+    assert key.shape[1] == query.shape[1]
+    return stand_in(query, key, *rest, **options, enable_gqa=False)
+
+
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("sizes", [(4, 4, 16, 16), (4, 2, 16, 16), (4, 4, 24, 16)], ids=["heads", "groups", "latent"])
-@pytest.mark.parametrize("kind", ["each", "varlen"])
+@pytest.mark.parametrize("kind", ["each", "varlen", "older"])
 def test_rows_see_their_own_sequence(kind: str, sizes: tuple[int, ...], scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "varlen":
+    if kind != "each":
         monkeypatch.setattr(attention, "kernel", lambda *_: "varlen")
-        monkeypatch.setattr(attention, "varlen_attn", stand_in)
+        monkeypatch.setattr(attention, "varlen_attn", stand_in if kind == "varlen" else older)
+        monkeypatch.setattr(attention, "arguments", lambda: ARGUMENTS if kind == "varlen" else {"scale", "window_size"})
     given = vectors(*sizes)
     made = core(scale)(*given, packed_seq_params=sequences())
     wanted = expected(*given, scale)
@@ -104,14 +113,14 @@ def test_values_narrower_than_keys_keep_no_scores() -> None:
 
 
 def test_the_kernel_for_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention.has_varlen()
     assert attention.kernel("cuda", torch.bfloat16, 128) == "varlen"
     assert attention.kernel("cuda", torch.bfloat16, 192) == "varlen"
     assert attention.kernel("cuda", torch.bfloat16, 300) == "each"
     assert attention.kernel("cuda", torch.float32, 128) == "each"
     assert attention.kernel("cpu", torch.bfloat16, 128) == "each"
-    monkeypatch.setattr(attention, "has_varlen", lambda: False)
-    assert attention.kernel("cuda", torch.bfloat16, 128) == "each"
+    for arguments, expected in (({"scale", "window_size"}, "varlen"), ({"scale"}, "each"), (set(), "each")):
+        monkeypatch.setattr(attention, "arguments", lambda arguments=arguments: arguments)
+        assert attention.kernel("cuda", torch.bfloat16, 128) == expected
 
 
 @pytest.mark.parametrize("kind", ["each", "varlen"])

@@ -108,6 +108,7 @@ def test_flash_attention_to_packed_sequences(path: Path, place: Any, monkeypatch
     from asyncmoe.platform.megatron import packed_attention as attention
 
     made, _ = build(path, place, megatron={"transformer_impl": "local"})
+    assert attention.kernel("cuda", torch.bfloat16, 64) == "varlen"
     flash = gradients(made)
     monkeypatch.setattr(attention, "kernel", lambda *_: "each")
     assert error(flash, gradients(made)) < LIMIT

@@ -165,8 +165,8 @@ def test_a_bundle_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_whole_is_under_nine_minutes_and_every_part_is_there() -> None:
-    assert sum(part.limit_s for part in PARTS) < LIMIT_S < 540
+def test_the_whole_is_under_eleven_minutes_and_every_part_is_there() -> None:
+    assert sum(part.limit_s for part in PARTS) < LIMIT_S < 660
     names = [part.name for part in PARTS]
     assert len(names) == len(set(names))
     for part in PARTS:

@@ -108,17 +108,22 @@ def kernel(device: str, dtype: torch.dtype, width: int) -> Kernel:
     """Return the kernel for packed sequences: "varlen", flash attention over all of them at once (torch has it for 16-bit dtypes on GPUs),
     or "each", torch's choice of kernel for one sequence after another."""
     flash = device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= _FLASH_HEAD and width % 8 == 0
-    return "varlen" if flash and has_varlen() else "each"
+    return "varlen" if flash and {"scale", "window_size"} <= arguments() else "each"
 
 
 @cache
-def has_varlen() -> bool:
-    """Return True if this torch has flash attention over packed sequences, with the arguments that `packed` passes."""
-    return varlen_attn is not None and {"scale", "window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)
+def arguments() -> frozenset[str]:
+    """Return the arguments of torch's flash attention over packed sequences; none if there is no such function."""
+    return frozenset() if varlen_attn is None else frozenset(signature(varlen_attn).parameters)
 
 
 def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSeqParams, scale: float | None) -> torch.Tensor:
     """query [T, heads, d], key and value [T, groups, d] -> [T, heads, d]."""
+    grouped: dict[str, bool] = {}
+    if "enable_gqa" in arguments():
+        grouped["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:  # torch 2.11 wants as many keys as queries
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     made: Any = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -129,7 +134,7 @@ def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence
         sequences.max_seqlen_kv,
         scale=scale,
         window_size=(-1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     out: torch.Tensor = made
     return out

@@ -67,4 +67,4 @@ def chosen(names: Sequence[str]) -> tuple[Arm, ...]:
 def overrides(arm: Arm, seed: int, run_dir: Path, steps: int) -> list[str]:
     """Return the arguments of `asyncmoe run` after the configuration. Later ones win."""
     common = [f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={arm.model}", "telemetry.live=off"]
-    return [*common, *_EVAL, "trainer.checkpoint_every=20", *arm.settings]
+    return [*common, *_EVAL, "objective.kl.coefficient=0", "trainer.checkpoint_every=20", *arm.settings]

@@ -87,7 +87,7 @@ def train(config: Config, steps: int) -> dict[str, Any]:
         given = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
-            bf16=False,
+            bf16=True,  # weights in float32, matrix products in bfloat16
             seed=config.run.seed,
             max_steps=steps,
             per_device_train_batch_size=_MICRO,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import UserError
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
-from benchmarks.learning import arms, curves, page, runner
+from benchmarks.learning import arms, changes, curves, page, runner
 from examples.real.tasks import Products, Records, Sums, number, record
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +131,38 @@ def test_the_page_has_a_row_and_a_band_for_each_arm() -> None:
     assert "<td>never<td>never<td>40" in found
     assert found.count("<polygon") == 2 * 4, "accuracy, reward, KL and entropy of both"
     assert "Effective sample size" not in found
+
+
+def test_changed_weights_are_counted_as_bfloat16(tmp_path: Path) -> None:
+    one = {
+        "model.embed_tokens.weight": torch.ones(4, 2),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(3),
+        "model.norm.weight": torch.ones(2),
+    }
+    other = {name: value.clone() for name, value in one.items()}
+    other["model.embed_tokens.weight"][0, 0] += 2**-7  # one step of bfloat16 at 1
+    other["model.embed_tokens.weight"][1, 0] += 2**-10  # less than half of one
+    other["model.layers.0.mlp.up_proj.weight"] *= 2
+    for name, tensors in (("one", one), ("other", other)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    assert changes.changed(tmp_path / "one", tmp_path / "other") == {"embedding": (1, 8), "experts": (3, 3), "norms": (0, 2)}
+    found = changes.shares([tmp_path / "one", tmp_path / "other", tmp_path / "other"])
+    assert found == {"embedding": [0.125, 0], "experts": [1, 0], "norms": [0, 0], "all": [0.3077, 0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.3.block_sparse_moe.experts.1.w2.weight", "experts"),
+        ("model.layers.3.block_sparse_moe.gate.weight", "router"),
+        ("model.layers.3.mlp.gate.weight", "router"),
+        ("model.layers.3.mlp.gate_proj.weight", "experts"),
+        ("model.layers.3.self_attn.q_norm.weight", "attention"),
+        ("model.layers.3.input_layernorm.weight", "norms"),
+        ("lm_head.weight", "embedding"),
+        ("model.rotary", "other"),
+    ],
+)
+def test_the_kind_of_a_tensor(name: str, kind: str) -> None:
+    assert changes.kind_of(name) == kind

@@ -18,11 +18,11 @@ pytestmark = [
     pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="no runs/models/smollm2: run make real-model"),
 ]
 
-TEMPERATURE, TOP_P, CLOSE = 0.7, 0.9, 1e-4
+TEMPERATURE, TOP_P, TOP_K, CLOSE = 0.7, 0.9, 64, 1e-4
 _SETTINGS = (
     *("run.steps=2", "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.every=0", "telemetry.samples.groups=4"),
     *("trainer.dtype=float32", "engines.dtype=float32", "verify={logprobs_every: 1, max_logprob_diff: 1.0e-4}"),
-    *(f"rollout.temperature={TEMPERATURE}", f"rollout.top_p={TOP_P}", "telemetry.live=off"),
+    *(f"rollout.temperature={TEMPERATURE}", f"rollout.top_p={TOP_P}", f"rollout.top_k={TOP_K}", "telemetry.live=off"),
 )
 
 
@@ -60,14 +60,14 @@ def test_the_engine_and_transformers_agree(run_dir: Path) -> None:
 
 
 def as_sampled(logits: torch.Tensor, tokens: list[int]) -> list[float]:
-    """Log-probabilities of tokens among the most probable ids that together reach `TOP_P` (nucleus sampling, arXiv 1904.09751), at
-    `TEMPERATURE`.
+    """Log-probabilities of tokens at `TEMPERATURE` among the most probable ids that together reach `TOP_P` (nucleus sampling, arXiv
+    1904.09751), `TOP_K` at most.
 
     Args:
         logits: float32[tokens, vocabulary].
     """
     probabilities, ids = (logits / TEMPERATURE).softmax(-1).sort(descending=True)
-    inside = probabilities.cumsum(-1) - probabilities < TOP_P
+    inside = (probabilities.cumsum(-1) - probabilities < TOP_P) & (torch.arange(ids.shape[1]) < TOP_K)
     kept: Any = (probabilities * inside).sum(-1)
     place = (ids == torch.tensor(tokens)[:, None]).int().argmax(-1, keepdim=True)
     assert inside.gather(1, place).all()

@@ -35,6 +35,12 @@ class Arm:
 
 ARMS = (
     Arm("dense-async", DENSE, "engine and trainer at the same time, one core each; tokens are up to one version old"),
+    Arm(
+        "dense-async-both-cores",
+        DENSE,
+        "two trainer ranks on two cores, and an engine that takes what it needs of both",
+        ("trainer.ranks=2",),
+    ),
     Arm("dense-sync", DENSE, "engine and trainer in turn, one core each", ("run.mode=sync",)),
     Arm(
         "dense-sync-both-cores",

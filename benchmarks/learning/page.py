@@ -12,7 +12,7 @@ from benchmarks.learning.curves import band, reached, together
 Point = tuple[float, float, float]
 """x, mean, half of the interval."""
 _WIDE, _HIGH, _LEFT, _BELOW = 760, 300, 56, 40
-_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#0a7ea4", "#57606a")
+_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#0a7ea4", "#57606a", "#e16f24", "#5c3d1e")
 _FIGURES = (
     ("accuracy", "Held-out accuracy, greedy", "share of sums"),
     ("reward_mean", "Reward of the trained samples", "reward"),

@@ -1,8 +1,8 @@
 """Runs of a real model side by side on one card, cut off when their time is over: `python -m tests.gpu.bundle.real_run SECONDS OUT RUN...`
 
-A RUN is a name and overrides of examples/real/sums.yaml: `lr-1e-5 trainer.optimizer.lr=1e-5 run.seed=1`, one argument. OUT is a JSON file
-with the curves of each (`benchmarks.learning.curves`), written again whenever a run has ended. Not a part of the bundle: the model must be
-there, which `make real-model` prepares. All runs share the card, so their times say little, and their curves against samples all.
+A RUN is one argument, a name and overrides of examples/real/sums.yaml: `"lr-1e-5 trainer.optimizer.lr=1e-5 run.seed=1"`. OUT gets the
+curves of each as JSON (`benchmarks.learning.curves`). Not a part of the bundle: the model must be there, which `make real-model` prepares.
+All runs share the card, so their curves are to be read against samples, not against time.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Run:
     def __init__(self, folder: Path, server: servers.Server, card: bool, words: list[str]) -> None:
         folder.mkdir()
         self.name, *self._settings = words
-        own = {"dir": str(folder / "run")}
+        self._status: dict[str, int | None] = {}
         args = ["--cuda-graph-bs-decode", "8", "32", "64", "--mem-fraction-static", "0.6"] if server.graphs and card else []
         common = [
-            f"run.dir={own['dir']}",
+            f"run.dir={folder / 'run'}",
             f"engines.python={tiny_run.python(folder, server)}",
             f"engines.share_gpus={str(card).lower()}",
             f"sync.transport={'ipc' if card else 'shm'}",

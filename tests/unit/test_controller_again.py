@@ -44,8 +44,16 @@ def close(clients: Sequence[Client]) -> None:
         client.close()
 
 
+def trained(trainer: StandIn) -> list[str]:
+    return [item.key for leased in trainer.batches.values() for item in leased.items]
+
+
+def groups(keys: Sequence[str]) -> set[int]:
+    return {int(key[1:].split(".")[0]) for key in keys}
+
+
 def test_ranks_go_on_with_the_lease_they_have_and_nothing_is_trained_twice(model: Path, tmp_path: Path) -> None:
-    config = config_of(model, tmp_path / "run")
+    config, first = config_of(model, tmp_path / "run"), set(range(12))
 
     async def body() -> None:
         async with serving(config) as running:
@@ -61,15 +69,15 @@ def test_ranks_go_on_with_the_lease_they_have_and_nothing_is_trained_twice(model
             await asyncio.gather(*(trainer.ask(Commit(2), rank) for rank in range(RANKS)))
             trainer.batches[2], trainer.step = under_way, 3
             await trainer.publish()
-            while trainer.step < 6:
+            while trainer.step < 6 or (trainer.step < config.run.steps and not first <= groups(trained(trainer))):
                 leased = await trainer.train()
                 assert (leased.lineage, leased.replayed) == (0, False)
                 await trainer.publish()
             await trainer.goodbye(finished=False)
         close(trainer.ranks)
-        trained = [item.key for leased in trainer.batches.values() for item in leased.items]
-        assert len(trained) == len(set(trained)) == 6 * config.rollout.batch
-        assert sorted({int(key[1:].split(".")[0]) for key in trained}) == list(range(12)), "no group was begun anew under another number"
+        assert len(trained(trainer)) == len(set(trained(trainer))) == trainer.step * config.rollout.batch
+        # A group that was under way when the controller was lost is sampled again, and may end after later ones.
+        assert first <= groups(trained(trainer)), "no group was begun anew under another number"
 
     in_loop(body())
 

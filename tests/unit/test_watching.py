@@ -38,12 +38,12 @@ import sys, time
 from pathlib import Path
 from asyncmoe.telemetry import heartbeats, processes
 def hangs_here():
+    print(flush=True)
     time.sleep(600)
 run_dir = Path(sys.argv[1])
 processes.record(run_dir, "trainer.0")
 heartbeats.start(run_dir, "trainer.0", 0.1)
 heartbeats.beat("a micro-batch")
-print(flush=True)
 hangs_here()
 """
 

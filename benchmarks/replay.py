@@ -23,9 +23,9 @@ from asyncmoe.errors import InvariantBroken
 TOKENS, TRAJECTORIES, ROUNDS = 256, 8, 15
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "experts": 32, "experts_per_token": 4, "expert_hidden": 128}
 LIMIT_S = 600.0
-_OTHER = 0.1
-"""Share of the tokens of a layer that may go to other experts than in the pass that recorded them. Two passes on a GPU in bfloat16 differ
-by rounding, as Megatron adds experts' outputs by atomics, and near ties go the other way; of unrelated routes most would."""
+_OTHER = {"cpu": 0.01, "cuda": 0.1}
+"""Share of the tokens of a layer that may go to other experts than in the pass that recorded them. Two passes on an H200 in bfloat16
+differed for 2.5 %, presumably near ties that rounding decides; of unrelated routes most would."""
 
 
 def run() -> dict[str, Any]:
@@ -101,7 +101,7 @@ def measure(folder: Path) -> dict[str, Any]:
         begin = time.perf_counter()
         metrics = train_step(built, adam, microbatches(kept), SupervisedLoss(), 0.0, replay=replay)
         seconds = time.perf_counter() - begin
-        if kept and max(metrics.routing_mismatch.values()) > _OTHER:
+        if kept and max(metrics.routing_mismatch.values()) > _OTHER[built.mesh.device.type]:
             raise InvariantBroken(f"bench replay: the experts replayed are not the router's own: {metrics.routing_mismatch}")
         return seconds
 

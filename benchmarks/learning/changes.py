@@ -1,6 +1,6 @@
 """How many bfloat16 weights a step changes, by kind of layer: python -m benchmarks.learning.changes OUT [LR...]
 
-Trains `CONFIGURATION` for a few steps at each learning rate, with a checkpoint after every step, exports each, and compares neighbours bit
+Trains the dense model for a few steps at each learning rate, with a checkpoint after every step, exports each, and compares neighbours bit
 by bit. What an engine would have to receive, were only changes sent.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -19,8 +18,8 @@ from statistics import fmean
 import torch
 from safetensors import safe_open
 
-from benchmarks.learning.arms import CONFIGURATION, DENSE
-from benchmarks.learning.runner import ROOT, RUNS
+from benchmarks.learning import arms, runner
+from benchmarks.learning.runner import RUNS
 from benchmarks.provenance import here
 
 STEPS, RATES = 8, (2e-6, 2e-5, 1e-4)
@@ -32,7 +31,6 @@ KINDS: Mapping[str, str] = {
     "norms": r"norm",
 }
 """Kind -> pattern of the names of its tensors in a Hugging Face checkpoint; the first that is found counts."""
-_LIMIT_S = 3600.0
 
 
 def kind_of(name: str) -> str:
@@ -58,24 +56,18 @@ def shares(exports: Sequence[Path]) -> dict[str, list[float]]:
     return {kind: [float(f"{step[kind][0] / step[kind][1]:.4g}") for step in every] for kind in every[0]}
 
 
-def measure(rate: float, steps: int, model: Path) -> dict[str, list[float]]:
-    """Train, export the checkpoint of every step, and compare them."""
-    run_dir = RUNS / f"changes-{rate:g}"
+def measure(rate: float, steps: int) -> dict[str, list[float]]:
+    """Train, export the checkpoint of every step, and compare them. Raises as `runner.finish`."""
+    run_dir = RUNS / f"changes-{rate:.0e}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    given = [f"run.dir={run_dir}", f"run.steps={steps}", f"model.path={model}", f"trainer.optimizer.lr={rate:g}", "telemetry.live=off"]
-    kept = ["trainer.checkpoint_every=1", f"trainer.keep_checkpoints={steps + 1}", "evaluation.every=0", "objective.kl.coefficient=0"]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    with run_dir.with_suffix(".log").open("wb") as log:
-
-        def asyncmoe(*words: object) -> None:
-            command = [sys.executable, "-m", "asyncmoe", *map(str, words)]
-            subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=_LIMIT_S, check=True)
-
-        asyncmoe("run", CONFIGURATION, *given, *kept)
-        exports = [ROOT / model]
-        for step in range(1, steps + 1):
-            exports.append(run_dir / f"export-{step}")
-            asyncmoe("export", run_dir, exports[-1], "--step", step)
+    (arm,) = arms.chosen(["dense-async"])
+    kept = ["trainer.checkpoint_every=1", f"trainer.keep_checkpoints={steps + 1}", "evaluation.every=0", f"trainer.optimizer.lr={rate:g}"]
+    runner.finish(run_dir, ["-m", "asyncmoe", "run", str(arms.CONFIGURATION), *arms.overrides(arm, 0, run_dir, steps), *kept], {})
+    exports = [runner.ROOT / arm.model]
+    for step in range(1, steps + 1):
+        exports.append(run_dir / f"export-{step}")
+        runner.finish(run_dir, ["-m", "asyncmoe", "export", str(run_dir), str(exports[-1]), "--step", str(step)], {})
     found = shares(exports)
     shutil.rmtree(run_dir)
     return found
@@ -86,10 +78,10 @@ def main() -> None:
     out, *rates = sys.argv[1:]
     runs = []
     for rate in [float(rate) for rate in rates] or RATES:
-        found = measure(rate, STEPS, DENSE)
+        found = measure(rate, STEPS)
         # Adam's first steps are of the size of the learning rate whatever the gradient; the later ones are what a run is made of.
         runs.append({"lr": rate, "mean": {kind: round(fmean(values[STEPS // 2 :]), 5) for kind, values in found.items()}, "steps": found})
-        Path(out).write_text(json.dumps({**here(), "model": str(DENSE), "runs": runs}) + "\n")
+        Path(out).write_text(json.dumps({**here(), "model": str(arms.DENSE), "runs": runs}) + "\n")
 
 
 if __name__ == "__main__":

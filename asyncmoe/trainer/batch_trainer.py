@@ -211,13 +211,13 @@ class Learner:
         for update in updates if verify or recompute or self._reference is not None else ():
             made, lengths = microbatches(update), [leased.items[i].tokens for i in update.members]
             if verify or recompute:
-                found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay)
+                found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
                 before |= {update.members[i]: values for i, values in found.items()}
             if self._reference is not None:
                 # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
                 bare = [replace(batch, experts=None, support=None) for batch in made]
                 with self._reference.in_place():
-                    found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay)
+                    found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay, sampled_only=True)
                 reference |= {update.members[i]: values for i, values in found.items()}
         if leased.replayed:
             self._drift = self._drifted(trajectories, before, step)

@@ -19,6 +19,7 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
 from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.replay_data import Support
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss, PolicyLoss
 from asyncmoe.trainer.model import collectives
@@ -34,6 +35,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402
 from asyncmoe.trainer.model import optimizer as optimizers  # noqa: E402
+from asyncmoe.trainer.model import output_rows  # noqa: E402
 from asyncmoe.trainer.model.optimizer import set_lr  # noqa: E402
 from asyncmoe.trainer.model.replay import Replay  # noqa: E402
 
@@ -149,21 +151,29 @@ def _update(model: Model, optimizer: MegatronOptimizer, scale: float, guard: Upd
 
 
 def logprobs_only(
-    model: Model, microbatches: Sequence[MicroBatch], lengths: Sequence[int], temperature: float, replay: Replay | None = None
+    model: Model,
+    microbatches: Sequence[MicroBatch],
+    lengths: Sequence[int],
+    temperature: float,
+    replay: Replay | None = None,
+    sampled_only: bool = False,
 ) -> dict[int, np.ndarray]:
-    """Compute the log-probability of every token under the current weights, without a backward pass. Collective over all ranks.
+    """Compute the log-probability of tokens under the current weights, without a backward pass. Collective over all ranks.
 
     Args:
         microbatches: as for `train_step`.
         lengths: token count of every trajectory in the schedule.
         temperature: divides the logits.
         replay: as for `train_step`.
+        sampled_only: leave out tokens that were not sampled.
 
     Returns:
-        float32[T_i] by trajectory index i, on every rank, aligned with the tokens; the first entry is 0 because nothing precedes its token.
+        float32[T_i] by trajectory index i, on every rank, aligned with the tokens; 0 for the first, which nothing precedes, and for tokens
+        that are left out.
     """
     with mark("log-probabilities"), nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
-        results, _ = _run(model, microbatches, partial(_logprobs_of, model.mesh, temperature), forward_only=True, replay=replay)
+        finish = partial(_logprobs_of, model.mesh, temperature)
+        results, _ = _run(model, microbatches, finish, forward_only=True, replay=replay, sampled_only=sampled_only)
     starts = np.cumsum([0, *lengths])
     flat = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.mesh.device)
     if model.mesh.reports:
@@ -175,8 +185,8 @@ def logprobs_only(
     return {index: values[starts[index] : starts[index + 1]] for index in range(len(lengths))}
 
 
-Finish = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, logits [1, T, V / tp]) -> loss, an ignored token count, named results."""
+Finish = Callable[[MicroBatch, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+"""(micro-batch, n of its rows or None for all, their logits [1, n, V / tp]) -> loss, an ignored token count, named results."""
 
 
 Differs = Callable[[MicroBatch], torch.Tensor | None]
@@ -191,6 +201,7 @@ def _run(
     forward_only: bool,
     replay: Replay | None = None,
     differs: Differs = lambda batch: None,
+    sampled_only: bool = True,
 ) -> tuple[list[dict[str, torch.Tensor]], dict[int, float]]:
     """Run Megatron's schedule over the micro-batches. Return each micro-batch's results from `finish`, [] except on the last pipeline
     stage, and the result of `Replay.end`, {} without replay."""
@@ -202,11 +213,13 @@ def _run(
         heartbeats.beat("a micro-batch")
         chunk, batch = next(rows)
         bounds = [] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+        chosen = batch.mask.nonzero().squeeze(1).to(model.mesh.device) if sampled_only else None
         batch = batch.to(model.mesh.device)
         counting = model.balance.counting(batch) if model.balance is not None and not forward_only else nullcontext()
-        with counting, replay.forward(chunk, batch.experts, differs(batch)) if replay is not None else nullcontext():
+        replayed = replay.forward(chunk, batch.experts, differs(batch)) if replay is not None else nullcontext()
+        with counting, replayed, output_rows.only(chosen, model.chunks[chunk]):
             output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch, bounds), **kwargs)
-        return output, partial(finish, batch)
+        return output, partial(finish, batch, chosen)
 
     most = max(batch.rows for batch in microbatches)
     if len(model.ddp) > 1 and any(batch.rows != most for batch in microbatches):
@@ -230,11 +243,13 @@ def _packed(batch: MicroBatch, bounds: list[int]) -> PackedSequences | None:
     return None if batch.cu_seqlens is None else PackedSequences(batch.cu_seqlens, bounds, batch.max_seqlen)
 
 
-def _loss_of(mesh: Mesh, loss: Loss, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs, entropy = target_logprobs(logits[0], batch.targets, loss.temperature, mesh.tp_group, batch.support, entropy=True)
+def _loss_of(
+    mesh: Mesh, loss: Loss, batch: MicroBatch, rows: torch.Tensor | None, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs, entropy = _targets(mesh, loss.temperature, batch, rows, logits, batch.support, entropy=True)
     unmasked = None
     if loss.wants_unmasked and batch.support is not None:
-        unmasked, _ = target_logprobs(logits[0], batch.targets, loss.temperature, mesh.tp_group)
+        unmasked, _ = _targets(mesh, loss.temperature, batch, rows, logits, None)
     value, sums = loss(logprobs, batch, unmasked)
     assert entropy is not None
     sums = sums | {
@@ -246,10 +261,27 @@ def _loss_of(mesh: Mesh, loss: Loss, batch: MicroBatch, logits: torch.Tensor) ->
 
 
 def _logprobs_of(
-    mesh: Mesh, temperature: float, batch: MicroBatch, logits: torch.Tensor
+    mesh: Mesh, temperature: float, batch: MicroBatch, rows: torch.Tensor | None, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs, _ = target_logprobs(logits[0], batch.targets, temperature, mesh.tp_group, batch.support)
+    logprobs, _ = _targets(mesh, temperature, batch, rows, logits, batch.support)
     return logprobs.sum(), _no_tokens(logits), {"logprobs": logprobs}
+
+
+def _targets(
+    mesh: Mesh,
+    temperature: float,
+    batch: MicroBatch,
+    rows: torch.Tensor | None,
+    logits: torch.Tensor,
+    support: Support | None,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `target_logprobs` as float32[T]: 0 for rows without logits."""
+    targets = batch.targets if rows is None else batch.targets[rows]
+    kept = support if rows is None or support is None else support.take(rows)
+    found, entropies = target_logprobs(logits[0], targets, temperature, mesh.tp_group, kept, entropy)
+    values = output_rows.spread(found, rows, batch.rows)
+    return values, None if entropies is None else output_rows.spread(entropies, rows, batch.rows)
 
 
 def _no_tokens(like: torch.Tensor) -> torch.Tensor:

@@ -153,11 +153,14 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
     batches = job.microbatches("token_mean")
     adam = optimizer.build(unclipped(job.config), built)
     logprobs = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)
+    sampled = {i: one.loss_mask for i, one in case.trajectories(job.reference["behaviour"]).items()}
+    chosen = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE, sampled_only=True)
     before = snapshot(built)
     supervised = step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=0.0)
     found = {
         "logits": logits_error(job, built, batches),
         "logprobs": max(float(np.abs(logprobs[i] - want).max()) for i, want in enumerate(job.reference["logprobs"])),
+        "sampled_only": max(float(np.abs(chosen[i] - logprobs[i] * mask).max()) for i, mask in sampled.items()),
         "supervised_gradients": relative_error(gradients(built), expected(built, job.path / "supervised")),
         "supervised_loss": abs(supervised.loss - job.reference["supervised"]["loss"]),
         "supervised_norm": abs(supervised.grad_norm / job.reference["supervised"]["grad_norm"] - 1),
@@ -347,12 +350,12 @@ def unclipped(config: Config) -> Config:
 def logits_error(job: Job, built: model.Model, batches: list[MicroBatch]) -> float:
     """Against Hugging Face's, of every row of every trajectory, from the shards of the vocabulary put together."""
 
-    def keep(rows: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def keep(rows: MicroBatch, _: torch.Tensor | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         parts = [torch.empty_like(logits) for _ in range(job.mesh.tp)]
         dist.all_gather(parts, logits.contiguous(), group=job.mesh.tp_group)
         return logits.sum(), torch.zeros([], dtype=torch.int), {"logits": torch.cat(parts, dim=2)[0].clone()}
 
-    results, _ = step._run(built, batches, keep, forward_only=True)
+    results, _ = step._run(built, batches, keep, forward_only=True, sampled_only=False)
     errors = [0.0]
     for rows, kept in zip(batches, results, strict=False):
         for index, first, count in rows.places:

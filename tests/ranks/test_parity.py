@@ -104,6 +104,7 @@ def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> Non
 def check_parity(errors: dict[str, Any]) -> None:
     assert errors["logits"] < 1e-4
     assert errors["logprobs"] < 1e-4
+    assert errors["sampled_only"] < 1e-6
     for loss in ("supervised", "policy"):
         assert errors[f"{loss}_loss"] < 1e-5
         assert errors[f"{loss}_norm"] < 1e-4

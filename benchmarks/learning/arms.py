@@ -10,8 +10,16 @@ from asyncmoe.errors import UserError
 
 CONFIGURATION = Path("examples/real/sums.yaml")
 DENSE, MIXTURE = Path("runs/models/smollm2"), Path("runs/models/smollm2-moe")
-_EVAL = ("evaluation.every=5", "evaluation.max_concurrent=64")
-_MIXTURE = ("keep.routing=true", "engines.dtype=bfloat16", "queue.staleness.max_staleness=1")
+_COMMON = (
+    "rollout.groups_per_step=4",
+    "trainer.tokens_per_microbatch=2048",
+    "trainer.checkpoint_every=20",
+    "objective.kl.coefficient=0",
+    "evaluation.every=8",
+    "evaluation.max_concurrent=64",
+    "telemetry.live=off",
+)
+_MIXTURE = ("keep.routing=true", "queue.staleness.max_staleness=1")
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,30 @@ ARMS = (
         {"OMP_NUM_THREADS": "2"},
     ),
     Arm("dense-trl", DENSE, "TRL's GRPOTrainer with transformers' own generation, each on both cores", trl=True),
-    Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), an engine in bfloat16", _MIXTURE),
+    Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), tokens are up to one version old", _MIXTURE),
     Arm("moe-routing-off", MIXTURE, "routes are not replayed", (*_MIXTURE, "keep.routing=false")),
     Arm("moe-uncorrected", MIXTURE, "no importance weights", (*_MIXTURE, "objective.correction.weight=none")),
     Arm("moe-eta-64", MIXTURE, "tokens are up to 64 versions old", (*_MIXTURE, "queue.staleness.max_staleness=64")),
-    Arm("moe-lora", MIXTURE, "adapters of attention and all experts instead of all weights", (*_MIXTURE, "train=lora")),
+    Arm(
+        "moe-lora",
+        MIXTURE,
+        "adapters of attention and all experts instead of all weights",
+        (*_MIXTURE, "train=lora", "lora={rank: 8, alpha: 128}"),
+    ),
+    Arm(
+        "moe-sequence-mask",
+        MIXTURE,
+        "no importance weights; responses whose ratio is outside [0.5, 2] are rejected",
+        (*_MIXTURE, "objective.correction={weight: none, sequence_band: [0.5, 2.0]}"),
+    ),
+    Arm(
+        "moe-eta-64-uncorrected",
+        MIXTURE,
+        "tokens are up to 64 versions old, no importance weights",
+        (*_MIXTURE, "queue.staleness.max_staleness=64", "objective.correction.weight=none"),
+    ),
+    Arm("moe-eta-16", MIXTURE, "tokens are up to 16 versions old", (*_MIXTURE, "queue.staleness.max_staleness=16")),
+    Arm("moe-eta-4", MIXTURE, "tokens are up to 4 versions old", (*_MIXTURE, "queue.staleness.max_staleness=4")),
 )
 
 
@@ -72,5 +99,4 @@ def chosen(names: Sequence[str]) -> tuple[Arm, ...]:
 
 def overrides(arm: Arm, seed: int, run_dir: Path, steps: int) -> list[str]:
     """Return the arguments of `asyncmoe run` after the configuration. Later ones win."""
-    common = [f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={arm.model}", "telemetry.live=off"]
-    return [*common, *_EVAL, "objective.kl.coefficient=0", "trainer.checkpoint_every=20", *arm.settings]
+    return [f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={arm.model}", *_COMMON, *arm.settings]

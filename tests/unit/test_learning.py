@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("arm", arms.ARMS, ids=lambda arm: arm.name)
 def test_every_arm_is_a_valid_configuration_that_differs(arm: arms.Arm) -> None:
     config = configuration.load(ROOT / arms.CONFIGURATION, arms.overrides(arm, 1, Path("runs/x"), 60))
-    assert config.rollout.batch == 64
+    assert config.rollout.batch == 32
     assert (config.run.seed, config.run.steps, config.model.path) == (1, 60, arm.model)
     told = {(other.model, other.settings, tuple(other.environment), other.trl) for other in arms.ARMS}
     assert len(told) == len(arms.ARMS)

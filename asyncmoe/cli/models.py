@@ -40,10 +40,13 @@ def upcycle(
     diversify: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of each expert's neurons that start anew, so that experts differ.")
     ] = 0.0,
-    steps: Annotated[int, typer.Option(min=0, help="With --diversify: steps of distillation from DENSE, on text that it writes.")] = 100,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --diversify: steps of distillation from DENSE, on text that it writes.", show_default="100"),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
-    lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 1e-4,
 ) -> None:
     """Write a mixture of experts that starts as a dense model: each expert is a copy of its MLP (sparse upcycling, arXiv 2212.05055).
 
@@ -59,6 +62,9 @@ def upcycle(
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that an unfinished mixture is deleted
     wanted = Upcycling(experts, top_k, shared, kind_named(kind), seed)
+    if steps and not diversify:
+        raise UserError("--steps", got=f"{steps} without --diversify", expected="both, or neither", hint="equal experts need none")
+    steps = 100 if steps is None else steps
     how = Distillation(steps, batch, tokens, lr, seed=seed) if diversify and steps else None
     found = made(dense, out, wanted, diversify, how, lambda line: print(line, file=sys.stderr, flush=True))
     print(f"{out}: {load_hf_config(out)['model_type']}, {experts} experts in each layer, {top_k} of them for a token")

@@ -174,6 +174,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"KL to {first} on held-out text: " in out
     assert "mean relative difference between two experts' outputs: " in out
     assert "step 1 of 1" in err
+    with pytest.raises(UserError, match="--steps: got 5 without --diversify, expected both, or neither"):
+        app(["upcycle", str(first), str(tmp_path / "other"), *words[3:], "--steps", "5"], standalone_mode=False)
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_odd_width_is_distilled_too(tmp_path: Path) -> None:

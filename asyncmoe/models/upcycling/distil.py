@@ -38,7 +38,7 @@ class Distillation:
     steps: int = 100
     batch: int = 8
     tokens: int = 128
-    lr: float = 1e-3
+    lr: float = 1e-4
     held_out: int = 32
     seed: int = 0
 

@@ -15,7 +15,7 @@ _COMMON = (
     "trainer.tokens_per_microbatch=2048",
     "trainer.checkpoint_every=20",
     "objective.kl.coefficient=0",
-    "evaluation.every=8",
+    "evaluation.every=6",
     "evaluation.max_concurrent=64",
     "telemetry.live=off",
 )

@@ -26,7 +26,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from benchmarks.learning import arms
 from examples.real.tasks import number
 
-_EVERY, _MICRO = 8, 16
+_EVERY, _MICRO = 6, 16
 
 
 class Evaluated(TrainerCallback):  # type: ignore[misc]  # transformers has no types

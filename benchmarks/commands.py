@@ -82,6 +82,7 @@ def learning_(
     steps: Annotated[int, typer.Option(min=1, help="RL steps of a run, of 32 samples.")] = 31,
     minutes: Annotated[float, typer.Option(help="Begin no further run after so many minutes.")] = 1e9,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of the results; with --minutes 0, run nothing.")] = None,
+    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write learning-dense.svg and learning-moe.svg there.")] = None,
     level: Annotated[float, typer.Option(help="Accuracy of which the page says when it was reached first.")] = 0.5,
 ) -> None:
     """A real model learns to add: arms that differ in one thing, with three seeds each. Hours; the same command goes on."""
@@ -93,6 +94,8 @@ def learning_(
     runner.run(chosen, [int(seed) for seed in seeds.split(",")], steps, results, minutes, typer.echo)
     if page is not None:
         page.write_text(pages.html(runner.read(results), level))
+    if pictures is not None:
+        pages.pictures(runner.read(results), pictures)
 
 
 @bench.command("gpu")

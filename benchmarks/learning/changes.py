@@ -1,7 +1,7 @@
-"""How many bfloat16 weights a step changes, by kind of layer: python -m benchmarks.learning.changes OUT [LR...]
+"""How many bfloat16 weights a step changes, by kind of layer: python -m benchmarks.learning.changes OUT PICTURE ARM STEPS LR...
 
-Trains the dense model for a few steps at each learning rate, with a checkpoint after every step, exports each, and compares neighbours bit
-by bit. What an engine would have to receive, were only changes sent.
+Trains an arm at each learning rate, with a checkpoint after every step, exports each, and compares neighbours bit by bit. What an engine
+would have to receive, were only changes sent. What OUT has is not run again, and PICTURE shows all of it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from safetensors import safe_open
 
+from asyncmoe.simulate.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.learning import arms, runner
 from benchmarks.learning.runner import RUNS
 from benchmarks.provenance import here
 
-STEPS, RATES = 8, (2e-6, 2e-5, 1e-4)
 KINDS: Mapping[str, str] = {
     "embedding": r"embed_tokens|lm_head",
     "attention": r"self_attn",
@@ -56,12 +58,12 @@ def shares(exports: Sequence[Path]) -> dict[str, list[float]]:
     return {kind: [float(f"{step[kind][0] / step[kind][1]:.4g}") for step in every] for kind in every[0]}
 
 
-def measure(rate: float, steps: int) -> dict[str, list[float]]:
+def measure(name: str, rate: float, steps: int) -> dict[str, list[float]]:
     """Train, export the checkpoint of every step, and compare them. Raises as `runner.finish`."""
-    run_dir = RUNS / f"changes-{rate:.0e}"
+    run_dir = RUNS / f"changes-{name}-{rate:.0e}"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    (arm,) = arms.chosen(["dense-async"])
+    (arm,) = arms.chosen([name])
     kept = ["trainer.checkpoint_every=1", f"trainer.keep_checkpoints={steps + 1}", "evaluation.every=0", f"trainer.optimizer.lr={rate:g}"]
     runner.finish(run_dir, ["-m", "asyncmoe", "run", str(arms.CONFIGURATION), *arms.overrides(arm, 0, run_dir, steps), *kept], {})
     exports = [runner.ROOT / arm.model]
@@ -73,15 +75,43 @@ def measure(rate: float, steps: int) -> dict[str, list[float]]:
     return found
 
 
+def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the shares: by learning rate for each kind of layer, and step by step. Solid: the first arm; dashed: the second."""
+    names = list(dict.fromkeys(run["arm"] for run in runs))
+    with style():
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        keys: dict[str, Any] = {}
+        for name, line in zip(names, ("-", "--"), strict=False):
+            mine = sorted((run for run in runs if run["arm"] == name), key=lambda run: float(run["lr"]))
+            for kind, colour in zip(("all", *KINDS), (INK, BLUE, GREEN, ORANGE, RED, PURPLE), strict=True):
+                points = [(run["lr"], 100 * run["mean"][kind]) for run in mine if kind in run["mean"]]
+                if points:
+                    (keys[f"{name}, {kind}"],) = left.plot(*zip(*points, strict=True), line, color=colour, marker="o", markersize=3)
+            for run in mine:
+                values = [100 * value for value in run["steps"]["all"]]
+                right.plot(range(1, len(values) + 1), values, line, color=INK)
+                right.annotate(f"{run['lr']:g}", (len(values), values[-1]), xytext=(3, 0), textcoords="offset points", va="center")
+        left.set(xscale="log", yscale="log", xlabel="learning rate", title="Changed bfloat16 weights, % a step")
+        right.set(yscale="log", xlabel="step", title="All weights, by learning rate, % a step")
+        figure.legend(keys.values(), keys.keys(), loc="outside lower center", ncols=4)
+        figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
-    """Write OUT."""
-    out, *rates = sys.argv[1:]
-    runs = []
-    for rate in [float(rate) for rate in rates] or RATES:
-        found = measure(rate, STEPS)
+    """Write OUT and PICTURE."""
+    out, drawn, name, steps, *rates = sys.argv[1:]
+    path = Path(out)
+    held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {**here(), "runs": []}
+    for rate in [float(rate) for rate in rates]:
+        if any((run["arm"], run["lr"]) == (name, rate) for run in held["runs"]):
+            continue
+        found = measure(name, rate, int(steps))
         # Adam's first steps are of the size of the learning rate whatever the gradient; the later ones are what a run is made of.
-        runs.append({"lr": rate, "mean": {kind: round(fmean(values[STEPS // 2 :]), 5) for kind, values in found.items()}, "steps": found})
-        Path(out).write_text(json.dumps({**here(), "model": str(arms.DENSE), "runs": runs}) + "\n")
+        mean = {kind: round(fmean(values[int(steps) // 2 :]), 6) for kind, values in found.items()}
+        held["runs"].append({"arm": name, "lr": rate, "mean": mean, "steps": found})
+        path.write_text(json.dumps(held) + "\n")
+    picture(held["runs"], Path(drawn))
 
 
 if __name__ == "__main__":

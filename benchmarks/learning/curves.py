@@ -7,9 +7,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+
 from asyncmoe.telemetry.run import RunRecords, load
 
-_DIGITS = 5
+Point = tuple[float, float, float]
+"""Place on the axis, mean, half of the mean's 95 % interval."""
+_DIGITS, _PLACES = 5, 24
 _OF_STEPS = (
     "reward_mean", "entropy", "grad_norm", "clip_fraction", "train_infer_kl", "ess", "staleness_mean", "train_seconds", "wait_seconds",
     "sync_seconds", "response_tokens_mean",
@@ -72,15 +76,29 @@ def band(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), T_95[len(values)] * stdev(values) / len(values) ** 0.5
 
 
-def together(runs: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float, float]]:
-    """Return (samples, mean, half interval) of a figure of an arm's runs, where all of them have it."""
+def together(runs: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """Return a figure of an arm's runs by samples, where all of them have it."""
     by_samples: dict[float, list[float]] = {}
     for run in runs:
-        of = run["evaluations"] if name == "accuracy" else run
-        for at, value in zip(of["samples"], of.get(name, ()), strict=False):  # TRL does not say all that we do
-            if value is not None:
-                by_samples.setdefault(at, []).append(value)
+        for at, value in _values(run, name, "samples"):
+            by_samples.setdefault(at, []).append(value)
     return [(at, *band(values)) for at, values in sorted(by_samples.items()) if len(values) == len(runs)]
+
+
+def against_seconds(runs: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """Return a figure of an arm's runs by seconds, linear between its points, from where all have one until the first has no more."""
+    lines = [np.array(_values(run, name, "seconds")) for run in runs]
+    if any(len(line) < 2 for line in lines):
+        return []
+    first, last = max(line[0, 0] for line in lines), min(line[-1, 0] for line in lines)
+    places = np.linspace(first, last, _PLACES)
+    return [(float(at), *band([float(np.interp(at, *line.T)) for line in lines])) for at in places]
+
+
+def _values(run: Mapping[str, Any], name: str, axis: str) -> list[tuple[float, float]]:
+    of = run["evaluations"] if name == "accuracy" else run
+    told = zip(of[axis], of.get(name, ()), strict=False)  # TRL does not say all that we do
+    return [(at, value) for at, value in told if value is not None]
 
 
 def _elapsed(run: RunRecords, time: float) -> float:

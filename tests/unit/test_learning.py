@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from asyncmoe.errors import UserError
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
-from benchmarks.learning import arms, changes, curves, page, runner
+from benchmarks.learning import arms, changes, curves, figures, page, runner
 from examples.real.tasks import Products, Records, Sums, number, record
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +118,7 @@ def test_records_and_their_scorer() -> None:
     assert [record("", one, answer) for one in said] == [0.75, 0.0, 0.0, 0.0]
 
 
-def test_the_page_has_a_row_and_a_band_for_each_arm() -> None:
+def test_the_page_has_a_row_and_a_curve_for_each_arm(tmp_path: Path) -> None:
     def one(arm: str, seed: int, last: float) -> dict[str, object]:
         evaluations = {"samples": [0, 640], "seconds": [0.0, 90.0], "accuracy": [0.1, last], "stderr": [0.1, 0.1]}
         return {"arm": arm, "seed": seed, "steps": 10, "samples": [640], "reward_mean": [0.4], "ess": [None], "entropy": [1.0],
@@ -129,8 +130,20 @@ def test_the_page_has_a_row_and_a_band_for_each_arm() -> None:
     assert "<td>3<td>0.1<td>0.5 ± 0.25<td>" in found
     assert "<td>moe<td>the mixture" in found
     assert "<td>never<td>never<td>40" in found
-    assert found.count("<polygon") == 2 * 4, "accuracy, reward, KL and entropy of both"
-    assert "Effective sample size" not in found
+    titles = [title for _, _, title in (*figures.DENSE, *figures.MIXTURE, *figures.OTHERS)]
+    assert {title for title in titles if title in found} == set(titles[:3]), "a curve has two points; only accuracy has"
+    page.pictures({"runs": runs}, tmp_path)
+    for name in ("dense", "moe"):
+        assert ElementTree.parse(tmp_path / f"learning-{name}.svg").getroot().tag.endswith("svg")
+
+
+def test_bands_against_seconds_are_where_all_seeds_have_a_figure() -> None:
+    """0 to 10 in 10 s and in 20 s: from 0 to 10 s, and there 10 and 5."""
+    runs = [{"evaluations": {"seconds": [0.0, last], "accuracy": [0.0, 10.0]}} for last in (10.0, 20.0)]
+    points = curves.against_seconds(runs, "accuracy")
+    assert (points[0][:2], points[-1][:2]) == ((0.0, 0.0), (10.0, 7.5))
+    assert points[-1][2] == pytest.approx(12.706 * 2.5)
+    assert curves.against_seconds([{"seconds": [1.0], "ess": [1.0], "evaluations": {}}], "ess") == []
 
 
 def test_changed_weights_are_counted_as_bfloat16(tmp_path: Path) -> None:
@@ -149,6 +162,11 @@ def test_changed_weights_are_counted_as_bfloat16(tmp_path: Path) -> None:
     assert changes.changed(tmp_path / "one", tmp_path / "other") == {"embedding": (1, 8), "experts": (3, 3), "norms": (0, 2)}
     found = changes.shares([tmp_path / "one", tmp_path / "other", tmp_path / "other"])
     assert found == {"embedding": [0.125, 0], "experts": [1, 0], "norms": [0, 0], "all": [0.3077, 0]}
+    runs = [
+        {"arm": "dense-async", "lr": rate, "mean": {"all": rate, "experts": rate}, "steps": {"all": [rate, rate]}} for rate in (0.1, 0.2)
+    ]
+    changes.picture(runs, tmp_path / "found.svg")
+    assert "dense-async, experts" in (tmp_path / "found.svg").read_text()
 
 
 @pytest.mark.parametrize(

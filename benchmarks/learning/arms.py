@@ -11,11 +11,8 @@ from asyncmoe.errors import UserError
 CONFIGURATION = Path("examples/real/sums.yaml")
 DENSE, MIXTURE = Path("runs/models/smollm2"), Path("runs/models/smollm2-moe")
 _COMMON = (
-    "rollout.groups_per_step=4",
-    "trainer.tokens_per_microbatch=2048",
     "trainer.checkpoint_every=20",
     "objective.kl.coefficient=0",
-    "evaluation.every=6",
     "evaluation.max_concurrent=64",
     "telemetry.live=off",
 )

@@ -1,9 +1,10 @@
-"""Tasks that a small chat model can learn on two cores: sums, products with a calculator, and answers in a wanted form."""
+"""Tasks for a small chat model on two cores: sums, products with a calculator, answers in a wanted form, word problems of one step."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from random import Random
 
 from asyncmoe.rollout.tasks import Example
@@ -45,6 +46,25 @@ class Products:
             {"role": "user", "content": f"What is {left} times {right}?"},
         ]
         return Example(messages, str(left * right), {"left": left, "right": right})
+
+
+class OneStep:
+    """The `most` shortest questions of a file in GSM8K's format (https://arxiv.org/abs/2110.14168) whose answer is one calculation."""
+
+    def __init__(self, path: str, most: int = 320) -> None:
+        lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        self._lines = sorted((one for one in lines if one["answer"].count("<<") == 1), key=lambda one: len(one["question"]))[:most]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> Example:
+        line = self._lines[index]
+        messages = [
+            {"role": "system", "content": "Compute, then end with the number that is asked for."},
+            {"role": "user", "content": line["question"]},
+        ]
+        return Example(messages, line["answer"].rpartition("#### ")[2].replace(",", ""))
 
 
 def number(prompt: str, response: str, answer: str) -> float:

@@ -147,7 +147,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
         trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
-        fuse(optimizer, model)
+        fuse(optimizer)
     return int(facts["step"])
 
 

@@ -45,14 +45,13 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
         ),
         list(model.ddp),
     )
-    fuse(optimizer, model)
+    fuse(optimizer)
     return optimizer
 
 
-def fuse(optimizer: MegatronOptimizer, model: Model) -> None:
-    """On a GPU, use torch's fused kernel if the optimizer is torch's Adam. Call it again after a checkpoint is loaded."""
-    if model.mesh.device.type == "cuda":
-        adam.fuse(one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]))
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Use torch's fused kernel if the optimizer is torch's Adam. Call it again after a checkpoint is loaded."""
+    adam.fuse(one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:

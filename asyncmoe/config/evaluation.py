@@ -64,12 +64,12 @@ class EvaluationSet(SourceSection):
 
 
 class EvaluationSection(Section):
-    """Ask the same questions of every n-th version on the same engines. Training does not wait for the answers."""
+    """Ask the same questions of every n-th version, and of the last, on the same engines. Training does not wait for the answers."""
 
     every: NonNegative = Field(
         0,
-        description="Versions between evaluations; 0: never. The version at the end of the warm-up is the first one evaluated. An "
-        "evaluation that still runs when the trainer finishes is abandoned.",
+        description="Versions between evaluations; 0: never. The first version evaluated is that at the end of the warm-up, the "
+        "last one that of the last step; the run ends when that is done.",
     )
     prompts: Positive = Field(64, description="Maximum questions of an evaluation, the same ones each time.")
     samples: Positive = Field(1, description="Episodes per question; more give a less noisy mean, and pass@k for k up to their number.")

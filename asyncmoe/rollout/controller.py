@@ -38,7 +38,7 @@ from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.keeper_messages import KeeperRequest
-from asyncmoe.rpc.messages import Done, EngineOrder, Hello, Probe, Reply, Request, Saved, Saving, TrainerMessage
+from asyncmoe.rpc.messages import Done, EngineOrder, Evaluated, Evaluations, Hello, Probe, Reply, Request, Saved, Saving, TrainerMessage
 from asyncmoe.rpc.server import Server
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
@@ -195,6 +195,8 @@ class Controller:
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
         if isinstance(request, Saving):
             return await self._save(request.step)
+        if isinstance(request, Evaluations):
+            return Evaluated(self._stopping or await self._evaluator.ended(request.wait_s))
         reply = await service(request)
         if isinstance(request, Saved):
             await self._journaling.saved()

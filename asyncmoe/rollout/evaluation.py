@@ -1,8 +1,9 @@
-"""Evaluation beside training: puts the same questions to every `evaluation.every`-th version, through the same engines.
+"""Evaluation beside training: puts the same questions to every `evaluation.every`-th version and to the last, through the same engines.
 
-An evaluation of version v begins when every engine serves v, and nothing waits for it: if later versions land before it has ended, they
-answer the remaining questions, and its record shows the range of versions. It uses a small share of the places at the engines, and does
-not appear in the queue or its counts. The sets of `evaluation.sets` follow one another, and each has its own record.
+An evaluation of version v begins when every engine serves v, and no step waits for it: if later versions land before it has ended, they
+answer the remaining questions, and its record shows the range of versions. The end of the run waits for it. It uses a small share of the
+places at the engines, and does not appear in the queue or its counts. The sets of `evaluation.sets` follow one another, and each has its
+own record.
 """
 
 from __future__ import annotations
@@ -63,23 +64,26 @@ class Evaluator:
         section = config.evaluation
         self.skipped, self.count = 0, len(sets)
         self._records = config.run.dir / EVALUATION
-        self._first, self._every = config.warmup.steps, section.every
+        self._first, self._last, self._every = config.warmup.steps, config.warmup.steps + config.run.steps, section.every
         self._pass_reward = section.pass_reward
         self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)
         self._stage = replace(stage, scorer=scoring.untaught(stage.scorer))
         self._sets, self._record = sets, record
         self._due: asyncio.Queue[int] = asyncio.Queue()
-        self._busy = False
+        self._unfinished = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def published(self, version: int) -> None:
         """Report that every engine serves `version` from now on; if it is due, schedule its evaluation."""
-        if not due(version, self._first, self._every):
+        if not due(version, self._first, self._last, self._every):
             return
-        if self._busy:
+        if self._unfinished and version != self._last:
             self.skipped += 1
             log.warning("version %d is not evaluated: the evaluation before it is still running", version)
             return
-        self._busy = True
+        self._unfinished += 1
+        self._idle.clear()
         self._due.put_nowait(version)
 
     def resume(self, version: int) -> None:
@@ -97,7 +101,18 @@ class Evaluator:
             version = await self._due.get()
             for one in self._sets:
                 self._record(await self._evaluate(version, one))
-            self._busy = False
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._idle.set()
+
+    async def ended(self, wait_s: float) -> bool:
+        """Return whether no evaluation is due or running, as soon as that is so, at the latest after `wait_s` seconds."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _evaluate(self, version: int, asked: EvaluationQuestions) -> Evaluation:
         begin, samples = time.perf_counter(), asked.section.samples or 1
@@ -132,9 +147,10 @@ class Evaluator:
             outcomes.append((place.group, outcome))
 
 
-def due(version: int, first: int, every: int) -> bool:
-    """Return True if `version` is evaluated; `first` is the version that reinforcement learning starts from."""
-    return every > 0 and version >= first and (version - first) % every == 0
+def due(version: int, first: int, last: int, every: int) -> bool:
+    """Return True if `version` is evaluated; `first` is the version that reinforcement learning starts from, `last` the one it
+    ends with."""
+    return every > 0 and version >= first and (version == last or (version - first) % every == 0)
 
 
 def sampling(section: EvaluationSet, training: Sampling) -> Sampling:

@@ -115,6 +115,12 @@ class Saved(TrainerMessage, frozen=True):
     step: Count
 
 
+class Evaluations(_Waits, TrainerMessage, frozen=True):
+    """Ask whether all evaluations that are due have ended. Waits until they have or `wait_s` expires."""
+
+    wait_s: float
+
+
 class Goodbye(TrainerMessage, frozen=True):
     """A rank of the trainer leaves: all steps are done (`finished`), or the trainer stops early and will resume."""
 
@@ -297,6 +303,12 @@ class Leased(Message, frozen=True):
     """An earlier trainer was given this batch for this step: it is leased again as it was."""
 
 
+class Evaluated(Message, frozen=True):
+    """Reply to `Evaluations`."""
+
+    ended: bool
+
+
 class Fetched(Message, frozen=True):
     """Reply to `Fetch`; `frames_in(len(keys))` frames follow, in the order of `keys`."""
 
@@ -375,6 +387,7 @@ Request = (
     | Probe
     | Saving
     | Saved
+    | Evaluations
     | Goodbye
     | WeightsJoin
     | WeightsStage
@@ -389,4 +402,4 @@ Request = (
     | EngineLeave
     | KeeperRequest
 )
-Reply = Welcome | Leased | Fetched | Engines | EngineJoined | EngineOrder | Committed | Kept | Done | Refused
+Reply = Welcome | Leased | Evaluated | Fetched | Engines | EngineJoined | EngineOrder | Committed | Kept | Done | Refused

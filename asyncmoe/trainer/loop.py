@@ -21,7 +21,7 @@ from asyncmoe.process import freeze
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Leased, Phase, Saved, Saving, Welcome
+from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello, Leased, Phase, Saved, Saving, Welcome
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.clock import unix
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
 log = logging.getLogger(__name__)
+_EVALUATION_S = 5.0
+"""Seconds between two heartbeats while the last evaluation is awaited."""
 _NOTICED_S = 0.001
 """Shorter waits for weight sync get no span."""
 
@@ -134,9 +136,12 @@ class Trainer:
         try:
             self._sync.settle()
         except (WeightSyncError, RunStopping) as error:
-            if not stopped:
+            if not stopped and self._step < self._total:
                 raise
+            stopped = True
             log.warning("version not published: %s", error)
+        if self._config.evaluation.every and not stopped:
+            self._wait_for_evaluations()
         self._client.ask(Goodbye(self._mesh.rank, finished=self._step == self._total), ANSWER_S)
         self._sync.close()
 
@@ -155,12 +160,22 @@ class Trainer:
                 with self._profiler.step(self._step + 1):
                     self._advance(leased, begin)
         except (WeightSyncError, RunStopping) as error:
-            # A run that stops while its engines start has none to publish to. Within a step the answer is its batch, not a stop.
-            if self._step == self._total or not batch_client.stopping(self._client, config, self._step, self._phase):
+            # After the last step all is trained, and saved next; only its evaluation is missed. A run that stops while its engines start
+            # has none to publish to. Within a step the answer is its batch, not a stop.
+            if self._step < self._total and not batch_client.stopping(self._client, config, self._step, self._phase):
                 raise
             log.warning("version not published: %s", error)
             return True
         return False
+
+    def _wait_for_evaluations(self) -> None:
+        """Wait until the controller has evaluated the last version. An episode's own limits bound the wait."""
+        while True:
+            heartbeats.beat("the last evaluation")
+            evaluated = self._client.ask(Evaluations(_EVALUATION_S), ANSWER_S + _EVALUATION_S)[0]
+            assert isinstance(evaluated, Evaluated)
+            if evaluated.ended:
+                return
 
     @property
     def _phase(self) -> Phase:
@@ -183,7 +198,7 @@ class Trainer:
         self._step += 1
         warm = self._step == self._config.warmup.steps
         published: Published | None = None
-        if self._config.warmup.steps < self._step < self._total and self._due:
+        if self._step > self._config.warmup.steps and self._due:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
@@ -197,7 +212,10 @@ class Trainer:
 
     @property
     def _due(self) -> bool:
-        """Whether the weights are to be published: every `sync.every` steps, and first as soon as they are not behind the engines'."""
+        """Whether the weights are to be published: every `sync.every` steps, and first as soon as they are not behind the engines'; after
+        the last step only to be evaluated."""
+        if self._step == self._total:
+            return self._config.evaluation.every > 0 and self._step >= self._served
         every = self._config.sync.every
         return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
 

@@ -26,12 +26,12 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Recording, Trajectory
 
-WARMUP = 10
+WARMUP, STEPS = 10, 30
 
 
 def config(**evaluation: object) -> Config:
     values = {
-        "run": {"dir": "run", "steps": 1},
+        "run": {"dir": "run", "steps": STEPS},
         "model": {"path": "model"},
         "task": {"kind": "arithmetic", "chat_template": False},
         "warmup": {"steps": WARMUP},
@@ -115,8 +115,8 @@ class Setup:
 
 
 def test_every_second_version_from_the_end_of_the_warm_up_is_due() -> None:
-    assert [v for v in range(20) if due(v, WARMUP, 2)] == [10, 12, 14, 16, 18]
-    assert not any(due(v, WARMUP, 0) for v in range(20))
+    assert [v for v in range(20) if due(v, WARMUP, 19, 2)] == [10, 12, 14, 16, 18, 19], "and the last"
+    assert not any(due(v, WARMUP, 19, 0) for v in range(20))
 
 
 def test_the_same_questions_every_time_and_not_those_of_training(tokenizer: Tokenizer) -> None:
@@ -145,6 +145,22 @@ def test_it_takes_no_more_places_than_it_may(tokenizer: Tokenizer, max_concurren
         await setup.evaluate(10)
         await setup.stop()
         assert setup.engines.most == most
+
+    asyncio.run(run())
+
+
+def test_the_last_version_waits_for_the_one_before_it_and_the_end_for_both(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        setup = Setup(tokenizer)
+        assert await setup.evaluator.ended(0.0)
+        setup.engines.go.clear()
+        for version in (10, 12, WARMUP + STEPS):
+            setup.evaluator.published(version)
+        assert not await setup.evaluator.ended(0.01)
+        setup.engines.go.set()
+        assert await setup.evaluator.ended(5.0)
+        await setup.stop()
+        assert [(e.version, e.skipped) for e in setup.found] == [(10, 1), (WARMUP + STEPS, 1)]
 
     asyncio.run(run())
 

@@ -79,7 +79,7 @@ def learning_(
     results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds what they lack.")],
     arms: Annotated[str, typer.Option(help="Names, separated by commas; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
-    steps: Annotated[int, typer.Option(min=1, help="RL steps of a run, of 32 samples.")] = 31,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps of a run, of 32 samples.")] = 24,
     minutes: Annotated[float, typer.Option(help="Begin no further run after so many minutes.")] = 1e9,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of the results; with --minutes 0, run nothing.")] = None,
     pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write learning-dense.svg and learning-moe.svg there.")] = None,

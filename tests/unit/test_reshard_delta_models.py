@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from delta_ranks import Ranks, change
 from model_cases import MODELS
-from reshard_ranks import blank, filled, numbered
+from reshard_ranks import Arrays, blank, filled, numbered
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import DeltaReceiver, DeltaSender, plan, shard_digest
@@ -47,6 +47,11 @@ def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronPara
         assert ranks.receivers[one.rank].digest == ranks.receivers[other.rank].digest
 
 
+def bits(arrays: Arrays) -> Arrays:
+    """Numbers as the bits of bfloat16."""
+    return {name: array.view(np.uint16) for name, array in arrays.items()}
+
+
 def test_every_rank_plans_its_own_part() -> None:
     """Storages have other numbers in a part of a plan than in the whole; messages fit nevertheless."""
     hf, trainer, engine = MODELS["qwen3_moe"], *GRIDS["tp2pp2ep2 -> tp2ep2"]
@@ -54,14 +59,14 @@ def test_every_rank_plans_its_own_part() -> None:
     shapes = family.tensors(hf)
     source = family.megatron_layouts(hf, trainer, "bfloat16")
     destination = family.sglang_layouts(hf, engine, "bfloat16", first=trainer.world)
-    values = {name: array.astype(np.uint16) for name, array in numbered(shapes).items()}
+    values = {name: array.astype(np.int16) for name, array in numbered(shapes).items()}
     parts = {layout.rank: plan(shapes, source, destination, ranks=[layout.rank]) for layout in (*source, *destination)}
     senders = {one.rank: DeltaSender(parts[one.rank], one.rank) for one in source}
     for layout in source:
-        senders[layout.rank].bind(filled(layout, values, np.uint16))
+        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
         senders[layout.rank].full(1)
         senders[layout.rank].commit()
-    held = {layout.rank: filled(layout, values, np.uint16) for layout in destination}
+    held = {layout.rank: bits(filled(layout, values, np.int16)) for layout in destination}
     receivers = {one.rank: DeltaReceiver(parts[one.rank], one.rank) for one in destination}
     for layout in destination:
         receivers[layout.rank].bind(held[layout.rank])
@@ -69,7 +74,7 @@ def test_every_rank_plans_its_own_part() -> None:
     for tensor in values.values():
         change(tensor, 0.02, np.random.default_rng(1))
     for layout in source:
-        senders[layout.rank].bind(filled(layout, values, np.uint16))
+        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
         assert senders[layout.rank].encode(2) is not None
     for layout in destination:
         receiver = receivers[layout.rank]
@@ -77,6 +82,6 @@ def test_every_rank_plans_its_own_part() -> None:
             for message in sender.messages(layout.rank):
                 receiver.stage(rank, message)
         receiver.commit(2)
-        for name, expected in filled(layout, values, np.uint16).items():
+        for name, expected in bits(filled(layout, values, np.int16)).items():
             np.testing.assert_array_equal(held[layout.rank][name], expected)
         assert receiver.digest == shard_digest(shapes, layout, held[layout.rank])

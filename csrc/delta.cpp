@@ -30,22 +30,34 @@ std::byte* at_base(const DeltaTable::Row& row, const std::vector<int64_t>& bases
     return reinterpret_cast<std::byte*>(bases[static_cast<size_t>(row.base)]);
 }
 
-template <typename Bits>
-uint64_t replace(const DeltaTable::Row& row, std::byte* place, int64_t index, const std::byte* value, bool write) {
-    const uint64_t before = element_bits(place, sizeof(Bits)), after = element_bits(value, sizeof(Bits));
-    if (write) std::memcpy(place, value, sizeof(Bits));
-    return element_term(row.seed, index, after) - element_term(row.seed, index, before);
-}
+// Where a changed element lies, and what its term is computed from besides its bits.
+struct Target {
+    std::byte* place;
+    uint64_t seed;
+};
 
 template <typename Bits>
 uint64_t scatter(const DeltaTable& table, const DeltaTable::Block& block, const std::vector<uint32_t>& positions,
                  const std::byte* values, const std::vector<int64_t>& bases, bool write) {
-    uint64_t sum = 0;
-    for_each_position(table, block, positions.data(), static_cast<int64_t>(positions.size()),
+    constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
+    constexpr int64_t kAhead = 24;  // elements, which are spread over as many lines of memory
+    const auto count = static_cast<int64_t>(positions.size());
+    std::vector<Target> targets(positions.size());
+    for_each_position(table, block, positions.data(), count,
                       [&](const DeltaTable::Row& row, Cursor::Spot spot, int64_t k) {
-                          sum += replace<Bits>(row, at_base(row, bases) + spot.place, spot.index,
-                                               values + k * static_cast<int64_t>(sizeof(Bits)), write);
+                          targets[static_cast<size_t>(k)] = {
+                              at_base(row, bases) + spot.place,
+                              row.seed + static_cast<uint64_t>(spot.index + 1) * kGolden,
+                          };
                       });
+    uint64_t sum = 0;
+    for (int64_t k = 0; k < count; ++k) {
+        if (k + kAhead < count) __builtin_prefetch(targets[static_cast<size_t>(k + kAhead)].place);
+        const Target& target = targets[static_cast<size_t>(k)];
+        const uint64_t before = element_bits(target.place, kSize), after = element_bits(values + k * kSize, kSize);
+        if (write) std::memcpy(target.place, values + k * kSize, sizeof(Bits));
+        sum += mix(target.seed + after) - mix(target.seed + before);
+    }
     return sum;
 }
 

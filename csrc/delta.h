@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -82,18 +83,28 @@ class DeltaTable {
     int64_t bases_ = 0;
 };
 
+// A payload, block by block.
 struct Encoded {
-    int64_t nbytes;       // of the payload
+    struct Body {
+        std::unique_ptr<std::byte[]> bytes;
+        int64_t nbytes;
+    };
+    std::vector<std::byte> entries;
+    std::vector<Body> bodies;
     uint64_t difference;  // the new terms less the old ones
     int64_t changed;      // elements
     int64_t dense;        // blocks that are sent whole
+
+    // Bytes of the payload.
+    int64_t nbytes() const;
+    void write(std::byte* out) const;
 };
 
-// Compares a chunk's message, as `pack` would make it now, with what was sent before (`base`), and writes the payload
-// to `out`, which has room for table.bound(chunk). `table` has the rows and chunks of `pack`, with the message as the
-// place. Throws std::invalid_argument if it has not, and as Program::check.
+// Compares a chunk's message, as `pack` would make it now, with what was sent before (`base`), and codes what changed.
+// `table` has the rows and chunks of `pack`, with the message as the place. Takes as much memory as the payload, and
+// less than 1 MiB a thread. Throws std::invalid_argument if the table has other rows, and as Program::check.
 Encoded encode_delta(const DeltaTable& table, const Program& pack, int64_t chunk, const std::vector<int64_t>& sources,
-                     const std::byte* base, std::byte* out, int threads);
+                     const std::byte* base, int threads);
 
 // Packs a chunk's message into `base` and returns the sum of the terms of its elements. Throws as `encode_delta`.
 uint64_t fill_delta_base(const DeltaTable& table, const Program& pack, int64_t chunk,

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -49,14 +50,21 @@ uint64_t apply(const DeltaTable& table, int64_t chunk, uintptr_t payload, int64_
 }
 
 py::tuple encode(const DeltaTable& table, const Program& pack, int64_t chunk, const Int64Array& sources, uintptr_t base,
-                 uintptr_t out, int threads) {
+                 int64_t front, int64_t back, int threads) {
+    check_size(std::min(front, back));
     const auto from = numbers_of(sources, "sources");
     Encoded made;
     {
         py::gil_scoped_release released;
-        made = encode_delta(table, pack, chunk, from, bytes_at(base), reinterpret_cast<std::byte*>(out), threads);
+        made = encode_delta(table, pack, chunk, from, bytes_at(base), threads);
     }
-    return py::make_tuple(made.nbytes, made.difference, made.changed, made.dense);
+    py::array_t<uint8_t> frame(front + made.nbytes() + back);
+    auto* data = reinterpret_cast<std::byte*>(frame.mutable_data());
+    {
+        py::gil_scoped_release released;
+        made.write(data + front);
+    }
+    return py::make_tuple(frame, made.difference, made.changed, made.dense);
 }
 
 uint64_t fill(const DeltaTable& table, const Program& pack, int64_t chunk, const Int64Array& sources, uintptr_t base,
@@ -97,9 +105,10 @@ void bind_delta(py::module_& module) {
              py::arg("write"), py::arg("threads") = 0,
              "New terms less old ones of a payload's elements, which are written if asked. Addresses are not checked.");
     module.def("encode_delta", &encode, py::arg("table"), py::arg("pack"), py::arg("chunk"),
-               py::arg("sources").noconvert(), py::arg("base"), py::arg("out"), py::arg("threads") = 0,
-               "(bytes of the payload, new terms less old ones, changed elements, dense blocks). Addresses are not "
-               "checked.");
+               py::arg("sources").noconvert(), py::arg("base"), py::arg("front"), py::arg("back"),
+               py::arg("threads") = 0,
+               "(uint8[front + payload + back], new terms less old ones, changed elements, dense blocks); front and "
+               "back are left as they are. Addresses are not checked.");
     module.def("fill_delta_base", &fill, py::arg("table"), py::arg("pack"), py::arg("chunk"),
                py::arg("sources").noconvert(), py::arg("base"), py::arg("threads") = 0,
                "Pack a message and return the sum of its elements' terms. Addresses are not checked.");

@@ -51,18 +51,27 @@ ASYNCMOE_AVX512 inline uint64_t differences(const std::byte* a, const std::byte*
     }
 }
 
+// Positions are written 16 at a time without a branch for each: at a density of one in a hundred, branches would cost
+// more than the comparison.
 template <typename Bits>
 ASYNCMOE_AVX512 int64_t differing_with_avx512(const std::byte* a, const std::byte* b, int64_t count,
                                               uint32_t* positions) {
-    constexpr int64_t kPerLine = 64 / static_cast<int64_t>(sizeof(Bits)), kAhead = 2048;
+    constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
+    constexpr int64_t kPerLine = 64 / kSize, kLanes = 16, kAhead = 2048;
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     int64_t found = 0, i = 0;
     for (; i + kPerLine <= count; i += kPerLine) {
-        const std::byte *x = a + i * static_cast<int64_t>(sizeof(Bits)),
-                        *y = b + i * static_cast<int64_t>(sizeof(Bits));
+        const std::byte *x = a + i * kSize, *y = b + i * kSize;
         __builtin_prefetch(x + kAhead);
         __builtin_prefetch(y + kAhead);
-        for (uint64_t bits = differences<Bits>(x, y); bits; bits &= bits - 1)
-            positions[found++] = static_cast<uint32_t>(i + __builtin_ctzll(bits));
+        uint64_t bits = differences<Bits>(x, y);
+        if (!bits) continue;
+        for (int64_t k = 0; k < kPerLine; k += kLanes, bits >>= kLanes) {
+            const auto mask = static_cast<__mmask16>(bits);
+            const __m512i numbers = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i + k)));
+            _mm512_storeu_si512(positions + found, _mm512_maskz_compress_epi32(mask, numbers));
+            found += __builtin_popcount(mask);
+        }
     }
     return found + differing_from<Bits>(a, b, i, count, positions + found);
 }

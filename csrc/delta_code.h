@@ -23,7 +23,8 @@ constexpr uint32_t kDense = 0xffffffffu;
 constexpr uint32_t kOneByte = 224, kLong = 255, kTwoBytes = kOneByte + 256 * (kLong - kOneByte);
 
 // Writes the ascending positions at which two arrays differ and returns their number. `item` is 1, 2, 4 or 8 bytes;
-// `positions` has room for `count`.
+// `positions` has room for `count` and kSlack more.
+constexpr int64_t kSlack = 16;
 int64_t differing(const std::byte* a, const std::byte* b, int64_t item, int64_t count, uint32_t* positions);
 
 // Writes the gaps of ascending positions and returns their bytes; -1 if they take more than `room`.

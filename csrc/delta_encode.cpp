@@ -21,7 +21,8 @@ void check_rows(const DeltaTable& table, const Program& pack, int64_t chunk, con
 // Memory of one thread, of which only what is used is touched.
 struct Scratch {
     std::unique_ptr<std::byte[]> fresh{new std::byte[kDeltaBlock]};
-    std::unique_ptr<uint32_t[]> positions{new uint32_t[kDeltaBlock]};
+    std::unique_ptr<std::byte[]> gaps{new std::byte[kDeltaBlock]};
+    std::unique_ptr<uint32_t[]> positions{new uint32_t[kDeltaBlock + kSlack]};
 };
 
 // Calls task(scratch, i) for 0 <= i < tasks.
@@ -32,6 +33,24 @@ void run_with_scratch(int threads, int64_t tasks, const Task& task) {
         Scratch scratch;
         for (int64_t i = next.fetch_add(1); i < tasks; i = next.fetch_add(1)) task(scratch, i);
     });
+}
+
+// Packs a box; its bytes follow each other in the message.
+void pack_box(const BoxCopy& copy) {
+    constexpr int64_t kShortest = 64, kAhead = 4096, kLine = 64;  // bytes
+    if (copy.cast != Cast::kNone || !copy.source || copy.count != 1 || copy.run < kShortest) {
+        copy_one(copy);
+        return;
+    }
+    const Dim& dim = copy.dims[0];
+    // The hardware prefetcher does not predict where the next run begins.
+    const int64_t ahead = (kAhead + copy.run - 1) / copy.run;
+    for (int64_t i = 0; i < dim.extent; ++i) {
+        const std::byte* from = copy.source + i * dim.source_stride;
+        if (i + ahead < dim.extent)
+            for (int64_t k = 0; k < copy.run; k += kLine) __builtin_prefetch(from + ahead * dim.source_stride + k);
+        std::memcpy(copy.destination + i * copy.run, from, static_cast<size_t>(copy.run));
+    }
 }
 
 class Encoder {
@@ -48,7 +67,7 @@ class Encoder {
             const BoxCopy copy = all[static_cast<size_t>(i)].at(sources_.data(), &message);
             if (block.last - block.first == 1 && copy.count == 0 && copy.cast == Cast::kNone && copy.source)
                 return copy.source;
-            copy_one(copy);
+            pack_box(copy);
         }
         return room;
     }
@@ -65,28 +84,34 @@ class Encoder {
         return total;
     }
 
-    // Codes a block into `slot`, which has room for its elements. Returns the bytes of the body.
-    int64_t encode(int64_t number, Scratch& scratch, const std::byte* base, std::byte* slot, std::byte* entry,
-                   uint64_t& difference, int64_t& changed) const {
+    struct Coded {
+        Encoded::Body body;
+        uint64_t difference;
+        int64_t changed;
+        bool dense;
+    };
+    // Codes a block, and writes its entry.
+    Coded encode(int64_t number, Scratch& scratch, const std::byte* base, std::byte* entry) const {
         const auto& block = blocks_[number];
         const std::byte* old = base + block.at;
         const std::byte* now = fresh(number, scratch.fresh.get());
+        const int64_t whole = block.elements * block.item;
         const int64_t count = differing(now, old, block.item, block.elements, scratch.positions.get());
-        changed = count;
-        const int64_t room = block.elements * block.item - count * block.item;
-        const int64_t gaps = count < room ? write_gaps(scratch.positions.get(), count, slot, room - 1) : -1;
-        const bool dense = count > 0 && gaps < 0;
+        const int64_t room = whole - count * block.item - 1;  // else all elements take no more
+        const int64_t gaps = room < 0 ? -1 : write_gaps(scratch.positions.get(), count, scratch.gaps.get(), room);
+        const bool dense = gaps < 0;
         const uint32_t words[2] = {dense ? kDense : static_cast<uint32_t>(count),
-                                   dense || count == 0 ? 0 : static_cast<uint32_t>(gaps)};
+                                   dense ? 0 : static_cast<uint32_t>(gaps)};
         std::memcpy(entry, words, sizeof words);
+        const int64_t nbytes = dense ? whole : gaps + count * block.item;
+        std::unique_ptr<std::byte[]> body(new std::byte[static_cast<size_t>(nbytes)]);
         if (dense) {
-            std::memcpy(slot, now, static_cast<size_t>(block.elements * block.item));
-            difference = sum(number, now) - sum(number, old);
-            return block.elements * block.item;
+            std::memcpy(body.get(), now, static_cast<size_t>(whole));
+            return {{std::move(body), nbytes}, sum(number, now) - sum(number, old), count, true};
         }
-        if (count == 0) return 0;
-        difference = changes(block, scratch.positions.get(), count, now, old, slot + gaps);
-        return gaps + count * block.item;
+        std::memcpy(body.get(), scratch.gaps.get(), static_cast<size_t>(gaps));
+        const uint64_t terms = changes(block, scratch.positions.get(), count, now, old, body.get() + gaps);
+        return {{std::move(body), nbytes}, terms, count, false};
     }
 
   private:
@@ -127,32 +152,41 @@ class Encoder {
 
 }  // namespace
 
+int64_t Encoded::nbytes() const {
+    int64_t total = static_cast<int64_t>(entries.size());
+    for (const Body& body : bodies) total += body.nbytes;
+    return total;
+}
+
+void Encoded::write(std::byte* out) const {
+    std::memcpy(out, entries.data(), entries.size());
+    out += entries.size();
+    for (const Body& body : bodies) {
+        std::memcpy(out, body.bytes.get(), static_cast<size_t>(body.nbytes));
+        out += body.nbytes;
+    }
+}
+
 Encoded encode_delta(const DeltaTable& table, const Program& pack, int64_t chunk, const std::vector<int64_t>& sources,
-                     const std::byte* base, std::byte* out, int threads) {
+                     const std::byte* base, int threads) {
     check_rows(table, pack, chunk, sources);
     const Encoder encoder(table, pack, chunk, sources);
-    const auto* blocks = table.begin(chunk);
-    const int64_t count = table.end(chunk) - blocks;
-    std::byte* bodies = out + kEntry * count;
-    std::vector<int64_t> nbytes(static_cast<size_t>(count));
+    const auto count = static_cast<size_t>(table.end(chunk) - table.begin(chunk));
+    Encoded made{std::vector<std::byte>(kEntry * count), std::vector<Encoded::Body>(count), 0, 0, 0};
     std::atomic<uint64_t> difference{0};
     std::atomic<int64_t> changed{0}, dense{0};
-    run_with_scratch(threads_for(threads, table.bytes(chunk)), count, [&](Scratch& scratch, int64_t i) {
-        uint64_t terms = 0;
-        int64_t elements = 0;
-        const int64_t body = encoder.encode(i, scratch, base, bodies + blocks[i].at, out + kEntry * i, terms, elements);
-        nbytes[static_cast<size_t>(i)] = body;
-        difference += terms;
-        changed += elements;
-        if (body == blocks[i].elements * blocks[i].item) ++dense;
-    });
-    int64_t end = 0;
-    for (int64_t i = 0; i < count; ++i) {  // each body now begins where it would if all were dense
-        if (end != blocks[i].at)
-            std::memmove(bodies + end, bodies + blocks[i].at, static_cast<size_t>(nbytes[static_cast<size_t>(i)]));
-        end += nbytes[static_cast<size_t>(i)];
-    }
-    return {kEntry * count + end, difference, changed, dense};
+    run_with_scratch(threads_for(threads, table.bytes(chunk)), static_cast<int64_t>(count),
+                     [&](Scratch& scratch, int64_t i) {
+                         auto coded = encoder.encode(i, scratch, base, made.entries.data() + kEntry * i);
+                         made.bodies[static_cast<size_t>(i)] = std::move(coded.body);
+                         difference += coded.difference;
+                         changed += coded.changed;
+                         dense += coded.dense;
+                     });
+    made.difference = difference;
+    made.changed = changed;
+    made.dense = dense;
+    return made;
 }
 
 uint64_t fill_delta_base(const DeltaTable& table, const Program& pack, int64_t chunk,

@@ -13,7 +13,8 @@ _MAGIC = b"amdelta1"
 _HEADER = struct.Struct("<8sQIIQQQQQ")
 _TRAILER = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size
-FRAME_BYTES = HEADER_BYTES + _TRAILER.size
+TRAILER_BYTES = _TRAILER.size
+FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES
 """Bytes of a message besides its payload."""
 
 
@@ -40,12 +41,12 @@ class Header:
 
 
 def seal(frame: np.ndarray, header: Header) -> np.ndarray:
-    """Write header and digest around the payload, which lies at `HEADER_BYTES` of `frame`, uint8[n]; return the message's part of it."""
+    """Write header and digest around the payload that lies in `frame`, uint8[FRAME_BYTES + header.payload]; return it."""
     end = HEADER_BYTES + header.payload
     fields = (header.lane, header.number, header.messages, header.base, header.version, header.before, header.after, header.payload)
     _HEADER.pack_into(frame.data, 0, _MAGIC, *fields)
     _TRAILER.pack_into(frame.data, end, _C.digest(frame.ctypes.data, end, 0))
-    return frame[: end + _TRAILER.size]
+    return frame
 
 
 def read_header(message: np.ndarray) -> Header | str:
@@ -63,7 +64,7 @@ def frame_fault(message: np.ndarray, header: Header) -> str | None:
     expected = FRAME_BYTES + header.payload
     if len(message) != expected:
         return f"got {len(message)} bytes, expected {expected}"
-    end = len(message) - _TRAILER.size
+    end = len(message) - TRAILER_BYTES
     if _TRAILER.unpack_from(message.data, end)[0] != _C.digest(message.ctypes.data, end, 0):
         return "it arrived with another digest than it was sent with"
     return None

@@ -10,7 +10,7 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError
 from asyncmoe.reshard.delta_digest import WORD, host_addresses, seeds
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, Header, seal
+from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES, Header, seal
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, Lane, lanes_of
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
@@ -90,9 +90,9 @@ class DeltaSender:
             self._add(lane, seed)
         self.base_bytes = sum(stream.base.nbytes for stream in self._streams)
         """Bytes of the base."""
-        bounds = [stream.table.bound(i) for stream in self._streams for i in range(len(stream.lane))]
-        self.scratch_bytes = FRAME_BYTES + max(bounds, default=0)
-        """Bytes of the buffer in which a message is coded, while `encode` runs."""
+        bounds = [FRAME_BYTES + stream.table.bound(i) for stream in self._streams for i in range(len(stream.lane))]
+        self.largest_message, self.largest_delta = max(bounds, default=0), sum(bounds)
+        """The most bytes of one message, and of all messages of a version: if everything changes."""
         self.base: int | None = None
         """The version that the base holds; None: none, so that the next update must be full."""
         self._pending: int | None = None
@@ -127,7 +127,7 @@ class DeltaSender:
     def encode(self, version: int, *, limit_bytes: int | None = None) -> DeltaSize | None:
         """Code the difference of the sources, as they are now, from the base; it is pending until `commit` or `abandon`.
 
-        Memory: `scratch_bytes`, and the messages, each exactly as large as it is.
+        Memory: the messages, each exactly as large as it is, one of them twice for a moment, and less than 1 MiB a thread.
 
         Args:
             version: a number of 64 bits that names the version; destinations that hold another version than `base` refuse the messages.
@@ -142,18 +142,17 @@ class DeltaSender:
         self._begin(version)
         if self.base is None or version == self.base:
             raise InvariantBroken(f"rank {self.rank}: got delta {self.base} -> {version}, expected a base and another version after it")
-        scratch = np.empty(self.scratch_bytes, np.uint8)
         nbytes = changed = blocks = 0
         for stream in self._streams:
             stream.messages, stream.after = [], []
             for number in range(len(stream.lane)):
-                header, found, dense = self._code(stream, number, version, scratch)
-                nbytes, changed, blocks = nbytes + FRAME_BYTES + header.payload, changed + found, blocks + dense
+                message, after, found, dense = self._code(stream, number, version)
+                nbytes, changed, blocks = nbytes + len(message), changed + found, blocks + dense
                 if limit_bytes is not None and nbytes > limit_bytes:
                     self._drop()
                     return None
-                stream.messages.append(seal(scratch, header).copy())
-                stream.after.append(header.after)
+                stream.messages.append(message)
+                stream.after.append(after)
         self._pending, self._pending_full = version, False
         elements = sum(stream.lane.element_count for stream in self._streams)
         return DeltaSize(nbytes, changed, elements, self.base_bytes, blocks)
@@ -212,16 +211,15 @@ class DeltaSender:
         if not 0 <= version <= WORD:
             raise LayoutError("version of a delta", got=version, expected="a number of 64 bits")
 
-    def _code(self, stream: _Stream, number: int, version: int, scratch: np.ndarray) -> tuple[Header, int, int]:
-        """Code a message's payload into `scratch`; return its header, its changed elements and its dense blocks."""
-        out = int(scratch.ctypes.data) + HEADER_BYTES
-        nbytes, difference, changed, dense = _C.encode_delta(
-            stream.table, stream.pack, number, self._sources, stream.base_address(number), out, self._threads
-        )
+    def _code(self, stream: _Stream, number: int, version: int) -> tuple[np.ndarray, int, int, int]:
+        """Return a message, the sum of the terms after it, its changed elements and its dense blocks."""
         assert self.base is not None
+        place = stream.base_address(number), HEADER_BYTES, TRAILER_BYTES
+        frame, difference, changed, dense = _C.encode_delta(stream.table, stream.pack, number, self._sources, *place, self._threads)
         before = stream.sums[number]
-        after = (before + difference) & WORD
-        return Header(stream.lane.identity, number, len(stream.lane), self.base, version, before, after, nbytes), changed, dense
+        after, payload = (before + difference) & WORD, len(frame) - FRAME_BYTES
+        header = Header(stream.lane.identity, number, len(stream.lane), self.base, version, before, after, payload)
+        return seal(frame, header), after, changed, dense
 
     def _advance(self, stream: _Stream) -> None:
         for number, message in enumerate(stream.messages):

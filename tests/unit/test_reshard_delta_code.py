@@ -208,7 +208,8 @@ def test_buffers_are_bounded_before_they_are_taken() -> None:
     ranks.full(1)
     nbytes = ranks.sources[0]["s"].nbytes
     assert sender.base_bytes == nbytes
-    assert sender.scratch_bytes <= (1 << 19) + FRAME_BYTES + 8 * 8
+    assert sender.largest_message <= (1 << 19) + FRAME_BYTES + 8 * 8
+    assert sender.largest_delta == receiver.limit_bytes
     assert receiver.limit_bytes <= nbytes * 1.0005 + 3 * FRAME_BYTES
     change(ranks.sources[0]["s"], 1.0, np.random.default_rng(1))
     size = sender.encode(2)

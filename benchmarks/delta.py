@@ -13,9 +13,11 @@ import numpy as np
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.reshard import DeltaReceiver, DeltaSender, plan
+from asyncmoe.reshard import DeltaReceiver, DeltaSender, Plan, plan
+from asyncmoe.reshard.programs import local_program
 from benchmarks import reshard
 from benchmarks.copies import plain_copies
+from benchmarks.memory import Growth
 from benchmarks.provenance import here
 
 PERCENTS = (0.3, 1.0, 3.0)
@@ -33,7 +35,8 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
         the canonical digest from the destination, "full" packs everything into the sender's base and digests it. An entry of "percents"
         has "percent", "changed" (elements), "nbytes" (of all messages), "bytes_per_change", "encode" (GB/s of compared dense bytes),
         "encode_share" (of memcpy, median turn by turn), "stage", "prove", "commit" and "advance" (millions of changed elements a second:
-        messages checked and kept; terms compared with the old bits in memory; written; the sender's base advanced).
+        messages checked and kept; terms compared with the old bits in memory; written; the sender's base advanced), and "peak_extra_bytes",
+        by how much the memory of both sides together, in this one process, rose at most.
 
     Raises:
         InvariantBroken: a delta brought other weights than it should.
@@ -45,6 +48,7 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
     for number in range(rounds + 1):
         memcpy = case.rate(case.copy)
         digest, full = case.rate(case.receiver.audit), case.rate(case.fill)
+        case.receiver.adopt(case.version)
         measured = [case.update(percent, number) for percent in PERCENTS]
         if number == 0:
             continue
@@ -74,12 +78,14 @@ class _Case:
         self.threads = min(4, os.cpu_count() or 1)
         self.source = {name: np.ones(storage.size, np.uint16) for name, storage in source.storages.items()}
         self.held = {name: np.zeros(storage.size, np.uint16) for name, storage in destination.storages.items()}
-        self.sender, self.receiver = (side(made, rank, threads=self.threads) for side, rank in ((DeltaSender, 0), (DeltaReceiver, 1)))
+        self.sender, self.receiver = DeltaSender(made, 0, threads=self.threads), DeltaReceiver(made, 1, threads=self.threads)
         self.sender.bind(self.source)
         self.receiver.bind(self.held)
         self.version = 0
-        self._bring = lambda: _dense(made, self.source, self.held)
+        self._plan = made
         self.fill()
+        _dense(self._plan, self.source, self.held)
+        self.receiver.adopt(self.version)
         _, self.copy = plain_copies(list(self.held.values()), self.threads, out=True)
 
     def fill(self) -> None:
@@ -87,60 +93,49 @@ class _Case:
         self.version += 1
         self.sender.full(self.version)
         self.sender.commit()
-        if self.receiver.version is None:
-            self._bring()
-        self.receiver.adopt(self.version)
 
     def rate(self, turn: Callable[[], object]) -> float:
         """GB/s of dense bytes."""
         return self.sender.base_bytes / _seconds(turn) / 1e9
 
     def update(self, percent: float, seed: int) -> dict[str, float]:
+        """Change a share of the source's elements and bring them over."""
         generator = np.random.default_rng(seed)
         for array in self.source.values():
             places = generator.integers(0, array.size, round(percent / 100 * array.size))
             array[places] ^= generator.integers(1, 128, len(places)).astype(np.uint16)
         self.version += 1
-        size: Any = None
-
-        def encode() -> None:
-            nonlocal size
-            size = self.sender.encode(self.version)
-
-        def stage() -> None:
-            for message in self.sender.messages(1):
-                self.receiver.stage(0, message)
-
-        encoding = _seconds(encode)
-        rates = {
-            name: _seconds(turn)
-            for name, turn in (
-                ("stage", stage),
-                ("prove", lambda: self.receiver.prove(self.version)),
-                ("commit", lambda: self.receiver.commit(self.version)),
-            )
+        growth, started = Growth(), time.perf_counter()
+        size = self.sender.encode(self.version)
+        encoding = time.perf_counter() - started
+        if size is None:
+            raise InvariantBroken("a delta without a limit was not coded")
+        turns: dict[str, Callable[[], object]] = {
+            "stage": lambda: [self.receiver.stage(0, message) for message in self.sender.messages(1)],
+            "prove": lambda: self.receiver.prove(self.version),
+            "commit": lambda: self.receiver.commit(self.version),
+            "advance": self.sender.commit,
         }
-        rates["advance"] = _seconds(self.sender.commit)
+        rates = {name: size.changed / _seconds(turn) / 1e6 for name, turn in turns.items()}
         return {
             "changed": size.changed,
             "nbytes": size.nbytes,
             "bytes_per_change": size.nbytes / size.changed,
             "encode": size.dense_bytes / encoding / 1e9,
-            **{name: size.changed / seconds / 1e6 for name, seconds in rates.items()},
+            **rates,
+            "peak_extra_bytes": growth.peak_bytes(),
         }
 
     def check(self) -> None:
         """The destination is what a dense update would make of it."""
         had = {name: array.copy() for name, array in self.held.items()}
-        self._bring()
+        _dense(self._plan, self.source, self.held)
         if any((array != had[name]).any() for name, array in self.held.items()):
             raise InvariantBroken("deltas brought other weights than a dense update of the same sources")
 
 
-def _dense(made: Any, source: Mapping[str, np.ndarray], held: Mapping[str, np.ndarray]) -> None:
+def _dense(made: Plan, source: Mapping[str, np.ndarray], held: Mapping[str, np.ndarray]) -> None:
     """Copy everything, as a dense update does."""
-    from asyncmoe.reshard.programs import local_program
-
     program = local_program([t.copies for t in made.transfers])
     if program is not None:
         read, written = (
@@ -161,12 +156,13 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"dense: {results['dense_bytes'] / 1e6:.0f} MB of bfloat16, {results['threads']} threads",
         f"memcpy {results['memcpy']:.1f} GB/s   digest of the destination {results['digest']:.1f} GB/s   full {results['full']:.1f} GB/s",
-        " changed  B/change  of dense       encode  of memcpy    stage    prove   commit  advance",
+        " changed  B/change  of dense       encode  of memcpy    stage    prove   commit  advance  memory of both",
     ]
     for one in results["percents"]:
         lines.append(
             f"{one['percent']:7.1f}% {one['bytes_per_change']:9.3f} {one['nbytes'] / results['dense_bytes']:8.2%} "
             f"{one['encode']:7.1f} GB/s {one['encode_share']:10.2f} "
             + " ".join(f"{one[name]:6.1f} M" for name in ("stage", "prove", "commit", "advance"))
+            + f"{one['peak_extra_bytes'] / results['dense_bytes']:15.2%}"
         )
     return "\n".join([*lines, "stage, prove, commit, advance: millions of changed elements a second"])

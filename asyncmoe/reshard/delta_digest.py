@@ -123,7 +123,7 @@ def piece_copies(tensors: Tensors, table: Table, chosen: np.ndarray) -> np.ndarr
 def tensor_strides(tensors: Tensors, numbers: np.ndarray) -> np.ndarray:
     """Return int64[n, MAX_DIMS]: row-major strides of tensors in elements; zeros for padding."""
     extent = np.concatenate([tensors.extent, np.zeros((1, MAX_DIMS), np.int64)])[numbers]
-    strides = np.ones_like(extent)
+    strides: np.ndarray = np.ones_like(extent)
     for k in range(MAX_DIMS - 2, -1, -1):
         strides[:, k] = strides[:, k + 1] * extent[:, k + 1]
     strides[numbers == NO_TENSOR] = 0

@@ -111,7 +111,7 @@ class _Case:
         if size is None:
             raise InvariantBroken("a delta without a limit was not coded")
         turns: dict[str, Callable[[], object]] = {
-            "stage": lambda: [self.receiver.stage(0, message) for message in self.sender.messages(1)],
+            "stage": self._stage,
             "prove": lambda: self.receiver.prove(self.version),
             "commit": lambda: self.receiver.commit(self.version),
             "advance": self.sender.commit,
@@ -125,6 +125,10 @@ class _Case:
             **rates,
             "peak_extra_bytes": growth.peak_bytes(),
         }
+
+    def _stage(self) -> None:
+        for message in self.sender.messages(1):
+            self.receiver.stage(0, message)
 
     def check(self) -> None:
         """The destination is what a dense update would make of it."""

@@ -34,11 +34,11 @@ class _Incoming:
 class DeltaReceiver:
     """This rank's side, as a destination, of deltas of a plan's messages.
 
-    After a full update (an `Exchanger`'s), `adopt` reads the canonical digest (`asyncmoe.reshard.delta_digest`) of everything from the
-    destination. Then, for each version: `stage` takes the messages and keeps their coded bytes; `prove` computes, from the old bits as
-    they lie in memory now, whether the version will be what its senders have, while the old weights are still in use; `commit` writes the
-    changed elements straight into the storages. Nothing is written unless every message of the version is there, whole, made from the
-    version that is held, and proven. `audit` reads everything again.
+    Around a full update (an `Exchanger`'s), `forget` comes before anything is written, and `adopt` after it, which reads the canonical
+    digest (`asyncmoe.reshard.delta_digest`) of everything from the destination. Then, for each version: `stage` takes the messages and
+    keeps their coded bytes; `prove` computes, from the old bits as they lie in memory now, whether the version will be what its senders
+    have, while the old weights are still in use; `commit` writes the changed elements straight into the storages. Nothing is written
+    unless every message of the version is there, whole, made from the version that is held, and proven. `audit` reads everything again.
 
     Host memory only so far: arrays on a device are refused.
 

@@ -14,7 +14,6 @@ from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, plan
-from benchmarks.memory import Growth
 
 DENSITIES = (0.0, 1e-9, 0.001, 0.01, 0.5, 1.0)
 """Of changed elements; 1e-9 is a single one."""
@@ -252,14 +251,3 @@ def test_order_of_calls() -> None:
         large("bfloat16", 2)[0].senders[0].__class__(ranks.plan, 0, message_bytes=7)
     with pytest.raises(LayoutError, match="half1: got nothing"):
         receiver.bind({"half0": ranks.destinations[1]["half0"]})
-
-
-def test_memory_that_a_delta_takes() -> None:
-    """Of 64 MB with one element in a hundred changed: each side keeps its coded bytes (1.6 %); one message exists twice for a moment."""
-    ranks, _, _ = large("bfloat16", 2, 8000, 4000)
-    ranks.full(1)
-    change(ranks.sources[0]["s"], 0.01, np.random.default_rng(1))
-    growth = Growth()
-    ranks.encode(2)
-    ranks.commit(2)
-    assert growth.peak_bytes() < 0.05 * 2 * ranks.senders[0].base_bytes

@@ -28,6 +28,19 @@ def reshard_(
     _show(reshard.run(), json_path)
 
 
+@bench.command("delta")
+def delta_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 5,
+) -> None:
+    """Sparse deltas of one rank's weights on this CPU: bytes of a changed element; compared, applied and digested, next to memcpy."""
+    from benchmarks import delta
+
+    results = delta.run(rounds=rounds)
+    _show(results, json_path)
+    typer.echo(delta.table(results))
+
+
 @bench.command("plan")
 def plan_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

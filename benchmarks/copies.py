@@ -39,8 +39,8 @@ def copy_rates(made: Plan, source: int, destination: int, bucket_bytes: int, rou
         storages = (made.sources if out else made.destinations)[rank].values()
         arrays = [np.ones(s.size, _RAW[s.nbytes // s.size]) for s in storages]
         total = sum(array.nbytes for array in arrays)
-        turns[f"{way}_same"] = _memcpy(arrays, threads, out=out)
-        turns[f"{way}_fresh"] = _memcpy([np.ones(total // threads, np.uint8) for _ in range(threads)], threads, out=out)
+        turns[f"{way}_same"] = plain_copies(arrays, threads, out=out)
+        turns[f"{way}_fresh"] = plain_copies([np.ones(total // threads, np.uint8) for _ in range(threads)], threads, out=out)
         turns[way] = _copier(made, rank, arrays, bucket_bytes, threads, packing=out)
     rates: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds + 1):
@@ -56,7 +56,7 @@ def copy_rates(made: Plan, source: int, destination: int, bucket_bytes: int, rou
     return {"threads": threads, **found}
 
 
-def _memcpy(arrays: Sequence[np.ndarray], threads: int, *, out: bool) -> tuple[int, Turn]:
+def plain_copies(arrays: Sequence[np.ndarray], threads: int, *, out: bool) -> tuple[int, Turn]:
     """Bytes, and a function that runs libc's memcpy between every array and one large buffer, an equal part on each thread."""
     total = sum(array.nbytes for array in arrays)
     buffer = np.ones(total, np.uint8)

@@ -12,6 +12,7 @@
 #include "arrays.h"
 #include "copy.h"
 #include "cuda_bindings.h"
+#include "delta_bindings.h"
 #include "digest.h"
 #include "dlpack.h"
 #include "plan_bindings.h"
@@ -158,6 +159,7 @@ PYBIND11_MODULE(_C, module) {
         .def("run", &run_program, py::arg("chunk"), py::arg("sources").noconvert(), py::arg("destinations").noconvert(),
              py::arg("threads") = 0,
              "Run a chunk on the CPU and return its message's digest. Addresses are not checked.");
+    asyncmoe::bind_delta(module);
     define_ring(module);
     module.def("digest", &digest, py::arg("address"), py::arg("nbytes"), py::arg("threads") = 0,
                "64-bit digest of a buffer, as defined in csrc/digest.h.");

@@ -1,6 +1,9 @@
 """Move tensors between two shardings: layouts, plans, and the exchange that executes a plan. Needs only NumPy."""
 
 from asyncmoe.reshard.bucket import Bucket, buckets
+from asyncmoe.reshard.delta_digest import expected_digest, shard_digest
+from asyncmoe.reshard.delta_receiver import DeltaReceiver
+from asyncmoe.reshard.delta_sender import DeltaSender, DeltaSize
 from asyncmoe.reshard.exchange import Exchanger, Moved, exchange
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, Piece, RankLayout, Storage
 from asyncmoe.reshard.memory import digest
@@ -13,6 +16,9 @@ __all__ = [
     "PADDING",
     "Box",
     "Bucket",
+    "DeltaReceiver",
+    "DeltaSender",
+    "DeltaSize",
     "Exchanger",
     "LayoutBuilder",
     "LocalTransport",
@@ -28,7 +34,9 @@ __all__ = [
     "buckets",
     "digest",
     "exchange",
+    "expected_digest",
     "plan",
     "plan_each",
     "relay",
+    "shard_digest",
 ]

@@ -1,0 +1,259 @@
+"""The receiver of sparse deltas: keeps the coded bytes, proves that they fit, and scatters them into the destination storages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import InvariantBroken, TransferError
+from asyncmoe.reshard.delta_digest import WORD, host_addresses, padding_table, seeds
+from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, Header, frame_fault, read_header
+from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, Lane, lanes_of
+from asyncmoe.reshard.memory import Array
+from asyncmoe.reshard.plan import Plan
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """The messages of one source rank.
+
+    Attributes:
+        sums: of the terms of each message's elements, as they lay in the destination storages when they were read or written last.
+        staged: by number, header and bytes of the messages of the next version.
+    """
+
+    lane: Lane
+    table: _C.DeltaTable
+    sums: list[int]
+    staged: dict[int, tuple[Header, np.ndarray]] = field(default_factory=dict)
+
+
+class DeltaReceiver:
+    """This rank's side, as a destination, of deltas of a plan's messages.
+
+    Around a full update (an `Exchanger`'s), `forget` comes before anything is written, and `adopt` after it, which reads the canonical
+    digest (`asyncmoe.reshard.delta_digest`) of everything from the destination. Then, for each version: `stage` takes the messages and
+    keeps their coded bytes; `prove` computes, from the old bits as they lie in memory now, whether the version will be what its senders
+    have, while the old weights are still in use; `commit` writes the changed elements straight into the storages. Nothing is written
+    unless every message of the version is there, whole, made from the version that is held, and proven. `audit` reads everything again.
+
+    Host memory only so far: arrays on a device are refused.
+
+    Args:
+        plan: the plan, or its part of this rank.
+        message_bytes: as the senders'.
+        limit_bytes: the most that the coded bytes of a version may take here; None: as much as all messages could be at most.
+        threads: threads that read and write; 0: as many as the machine has, at most 4.
+
+    Raises:
+        LayoutError: `message_bytes` is less than the largest element.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, *, message_bytes: int = MESSAGE_BYTES, limit_bytes: int | None = None, threads: int = 0
+    ) -> None:
+        self.rank, self._threads = rank, threads
+        self._storages = plan.destinations.get(rank, {})
+        seed = seeds(plan.match.sources.tensors, ())
+        lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, message_bytes)
+        self._incoming = {lane.source: _Incoming(lane, lane.stored(seed), [0] * len(lane)) for lane in lanes}
+        self._padding = padding_table(plan, rank, self._storages)
+        self._padding_sum = self._padding.read(0, np.zeros(len(self._storages), np.int64), 1)
+        bounds = (FRAME_BYTES + one.table.bound(i) for one in self._incoming.values() for i in range(len(one.lane)))
+        self.limit_bytes = sum(bounds) if limit_bytes is None else limit_bytes
+        self.staged_bytes = 0
+        """Bytes of the messages that are staged."""
+        self.version: int | None = None
+        """The version that the destination holds, as far as is known; None: unknown, so that only a full update helps."""
+        self._staging: int | None = None
+        self._proven = False
+        self._bound: object = None
+        self._places = np.empty(0, np.int64)
+
+    @property
+    def digest(self) -> int:
+        """The canonical digest of the shard, as it was read or written last."""
+        return (self._padding_sum + sum(sum(one.sums) for one in self._incoming.values())) & WORD
+
+    def bind(self, destination_arrays: Mapping[str, Array]) -> None:
+        """Set the arrays of the storages, as for `Exchanger.bind`; they are kept alive until the next `bind`. Forgets what they hold.
+
+        Raises:
+            LayoutError: an array is missing, does not match its storage, or is not in host memory.
+        """
+        self._places = host_addresses(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
+        self._bound = destination_arrays
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no version: call before anything else writes to the arrays, as a full update does."""
+        self.version = None
+        self.abandon()
+
+    def adopt(self, version: int, expected: int | None = None) -> int:
+        """Take what the arrays hold as a version, after a full update; return its canonical digest, read from them.
+
+        Args:
+            expected: the digest that they must have (`expected_digest`).
+
+        Raises:
+            TransferError: they have another digest, or padding that is not zero; no version is held then.
+        """
+        self._check_bound()
+        self.forget()
+        self._check_padding()
+        for one in self._incoming.values():
+            one.sums = [one.table.read(i, self._places, self._threads) for i in range(len(one.lane))]
+        if expected is not None and self.digest != expected:
+            raise self._refusal(self.rank, f"version {version} has digest {self.digest:016x}, but its senders have {expected:016x}")
+        self.version = version
+        return self.digest
+
+    def message_bytes(self, source: int, header: np.ndarray) -> int:
+        """Return the size of a message whose first `HEADER_BYTES` bytes (uint8) have come; memory may be taken for it.
+
+        Raises:
+            TransferError: as `stage`, as far as the header shows it; nothing remains staged.
+        """
+        found = self._header(source, header)
+        return FRAME_BYTES + found.payload
+
+    def stage(self, source: int, message: np.ndarray) -> None:
+        """Check and keep (as a copy) a message, uint8[n], from a source rank. Nothing is written to the destination.
+
+        Raises:
+            TransferError: it is truncated, damaged, repeated, of another plan, lane or version, made from another base than the one held,
+                or too large; or its numbers or positions do not fit the plan. Nothing remains staged.
+        """
+        message = np.ascontiguousarray(message).reshape(-1).view(np.uint8)
+        header = self._header(source, message)
+        one = self._incoming[source]
+        wrong = frame_fault(message, header)
+        if wrong is None:
+            wrong = one.table.fault(header.number, int(message.ctypes.data) + HEADER_BYTES, header.payload, self._threads)
+        if wrong is not None:
+            raise self._refusal(source, f"message {header.number + 1} of a delta: {wrong}")
+        one.staged[header.number] = header, message.copy()
+        self.staged_bytes += len(message)
+        self._staging, self._proven = header.version, False
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """(source rank, number) of the messages that are not staged."""
+        return [(source, i) for source, one in self._incoming.items() for i in range(len(one.lane)) if i not in one.staged]
+
+    def prove(self, version: int) -> None:
+        """Check that the staged messages, applied to what lies in memory now, give the version that their senders have. Writes nothing.
+
+        Raises:
+            TransferError: they do not; nothing remains staged, and no version is held, because it is the memory that differs.
+            InvariantBroken: messages of the version are missing.
+        """
+        self._check_complete(version)
+        self._apply(write=False)
+        self._proven = True
+
+    def commit(self, version: int) -> None:
+        """Write the staged version into the destination, after `prove` unless that was called since the last `stage`.
+
+        Raises:
+            TransferError: as `prove`; or memory changed since: the destination may be partly written then, and no version is held.
+            InvariantBroken: messages of the version are missing.
+        """
+        self._check_complete(version)
+        if not self._proven:
+            self.prove(version)
+        self.version = None
+        self._apply(write=True)
+        for one in self._incoming.values():
+            one.sums = [one.staged[i][0].after for i in range(len(one.lane))]
+        self.abandon()
+        self.version = version
+
+    def abandon(self) -> None:
+        """Let go of what is staged. What the destination holds stays."""
+        for one in self._incoming.values():
+            one.staged.clear()
+        self.staged_bytes, self._staging, self._proven = 0, None, False
+
+    def audit(self) -> int:
+        """Read every element again; return the canonical digest.
+
+        Raises:
+            TransferError: something changed that no delta wrote; names the source rank of what differs. No version is held then.
+            InvariantBroken: no version is held.
+        """
+        self._check_bound()
+        if self.version is None:
+            raise InvariantBroken(f"rank {self.rank}: got an audit without a version, expected a full update and adopt before it")
+        self._check_padding()
+        for source, one in self._incoming.items():
+            for i in range(len(one.lane)):
+                found = one.table.read(i, self._places, self._threads)
+                if found != one.sums[i]:
+                    what = f"what message {i + 1} of {len(one.lane)} wrote has digest {found:016x}, expected {one.sums[i]:016x}"
+                    raise self._lost(source, what)
+        return self.digest
+
+    def _header(self, source: int, message: np.ndarray) -> Header:
+        found = read_header(message)
+        if not isinstance(found, str):
+            wrong = self._header_fault(source, found)
+            if wrong is None:
+                return found
+            found = wrong
+        raise self._refusal(source, f"message of a delta: {found}")
+
+    def _header_fault(self, source: int, header: Header) -> str | None:
+        """Return why a message of this header is not acceptable now, or None."""
+        one = self._incoming.get(source)
+        if one is None or header.lane != one.lane.identity or header.messages != len(one.lane) or header.number >= len(one.lane):
+            return "got one of another plan, or of other ranks, expected one of this plan"
+        if self.version is None or header.base != self.version:
+            return f"got a change of version {header.base}, expected one of {self.version}, the version that is held"
+        if header.version == self.version or self._staging not in (None, header.version):
+            return f"got version {header.version}, expected {'a later one' if self._staging is None else self._staging}"
+        if header.number in one.staged:
+            return f"got number {header.number + 1} twice, expected it once"
+        if header.before != one.sums[header.number]:
+            return f"got one made from digest {header.before:016x}, expected {one.sums[header.number]:016x}, which is held"
+        most = min(one.table.bound(header.number), self.limit_bytes - self.staged_bytes - FRAME_BYTES)
+        return f"got {header.payload} bytes, expected at most {most}" if header.payload > most else None
+
+    def _apply(self, *, write: bool) -> None:
+        for source, one in self._incoming.items():
+            for i in range(len(one.lane)):
+                header, message = one.staged[i]
+                payload = int(message.ctypes.data) + HEADER_BYTES
+                change = one.table.apply(i, payload, header.payload, self._places, write, self._threads)
+                if (one.sums[i] + change) & WORD != header.after:
+                    what = f"message {i + 1} of {len(one.lane)} of a delta does not make version {header.version} of what lies in memory"
+                    raise self._lost(source, what)
+
+    def _check_padding(self) -> None:
+        if self._padding.read(0, self._places, self._threads) != self._padding_sum:
+            raise self._lost(self.rank, "padding is not zero")
+
+    def _check_bound(self) -> None:
+        if self._bound is None and self._storages:
+            raise InvariantBroken(f"rank {self.rank}: got a receiver of deltas without arrays, expected bind before it")
+
+    def _check_complete(self, version: int) -> None:
+        self._check_bound()
+        missing = self.missing
+        if missing or self._staging not in (None, version) or self.version is None:
+            first = f", the first {missing[0][1] + 1} from rank {missing[0][0]}" if missing else ""
+            staged = "nothing" if self._staging is None else f"version {self._staging}"
+            held = f"made from {self.version}; {staged} is staged, {len(missing)} messages are missing{first}"
+            raise InvariantBroken(f"rank {self.rank}: got version {version} to prove or commit, expected a whole one, {held}")
+
+    def _refusal(self, source: int, what: str) -> TransferError:
+        self.abandon()
+        return TransferError(source, self.rank, what)
+
+    def _lost(self, source: int, what: str) -> TransferError:
+        self.forget()
+        return TransferError(source, self.rank, f"{what}; the next update of this rank must be full")

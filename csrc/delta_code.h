@@ -1,0 +1,37 @@
+// The code of a delta: which elements of a block changed, as compact gaps between their positions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace asyncmoe {
+
+// Elements are compared and coded in blocks of at most so many bytes; block and positions then stay in a core's cache.
+constexpr int64_t kDeltaBlock = int64_t{1} << 17;
+
+// A payload begins with an entry of 8 bytes for each block: the number of changed elements, or kDense, and the bytes of
+// its gaps (both uint32, little-endian). The bodies of the blocks follow: the gaps, then the values of the changed
+// elements; or, if kDense, all elements, and the bytes of gaps are 0.
+constexpr int64_t kEntry = 8;
+constexpr uint32_t kDense = 0xffffffffu;
+
+// A gap is the number of unchanged elements before a changed one, counted from the previous changed one. Bytes:
+//   gap                                       below kOneByte
+//   kOneByte + h, l                           gap = kOneByte + 256 h + l, for h below kLong - kOneByte
+//   kLong, and 3 bytes, little-endian         anything from there on
+// With one element in a hundred changed at random, a gap takes 1.1 bytes on average; at 0.3 %, 1.5.
+constexpr uint32_t kOneByte = 224, kLong = 255, kTwoBytes = kOneByte + 256 * (kLong - kOneByte);
+
+// Writes the ascending positions at which two arrays differ and returns their number. `item` is 1, 2, 4 or 8 bytes;
+// `positions` has room for `count` and kSlack more.
+constexpr int64_t kSlack = 16;
+int64_t differing(const std::byte* a, const std::byte* b, int64_t item, int64_t count, uint32_t* positions);
+
+// Writes the gaps of ascending positions and returns their bytes; -1 if they take more than `room`.
+int64_t write_gaps(const uint32_t* positions, int64_t count, std::byte* out, int64_t room);
+
+// Reads `count` positions. Returns false unless the gaps take exactly `nbytes` in their shortest form and every
+// position is below `elements`.
+bool read_gaps(const std::byte* gaps, int64_t nbytes, int64_t count, int64_t elements, uint32_t* positions);
+
+}  // namespace asyncmoe

@@ -1,0 +1,48 @@
+// The canonical digest of a shard: a sum over its elements that depends neither on how the tensors are cut and placed
+// nor on the order of the terms, so that a change of an element changes it by the difference of two terms.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "digest.h"
+
+namespace asyncmoe {
+
+// The term of element `index` (row-major, in the whole tensor) with the stored bits `bits`:
+//   mix(seed + (index + 1) * 0x9e3779b97f4a7c15 + bits) modulo 2^64,
+// where mix is splitmix64's finalizer (digest.h) and `seed` belongs to the tensor. Multiples of the golden ratio keep
+// their distance: no two pairs (index, bits) of a tensor of fewer than 2^46 elements of up to 16 bits, or of 2^30
+// elements of 32 bits, have the same argument, and mix is a bijection.
+ASYNCMOE_BOTH __attribute__((always_inline)) inline uint64_t element_term(uint64_t seed, int64_t index, uint64_t bits) {
+    return term_of(seed + bits, index);
+}
+
+// The bits of an element of `item` bytes: 1, 2, 4 or 8.
+inline uint64_t element_bits(const std::byte* data, int64_t item) {
+    switch (item) {
+        case 1:
+            return static_cast<uint8_t>(*data);
+        case 2: {
+            uint16_t bits;
+            __builtin_memcpy(&bits, data, 2);
+            return bits;
+        }
+        case 4: {
+            uint32_t bits;
+            __builtin_memcpy(&bits, data, 4);
+            return bits;
+        }
+        default: {
+            uint64_t bits;
+            __builtin_memcpy(&bits, data, 8);
+            return bits;
+        }
+    }
+}
+
+// The sum of the terms of `count` elements that follow each other both in memory and in the tensor; the first one is
+// element `index`. Null `data` stands for zeros.
+uint64_t sum_of_elements(const std::byte* data, int64_t item, int64_t count, uint64_t seed, int64_t index);
+
+}  // namespace asyncmoe

@@ -1,0 +1,156 @@
+"""Deltas of weights that are rounded or quantised on the way: bit for bit what a dense exchange of the same sources gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from reshard_ranks import Arrays, run_ranks
+from test_reshard_float8 import RAW, Shapes, chosen, empty, filled, random
+
+from asyncmoe.reshard import DeltaReceiver, DeltaSender, LayoutBuilder, RankLayout, expected_digest, plan, shard_digest
+from asyncmoe.reshard.float8 import BLOCK, SCALES, Scaler, with_scale_tensors, with_scales
+from asyncmoe.reshard.layout import columns, rows, whole
+
+SHAPES: Shapes = {"w.gate": (512, 256), "w.up": (512, 256), "w.down": (256, 512), "norm": (256,)}
+
+
+def sides(dtype: str) -> tuple[list[RankLayout], list[RankLayout]]:
+    """Rows of two trainer ranks, fused, to two engine ranks that hold gate over up, and columns of down."""
+    source, destination = [], []
+    for r in range(2):
+        builder = LayoutBuilder(r, dtype)
+        builder.stack("fc1", [(f"w.{part}", rows((512, 256), 256 * r, 256)) for part in ("gate", "up")])
+        builder.stack("fc2", [("w.down", columns((256, 512), 256 * r, 256))])
+        builder.place("norm", (256,), [("norm", whole((256,)), (0,))])
+        source.append(builder.build())
+    for r in range(2):
+        builder = LayoutBuilder(10 + r, "bfloat16")
+        parts = [(f"w.{part}", rows((512, 256), 256 * (1 - r), 256), (256 * i, 0)) for i, part in enumerate(("gate", "up"))]
+        builder.place("w13", (512, 256), parts)
+        builder.stack("w2", [("w.down", columns((256, 512), 256 * (1 - r), 256))])
+        builder.place("norm", (256,), [("norm", whole((256,)), (0,))])
+        destination.append(builder.build())
+    return source, destination
+
+
+class Quantised:
+    """Both sides, and what dense exchanges bring."""
+
+    def __init__(self, dtype: str, float8: bool) -> None:
+        source, destination = sides(dtype)
+        self.shapes = with_scale_tensors(SHAPES, chosen) if float8 else SHAPES
+        if float8:
+            source = [with_scales(layout, SHAPES, chosen, quantised=False) for layout in source]
+            destination = [with_scales(layout, SHAPES, chosen, quantised=True) for layout in destination]
+        self.source, self.destination, self.float8 = source, destination, float8
+        self.plan = plan(self.shapes, source, destination)
+        self.values = {name: random((*shape, 1)[:2], 7, dtype).reshape(shape) for name, shape in SHAPES.items()}
+        self.held: dict[int, Arrays] = {layout.rank: filled(layout, self.values) for layout in source}
+        self.got: dict[int, Arrays] = {layout.rank: empty(layout) for layout in destination}
+        self.senders = {rank: DeltaSender(self.plan, rank, message_bytes=1 << 16) for rank in self.held}
+        self.receivers = {rank: DeltaReceiver(self.plan, rank, message_bytes=1 << 16) for rank in self.got}
+        for rank, sender in self.senders.items():
+            sender.bind(self.held[rank])
+        for rank, receiver in self.receivers.items():
+            receiver.bind(self.got[rank])
+
+    def load(self) -> None:
+        """Bring the tensors into the sources, and compute their scales."""
+        for layout in self.source:
+            for name, array in filled(layout, self.values).items():
+                if not name.endswith(SCALES):
+                    self.held[layout.rank][name][...] = array
+            if self.float8:
+                Scaler(layout, self.held[layout.rank]).write()
+
+    def full(self, version: int) -> None:
+        self.load()
+        for sender in self.senders.values():
+            sender.full(version)
+        run_ranks(self.plan, self.held, self.got)
+        for rank, receiver in self.receivers.items():
+            receiver.adopt(version, expected_digest(self.plan, rank, [s.contribution(rank) for s in self.senders.values()]))
+        for sender in self.senders.values():
+            sender.commit()
+
+    def delta(self, version: int) -> tuple[int, int]:
+        """Send a delta; return its changed elements and all, after comparing with a dense exchange."""
+        self.load()
+        changed = elements = 0
+        for sender in self.senders.values():
+            size = sender.encode(version)
+            assert size is not None
+            changed, elements = changed + size.changed, elements + size.elements
+        for rank, receiver in self.receivers.items():
+            for source, sender in self.senders.items():
+                for message in sender.messages(rank):
+                    receiver.stage(source, message)
+            receiver.commit(version)
+        for sender in self.senders.values():
+            sender.commit()
+        dense = {layout.rank: empty(layout) for layout in self.destination}
+        run_ranks(self.plan, self.held, dense)
+        for layout in self.destination:
+            for name, expected in dense[layout.rank].items():
+                np.testing.assert_array_equal(self.got[layout.rank][name].view(np.uint8), expected.view(np.uint8))
+            assert shard_digest(self.shapes, layout, self.got[layout.rank]) == self.receivers[layout.rank].digest
+        return changed, elements
+
+
+def stepped(values: dict[str, torch.Tensor], size: float, share: float, seed: int) -> None:
+    """Move a share of the weights by a relative `size`, in float32, rounded back to their dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weights in values.items():
+        moved = weights.float() * (1 + size * torch.randn(weights.shape, generator=generator))
+        values[name] = torch.where(torch.rand(weights.shape, generator=generator) < share, moved.to(weights.dtype), weights)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("float8", [False, True], ids=["bfloat16 served", "float8 served"])
+def test_versions_in_a_row(dtype: str, float8: bool) -> None:
+    ranks = Quantised(dtype, float8)
+    ranks.full(1)
+    for version, (size, share) in enumerate([(1e-3, 1.0), (1e-2, 0.01), (1e-2, 0.001), (0.0, 1.0), (0.5, 1.0)], 2):
+        stepped(ranks.values, size, share, version)
+        changed, elements = ranks.delta(version)
+        assert (changed == 0) == (size == 0)
+        if share < 1:
+            assert changed < 2 * share * elements + 4 * BLOCK**2
+
+
+def test_steps_below_the_rounding_are_not_sent() -> None:
+    """Every float32 changes; of bfloat16 and float8 codes, which have fewer digits, a few."""
+    for float8, most in ((False, 0.01), (True, 0.01)):
+        ranks = Quantised("float32", float8)
+        ranks.full(1)
+        before = {name: weights.clone() for name, weights in ranks.values.items()}
+        stepped(ranks.values, 1e-6, 1.0, 3)
+        moved = sum(int((ranks.values[name] != weights).sum()) for name, weights in before.items())
+        assert moved > 0.7 * sum(weights.numel() for weights in before.values())
+        changed, elements = ranks.delta(2)
+        assert 0 < changed < most * elements
+
+
+def test_a_changed_scale_changes_its_block_and_no_other() -> None:
+    """The largest weight of one block grows: nearly all codes of that block are others, and the scale; nothing else is sent."""
+    ranks = Quantised("bfloat16", True)
+    ranks.values["w.down"][:128, :128] = torch.randn(128, 128, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    ranks.full(1)
+    block = ranks.values["w.down"][:128, :128]
+    block[5, 7] = 1.37 * block.float().abs().max()
+    scales = {rank: arrays["w2" + SCALES].copy() for rank, arrays in ranks.got.items()}
+    changed, _ = ranks.delta(2)
+    assert 0.5 * BLOCK**2 < changed <= BLOCK**2 + 1
+    assert sum(int((ranks.got[rank]["w2" + SCALES] != before).sum()) for rank, before in scales.items()) == 1
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    """-0 is not 0, and a NaN is like itself."""
+    ranks = Quantised("bfloat16", False)
+    ranks.values["norm"][:3] = torch.tensor([0.0, float("nan"), 1.0]).to(torch.bfloat16)
+    ranks.full(1)
+    ranks.values["norm"][0] = -0.0
+    changed, _ = ranks.delta(2)
+    assert changed == 2  # one for each destination
+    assert all(RAW["bfloat16"](arrays["norm"][0]) == 0x8000 for arrays in ranks.got.values())

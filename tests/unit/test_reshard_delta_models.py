@@ -1,0 +1,87 @@
+"""Deltas between the layouts of every family's trainers and engines, at small sizes: delta = dense, and digests agree everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from delta_ranks import Ranks, change
+from model_cases import MODELS
+from reshard_ranks import Arrays, blank, filled, numbered
+
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.reshard import DeltaReceiver, DeltaSender, plan, shard_digest
+
+GRIDS = {
+    "1 -> 1": (MegatronParallel(), EngineParallel()),
+    "tp2pp2ep2 -> tp2ep2": (MegatronParallel(tp=2, pp=2, ep=2, dp=2, te=True), EngineParallel(tp=2, ep=2)),
+    "dp3 -> tp4": (MegatronParallel(dp=3), EngineParallel(tp=4)),
+}
+
+
+@pytest.mark.parametrize(("trainer", "engine"), GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("hf", MODELS.values(), ids=MODELS)
+def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParallel) -> None:
+    """Two engines; values of float32 in storages of any dtype, so that each element is another number at first."""
+    family = family_of(hf)
+    shapes = family.tensors(hf)
+    source = family.megatron_layouts(hf, trainer, "float32")
+    destination = family.sglang_layouts(hf, engine, "float32", 2, first=trainer.world)
+    values = numbered(shapes, np.float32)
+    sources = {layout.rank: filled(layout, values, np.float32) for layout in source}
+    ranks = Ranks(plan(shapes, source, destination), sources, {one.rank: blank(one, np.float32) for one in destination}, message_bytes=8192)
+    ranks.full(1)
+    generator = np.random.default_rng(0)
+    for version, density in enumerate((0.01, 0.001, 0.5, 0.0, 1.0), 2):
+        for tensor in values.values():
+            change(tensor, density, generator)
+        for layout in source:
+            for name, array in filled(layout, values, np.float32).items():
+                ranks.sources[layout.rank][name][...] = array
+        ranks.encode(version)
+        ranks.commit(version)
+        ranks.check(shapes, destination)
+    first, second = destination[: engine.world], destination[engine.world :]
+    for one, other in zip(first, second, strict=True):
+        assert ranks.receivers[one.rank].digest == ranks.receivers[other.rank].digest
+
+
+def bits(arrays: Arrays) -> Arrays:
+    """Numbers as the bits of bfloat16."""
+    return {name: array.view(np.uint16) for name, array in arrays.items()}
+
+
+def test_every_rank_plans_its_own_part() -> None:
+    """Storages have other numbers in a part of a plan than in the whole; messages fit nevertheless."""
+    hf, trainer, engine = MODELS["qwen3_moe"], *GRIDS["tp2pp2ep2 -> tp2ep2"]
+    family = family_of(hf)
+    shapes = family.tensors(hf)
+    source = family.megatron_layouts(hf, trainer, "bfloat16")
+    destination = family.sglang_layouts(hf, engine, "bfloat16", first=trainer.world)
+    values = {name: array.astype(np.int16) for name, array in numbered(shapes).items()}
+    parts = {layout.rank: plan(shapes, source, destination, ranks=[layout.rank]) for layout in (*source, *destination)}
+    senders = {one.rank: DeltaSender(parts[one.rank], one.rank) for one in source}
+    for layout in source:
+        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
+        senders[layout.rank].full(1)
+        senders[layout.rank].commit()
+    held = {layout.rank: bits(filled(layout, values, np.int16)) for layout in destination}
+    receivers = {one.rank: DeltaReceiver(parts[one.rank], one.rank) for one in destination}
+    for layout in destination:
+        receivers[layout.rank].bind(held[layout.rank])
+        receivers[layout.rank].adopt(1)
+    for tensor in values.values():
+        change(tensor, 0.02, np.random.default_rng(1))
+    for layout in source:
+        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
+        assert senders[layout.rank].encode(2) is not None
+    for layout in destination:
+        receiver = receivers[layout.rank]
+        for rank, sender in senders.items():
+            for message in sender.messages(layout.rank):
+                receiver.stage(rank, message)
+        receiver.commit(2)
+        for name, expected in bits(filled(layout, values, np.int16)).items():
+            np.testing.assert_array_equal(held[layout.rank][name], expected)
+        assert receiver.digest == shard_digest(shapes, layout, held[layout.rank])

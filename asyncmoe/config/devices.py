@@ -1,7 +1,8 @@
 """Assignment of a machine's GPUs to the processes of a run: a pure function of the configuration and the number of GPUs.
 
 A trainer rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.model.mesh`). Engine i of a machine takes `engines.tp` GPUs, starting at
-`first + i * tp` (SGLang's --base-gpu-id). GPUs are numbered as CUDA_VISIBLE_DEVICES leaves them.
+`first + i * tp` (SGLang's --base-gpu-id); of an engine over several machines, each gives its share. GPUs are numbered as
+CUDA_VISIBLE_DEVICES leaves them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class Wanted:
 
     Attributes:
         ranks: trainer ranks.
-        engines: number of engines.
-        tp: GPUs of each engine.
+        engines: number of engines, or of parts of engines over several machines.
+        tp: GPUs of each of them.
         first: the first GPU of engine 0.
         share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
+        key: what sets `tp`, in messages.
     """
 
     ranks: int
@@ -38,6 +40,7 @@ class Wanted:
     tp: int
     first: int
     share: bool = False
+    key: str = "engines.tp"
 
     @property
     def devices(self) -> Devices:
@@ -87,10 +90,21 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
     first = first_gpu(config, several)
     if not several:
         return (Wanted(trainer.ranks, engines.count, engines.tp, first, engines.share_gpus),)
+    key = "engines.tp" if engines.nodes == 1 else "engines.tp / engines.nodes"
     return (
-        Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.tp, first),
-        Wanted(0, -(-engines.count // cluster.engine_nodes), engines.tp, first),
+        Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.ranks_per_node, first),
+        Wanted(0, -(-engines.count * engines.nodes // cluster.engine_nodes), engines.ranks_per_node, first, key=key),
     )
+
+
+def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
+    """The first GPU of one node of an engine: on one machine its nodes follow one another, else each has the machine's `index`-th share.
+
+    Args:
+        index: of the engine, or of its part, on its machine.
+    """
+    per_node, first = config.engines.ranks_per_node, first_gpu(config, several)
+    return first + index * per_node if several else first + index * config.engines.tp + node * per_node
 
 
 def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
@@ -135,7 +149,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
-            expected=f"{end}: {asked.engines} x engines.tp {asked.tp} from GPU {asked.first} on{besides}",
+            expected=f"{end}: {asked.engines} x {asked.key} {asked.tp} from GPU {asked.first} on{besides}",
             hint=more + ", or ".join(ways),
         )
     return devices

@@ -58,7 +58,7 @@ async def serve_node(
     try:
         met = await unless(stop, seat.meet())
         if met is None:
-            return await seat.end("it was stopped")
+            return await seat.end("it was stopped") if stop.is_set() else None
         place = NodePlace(node, met.meeting)
         engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
         following_orders = asyncio.create_task(seat.follow(engine))
@@ -66,7 +66,7 @@ async def serve_node(
             if node:
                 await _hold(config, seat, engine, following_orders, stop)
             else:
-                await _lead(config, run_dir, seat, engine, following_orders, _joining(config, engine, key, met), stop)
+                await _lead(config, run_dir, seat, engine, following_orders, key, met, stop)
         finally:
             seat.left = True
             await engine.stop()
@@ -76,14 +76,6 @@ async def serve_node(
         await seat.close()
         if offered is not None:
             offered.close()
-
-
-def _joining(config: Config, engine: EngineProcess, key: str, met: EngineNodes) -> EngineJoin:
-    """Return the request with which node 0 joins. Ranks on several machines are on none that others could be on too."""
-    hosts = sorted(set(met.hosts))
-    place = (engine.url, key, "+".join(hosts))
-    nodes = config.engines.nodes
-    return EngineJoin(engine.name, *place, engine.tp, engine.ep, config.digest, facts(engine.name), nodes=nodes, met=met.meeting)
 
 
 async def _hold(config: Config, seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], stop: asyncio.Event) -> None:
@@ -110,7 +102,8 @@ async def _lead(
     seat: Seat,
     engine: EngineProcess,
     orders: asyncio.Task[EngineNodes],
-    request: EngineJoin,
+    key: str,
+    met: EngineNodes,
     stop: asyncio.Event,
 ) -> None:
     """Join the run for all nodes, and stay in it."""
@@ -122,6 +115,10 @@ async def _lead(
         if not starting.done():
             return await seat.end("it was stopped")
         starting.result()
+        # Ranks on several machines share memory with none that is on one of them.
+        place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
+        own, nodes = facts(engine.name), config.engines.nodes
+        request = EngineJoin(engine.name, *place, *parallel, config.digest, own, nodes=nodes, met=met.meeting)
         await stay(config, run_dir, engine, seat.rendezvous, request, stop)
     except AsyncmoeError as error:
         if not orders.done():
@@ -168,20 +165,21 @@ class Seat:
         place = (config.engines.nodes, start, address.host_id(), who, meeting, "")
         self._here = EngineNode(name, node, *place, self._limit_s / 3, config.digest, facts(self.title))
 
-    async def meet(self) -> EngineNodes:
-        """Wait for the other nodes; return where their ranks meet.
+    async def meet(self) -> EngineNodes | None:
+        """Wait for the other nodes; return where their ranks meet, or None if the run is over.
 
         Raises:
             WaitTimeout: one has not come within `engines.start_timeout_s`, or the controller is gone.
-            EngineError: the run is over.
+            EngineError: the run has failed.
         """
         limit_s, begin = self._config.engines.start_timeout_s, time.monotonic()
         while True:
             heartbeats.beat("waits for the other nodes of its engine")
             reply = await self._ask()
             self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts were true when they were sent
-            if reply.is_order:
-                raise EngineError(f"{self.title} was ended by the controller: {reply.why or 'the run is over'}")
+            if reply.finished:
+                return None
+            _obey(self, reply)
             if reply.meeting:
                 log.info("%s: all %d nodes have come", self.title, len(reply.hosts))
                 return reply

@@ -151,7 +151,7 @@ class Gatherings:
         while True:
             self._watch(request.name)
             reply = self._reply(request)
-            if reply.is_order or reply.meeting != request.met or time.monotonic() > until:
+            if reply.is_order or reply.meeting != request.met or time.monotonic() >= until:
                 return reply
             await asyncio.sleep(_POLL_S)
 

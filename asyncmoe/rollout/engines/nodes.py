@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncmoe.errors import EngineError
+from asyncmoe.errors import EngineError, UserError
 from asyncmoe.rollout.engines.engine import Engine, EngineProcess
 from asyncmoe.scratch import Scratch
 
@@ -42,6 +42,7 @@ class MeetingPlace:
 
     Raises:
         StorageError: the file's folder cannot be made.
+        UserError: the address is not of this machine.
     """
 
     def __init__(self, host: str | None) -> None:
@@ -66,16 +67,20 @@ def reserve(host: str, wanted: int) -> socket.socket:
     The socket never listens, and both sides set SO_REUSEADDR (servers through asyncio, stores through libuv), so Linux lets the server bind
     the port too.
 
+    Args:
+        wanted: 0: any free port.
+
     Raises:
-        OSError: the port is taken, or the address not of this machine.
+        UserError: the port is taken, or the address is not of this machine.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         reserved.bind((host, wanted))
-    except OSError:
+    except OSError as error:
         reserved.close()
-        raise
+        hint = "choose another engines.port, or 0 for any"
+        raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", hint=hint) from error
     return reserved
 
 

@@ -9,14 +9,13 @@ import asyncio
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
@@ -75,7 +74,7 @@ class SGLangProcess:
         self._start_timeout_s = section.start_timeout_s
         host = section.host if host is None else host
         node = 0 if place is None else place.node
-        self._reserved = _reserved(host, section.port + index if section.port and not node else 0)
+        self._reserved = reserve(host, section.port + index if section.port and not node else 0)
         port = int(self._reserved.getsockname()[1])
         log = run_dir / "logs" / f"{name.replace('.', '-')}{f'-node{node}' if node else ''}.log"
         hf = models.hf_config_of(config)
@@ -257,14 +256,6 @@ def reason_in(log: str) -> str | None:
 
 _RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
 _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
-
-
-def _reserved(host: str, wanted: int) -> socket.socket:
-    try:
-        return reserve(host, wanted)
-    except OSError as error:
-        hint = "choose another engines.port, or 0 for any"
-        raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", hint=hint) from error
 
 
 def _cores(available: Sequence[int], first: int, ranks: int) -> str:

@@ -60,13 +60,14 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout.engines import engine_agent
     from asyncmoe.rollout.engines.engine_python import check_engine_python
+    from asyncmoe.rollout.engines.nodes import process_name
 
     loaded = with_local_model(configuration.load(config, overrides))
     engine_agent.check_node(loaded.engines.nodes, name, node)
     check_engine_python(loaded.engines.python)
     models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here())
     name = name or engine_agent.default_name(index)
-    process = engine_agent.process_name(name, node)
+    process = process_name(name, node)
     processes.record(loaded.run.dir, process)
     heartbeats.start(loaded.run.dir, process, loaded.watch.beat_s)
     engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index), node)

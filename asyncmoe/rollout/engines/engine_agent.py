@@ -22,6 +22,7 @@ from asyncmoe.process import named
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine_node import serve_node
 from asyncmoe.rollout.engines.engine_stay import ServerLost, ready, stay, unless
+from asyncmoe.rollout.engines.nodes import process_name
 from asyncmoe.rollout.engines.restarts import BACKOFF_S
 from asyncmoe.rpc import address
 from asyncmoe.rpc.messages import EngineJoin
@@ -69,11 +70,6 @@ def check_node(nodes: int, name: str | None, node: int) -> None:
         raise UserError("--node", got=node, expected=f"0 to {nodes - 1}, because engines.nodes is {nodes}" if nodes > 1 else "0")
     if nodes > 1 and name is None:
         raise UserError("--name", got="nothing", expected=f"a name, the same on all {nodes} nodes of the engine (engines.nodes)")
-
-
-def process_name(name: str, node: int) -> str:
-    """Return the name, in records and messages, of the process of one node of an engine."""
-    return f"{name}.node{node}" if node else name
 
 
 async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str], node: int = 0) -> None:

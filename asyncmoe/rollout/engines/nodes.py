@@ -61,6 +61,11 @@ class MeetingPlace:
             self._scratch.remove()
 
 
+def process_name(name: str, node: int) -> str:
+    """Return the name, in records and messages, of the process of one node of an engine."""
+    return f"{name}.node{node}" if node else name
+
+
 def reserve(host: str, wanted: int) -> socket.socket:
     """Return a bound socket that reserves the port for the many seconds until a server listens on it.
 

@@ -23,7 +23,7 @@ from asyncmoe.process import Child
 from asyncmoe.receiver.command import FAMILY_VARIABLE, LOADER
 from asyncmoe.rollout.engines import adapters
 from asyncmoe.rollout.engines.engine_python import engine_python
-from asyncmoe.rollout.engines.nodes import NodePlace, reserve
+from asyncmoe.rollout.engines.nodes import NodePlace, process_name, reserve
 from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
@@ -76,7 +76,7 @@ class SGLangProcess:
         node = 0 if place is None else place.node
         self._reserved = reserve(host, section.port + index if section.port and not node else 0)
         port = int(self._reserved.getsockname()[1])
-        log = run_dir / "logs" / f"{name.replace('.', '-')}{f'-node{node}' if node else ''}.log"
+        log = run_dir / "logs" / f"{process_name(name, node).replace('.', '-')}.log"
         hf = models.hf_config_of(config)
         self._adapter = None
         kind = models.adapter_of(config, hf)
@@ -210,7 +210,7 @@ def command(
     return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *memory, *section.args]
 
 
-def environment(config: Config, index: int, host: str, place: NodePlace | None = None) -> dict[str, str]:
+def environment(config: Config, index: int, host: str = "", place: NodePlace | None = None) -> dict[str, str]:
     """Return the variables set for engine `index` in addition to ours; the user's values take precedence.
 
     Args:

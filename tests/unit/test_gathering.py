@@ -86,6 +86,14 @@ def told(gatherings: Gatherings, *asked: EngineNode) -> list[EngineNodes]:
     return asyncio.run(ask())
 
 
+def join(gatherings: Gatherings, request: EngineJoin) -> str:
+    """As the controller does when an engine joins."""
+    why = gatherings.join(request)
+    if not why:
+        gatherings.joined(request.name)
+    return why
+
+
 def joining(**changed: Any) -> EngineJoin:
     return EngineJoin("engine.a", "http://10.0.0.1:1", "key", "h0+h1", 2, 1, "", **{"nodes": 2, "met": PLACE, **changed})
 
@@ -95,13 +103,13 @@ def test_all_hear_where_they_meet_and_that_one_is_lost() -> None:
     early, last, first = told(gatherings, node(1), node(0), node(1))
     assert (early.meeting, early.missing, early.is_order) == ("", (0,), False)
     assert last == first == EngineNodes(PLACE, ("h0", "h1"), (), False, "c")
-    assert not gatherings.join(joining())
+    assert not join(gatherings, joining())
     assert not gatherings.lost("engine.a")
     assert gatherings.end_start("engine.a", "1", "out of memory")
     assert gatherings.lost("engine.a") == "node 1 on n1: out of memory"
     (order,) = told(gatherings, node(0, met=PLACE))
     assert order == EngineNodes(why="node 1 on n1: out of memory", again=True)
-    assert gatherings.join(joining()) == "engine.a: a node of it was lost before it could join"
+    assert join(gatherings, joining()) == "engine.a: a node of it was lost before it could join"
     anew, late = told(gatherings, node(1, "1b"), node(0, met=PLACE))
     assert (anew.missing, late.why) == ((0,), "node 1 on n1: out of memory")
     assert told(gatherings, node(0, "0b"))[0].meeting == PLACE
@@ -110,6 +118,7 @@ def test_all_hear_where_they_meet_and_that_one_is_lost() -> None:
 def test_an_engine_that_has_not_joined_does_not_start_again() -> None:
     gatherings = Gatherings(LIMIT_S, "")
     told(gatherings, node(0), node(1))
+    assert not gatherings.join(joining())  # but the controller cannot reach it
     gatherings.end_start("engine.a", "1", "no such model")
     assert told(gatherings, node(0, met=PLACE)) == [EngineNodes(why="node 1 on n1: no such model")]
 
@@ -127,7 +136,7 @@ def test_silence_ends_them_all_though_the_controller_itself_stood_still(monkeypa
     gatherings, now = Gatherings(LIMIT_S, ""), [gathering.time.monotonic()]
     monkeypatch.setattr(gathering.time, "monotonic", lambda: now[0])
     told(gatherings, node(0), node(1))
-    gatherings.join(joining())
+    join(gatherings, joining())
     now[0] += 100 * LIMIT_S
     assert not gatherings.lost("engine.a"), "what they have said wait to be read"
     for _ in range(int(LIMIT_S) + 1):
@@ -148,9 +157,9 @@ def test_the_end_of_the_run_is_told_to_those_that_come_later_too() -> None:
 
 def test_the_nodes_of_an_engine_return_before_or_after_it_does() -> None:
     after, before = Gatherings(LIMIT_S, "d"), Gatherings(LIMIT_S, "d")
-    assert not after.join(joining(served="c"))
+    assert not join(after, joining(served="c"))
     assert not told(after, node(1, met=PLACE))[0].is_order
     assert not told(before, node(1, met=PLACE))[0].is_order
-    assert not before.join(joining(served="c"))
-    assert before.join(joining(served="c", met="tcp://10.0.0.1:1")), "another start of it"
+    assert not join(before, joining(served="c"))
+    assert join(before, joining(served="c", met="tcp://10.0.0.1:1")), "another start of it"
     assert told(before, node(0, "stale", met="tcp://10.0.0.9:1")) == [EngineNodes(why="its engine was lost meanwhile", again=True)]

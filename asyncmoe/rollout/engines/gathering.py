@@ -156,14 +156,19 @@ class Gatherings:
             await asyncio.sleep(_POLL_S)
 
     def join(self, request: EngineJoin) -> str:
-        """Note that an engine of several nodes joins; return why it cannot, or nothing."""
+        """Return why an engine of several nodes cannot join, or nothing."""
         found = self._now.get(request.name)
         if found is None and request.served:
             found = Gathering(request.name, request.nodes, time.monotonic(), meeting=request.met, returned=True)
         if found is None or not found.has_met or found.meeting != request.met:
             return f"{request.name}: a node of it was lost before it could join"
-        self._now[request.name] = replace(found, joined=True)
+        self._now[request.name] = found
         return ""
+
+    def joined(self, name: str) -> None:
+        """Note that an engine has joined."""
+        if (found := self._now.get(name)) is not None:
+            self._now[name] = replace(found, joined=True)
 
     def lost(self, name: str) -> str:
         """Return why an engine is lost with one of its nodes; empty: it is not. Ask at least twice a second."""

@@ -187,6 +187,7 @@ class Membership:
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
         member = self._pool.join(engine)
+        self._gatherings.joined(request.name)
         if request.served:
             if why := await self._return(member, request.served):
                 raise EngineError(why)

@@ -48,7 +48,10 @@ class EngineNodeEnd(Message, frozen=True):
 
 
 class EngineNodes(Message, frozen=True):
-    """Reply to `EngineNode`: the state of the engine's nodes, or how this one ends, as `asyncmoe.rpc.messages.EngineOrder` says."""
+    """Reply to `EngineNode`: the state of the engine's nodes, or how they end, as an `asyncmoe.rpc.messages.EngineOrder` says.
+
+    The latter is also the reply to `EngineNodeEnd`.
+    """
 
     meeting: str = ""
     """Where the ranks meet; empty: some nodes are missing."""
@@ -56,8 +59,6 @@ class EngineNodes(Message, frozen=True):
     """`EngineNode.host` of every node, once they meet."""
     missing: tuple[int, ...] = ()
     """Nodes that have not come."""
-    joined: bool = False
-    """Whether the engine has joined the run."""
     controller: str = ""
     """Name of this controller; empty if no other can take its place."""
     finished: bool = False

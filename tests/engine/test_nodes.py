@@ -22,6 +22,8 @@ from tests.engine.oracle import Oracle, perturbed
 from tests.engine.test_direct import Stage, wrong
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+ROOM = ["--mem-fraction-static", "0.9"]
+"""SGLang takes for its weights what other programs take of the machine's memory while it loads them."""
 PROMPTS = ((30, 40, 50, 60, 70), tuple(range(3, 90)))
 
 
@@ -34,7 +36,8 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
     started: list[EngineProcess] = []
 
     async def start(name: str, nodes: int) -> Stage:
-        config = settings(model, folder / f"run-{name}", max_total_tokens=8192, tp=2, ep=2, nodes=nodes, start_timeout_s=600)
+        sizes = {"max_total_tokens": 8192, "tp": 2, "ep": 2, "nodes": nodes, "start_timeout_s": 600}
+        config = settings(model, folder / f"run-{name}", **sizes, args=ROOM)
         engine: Any = backend.start("engine.0", config, 0, config.run.dir)
         started.append(engine)
         rig = await make(config, [engine], runner.run)

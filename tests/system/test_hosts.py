@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.runs import REPOSITORY, SMALL, logs, metrics, provide
+from tests.system.test_nodes import ROOM
 
 pytestmark = pytest.mark.system
 NETWORK = shutil.which("net-cluster")
@@ -39,7 +40,7 @@ def test_a_run_whose_engine_is_spread_over_two_hosts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     places = (f"run.dir={run}", f"model.path={provide(tmp_path / 'model')}")
     options = ("engines.join=true", "engines.tp=2", "engines.nodes=2", "sync.verify_every=1", "cluster.network=10.77.0.0/16")
-    patient = ("engines.start_timeout_s=600", "trainer.timeout_s=600", "engines.hang_timeout_s=300")
+    patient = ("engines.start_timeout_s=600", "trainer.timeout_s=600", "engines.hang_timeout_s=300", ROOM)
     settings = " ".join(("examples/demo.yaml", *places, *SMALL, *options, *patient))
     environment = {**os.environ, "PYTHON": sys.executable, "SETTINGS": settings, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [NETWORK, "3", "--rate", "1gbit", "--", "sh", "-c", SCRIPT]

@@ -16,6 +16,8 @@ from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT
 from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, wait_for
 
 pytestmark = pytest.mark.system
+ROOM = 'engines.args=["--mem-fraction-static","0.9"]'
+"""SGLang takes for its weights what other programs take of the machine's memory while it loads them."""
 OVERRIDES = ("run.steps=2000", "engines.join=true", "trainer.timeout_s=120", "cluster.heartbeat_timeout_s=4")
 
 
@@ -128,7 +130,7 @@ def test_what_does_not_come_is_named(nodes: Nodes) -> None:
 
 def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes: Nodes) -> None:
     """Beside one of one node, with every version of both checked against the trainer's weights."""
-    patient = ("engines.start_timeout_s=600", "cluster.heartbeat_timeout_s=20", "trainer.timeout_s=600", "engines.hang_timeout_s=300")
+    patient = ("engines.start_timeout_s=600", "cluster.heartbeat_timeout_s=20", "trainer.timeout_s=600", "engines.hang_timeout_s=300", ROOM)
     options = ("engines.count=2", "engines.tp=2", "engines.nodes=2", "sync.verify_every=1", *patient)
     named = ("--name", "engine.a")
     other = nodes.start("a1", "engine", options=(*options, *named, "--node", "1"))

@@ -102,7 +102,7 @@ def test_all_hear_where_they_meet_and_that_one_is_lost() -> None:
     gatherings = Gatherings(LIMIT_S, "c")
     early, last, first = told(gatherings, node(1), node(0), node(1))
     assert (early.meeting, early.missing, early.is_order) == ("", (0,), False)
-    assert last == first == EngineNodes(PLACE, ("h0", "h1"), (), False, "c")
+    assert last == first == EngineNodes(PLACE, ("h0", "h1"), (), "c")
     assert not join(gatherings, joining())
     assert not gatherings.lost("engine.a")
     assert gatherings.end_start("engine.a", "1", "out of memory")

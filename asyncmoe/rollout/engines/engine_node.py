@@ -58,7 +58,9 @@ async def serve_node(
     try:
         met = await unless(stop, seat.meet())
         if met is None:
-            return await seat.end("it was stopped") if stop.is_set() else None
+            if stop.is_set():
+                await seat.end("it was stopped")
+            return
         place = NodePlace(node, met.meeting)
         engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
         following_orders = asyncio.create_task(seat.follow(engine))
@@ -86,8 +88,8 @@ async def _hold(config: Config, seat: Seat, engine: EngineProcess, orders: async
         if orders.done():
             _obey(seat, orders.result())
         elif health.done():
-            await seat.end(health.result())
-            raise (ServerLost if seat.joined else EngineError)(f"{seat.title} died: {health.result()}")
+            order = await seat.end(health.result())
+            raise (ServerLost if order.again else EngineError)(f"{seat.title} died: {health.result()}")
         else:
             log.info("%s leaves", seat.title)
             await seat.end("")
@@ -113,7 +115,8 @@ async def _lead(
         if orders.done():
             return _obey(seat, orders.result())
         if not starting.done():
-            return await seat.end("it was stopped")
+            await seat.end("it was stopped")
+            return
         starting.result()
         # Ranks on several machines share memory with none that is on one of them.
         place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
@@ -147,7 +150,6 @@ class Seat:
     Attributes:
         title: of the node in messages.
         rendezvous: of the controller.
-        joined: whether the engine has joined the run.
         left: set it to end `follow`.
 
     Args:
@@ -156,7 +158,7 @@ class Seat:
 
     def __init__(self, config: Config, run_dir: Path, rendezvous: Rendezvous, name: str, node: int, meeting: str) -> None:
         self.title, self.rendezvous = f"{name} node {node}", rendezvous
-        self.joined = self.left = False
+        self.left = False
         self._config, self._run_dir = config, run_dir
         self._limit_s = config.cluster.heartbeat_timeout_s
         self._client, self._controller = Client(rendezvous, self.title), ""
@@ -203,18 +205,20 @@ class Seat:
             except (WaitTimeout, ProtocolError) as error:  # ProtocolError: the next controller answers at the same address
                 await self._follow_next(engine, error)
                 continue
-            self.joined, self._controller = reply.joined, reply.controller
+            self._controller = reply.controller
             if reply.is_order:
                 break
         return reply
 
-    async def end(self, why: str) -> None:
-        """Tell the controller that the node ends, and return once it has heard it or is gone: with `why`, its server is lost; without, the
-        engine leaves in order."""
+    async def end(self, why: str) -> EngineNodes:
+        """Tell the controller that the node ends: with `why`, its server is lost; without, the engine leaves in order. Return how all nodes
+        end, once the controller has heard it or is gone."""
         end = EngineNodeEnd(self._here.name, self._here.node, self._here.start, why)
-        limit_s = GRACE_S if why else self._config.rollout.request_timeout_s + GRACE_S
+        limit_s, reply = GRACE_S if why else self._config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)
         with contextlib.suppress(AsyncmoeError), Client(self.rendezvous, f"{self.title} leaving") as client:
-            await asyncio.to_thread(client.ask, end, limit_s)
+            told = (await asyncio.to_thread(client.ask, end, limit_s))[0]
+            reply = told if isinstance(told, EngineNodes) else reply
+        return reply
 
     async def close(self) -> None:
         """Close the connection, after the answer to what was asked last; the controller gives it soon, or is gone."""

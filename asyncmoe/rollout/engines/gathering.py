@@ -198,6 +198,13 @@ class Gatherings:
         self.end(name, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=again))
         return True
 
+    def order(self, name: str, start: str) -> EngineNodes:
+        """Return how all nodes end of which one has said so."""
+        over = self._over.get(name)
+        if over is None or over.order is None or all(seat.start != start for seat in over.seats.values()):
+            return EngineNodes(finished=True)
+        return _ending(over.order)
+
     def end_all(self, order: EngineOrder) -> None:
         """Have the nodes of all engines end, those that come later too."""
         self._last = order
@@ -218,14 +225,14 @@ class Gatherings:
     def _reply(self, request: EngineNode) -> EngineNodes:
         if self._last is not None:
             return _ending(self._last)
-        if (over := self._over.get(request.name)) is not None and self._is_over(request) and over.order is not None:
-            return _ending(over.order)
+        if self._is_over(request):
+            return self.order(request.name, request.start)
         found = self._now.get(request.name)
         if found is None or request.start in self._ended or (request.met and found.meeting != request.met):
             return EngineNodes(why="its engine was lost meanwhile", again=True)
         meeting = found.meeting if found.has_met else ""
         hosts = tuple(found.seats[node].host for node in sorted(found.seats)) if meeting else ()
-        return EngineNodes(meeting, hosts, found.missing, found.joined, self._controller)
+        return EngineNodes(meeting, hosts, found.missing, self._controller)
 
     def _is_over(self, request: EngineNode) -> bool:
         over = self._over.get(request.name)

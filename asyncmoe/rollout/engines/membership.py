@@ -132,7 +132,7 @@ class Membership:
                 return await self._gatherings.ask(request)
             case EngineNodeEnd():
                 await self._node_ended(request)
-                return Done()
+                return self._gatherings.order(request.name, request.start)
 
     async def wait_returned(self, most_s: float) -> None:
         """Return when `engines.count` engines have come from the controller before, or some have and `_RETURN_S` are over, or `most_s`."""

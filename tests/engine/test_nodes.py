@@ -87,7 +87,7 @@ def test_the_ranks_of_both_nodes_take_new_weights(stages: tuple[Stage, Stage]) -
     _, a, b = parted.checkpoints
     for stage in (whole, parted):
         several = list(zip((a, b, a), stage.versions(3), strict=True))
-        found = stage.rig.run(stage.publish(2, {"tp=2": several}))
+        found = stage.rig.run(stage.publish(2, {"tp=2": several}, limit_s=600.0))
         assert not found.failed, found.failed
         assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
         assert not any(names for oracle, version in several for names in wrong(found.arrived[version], stage.expected(oracle)))

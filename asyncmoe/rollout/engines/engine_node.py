@@ -62,11 +62,15 @@ async def serve_node(
                 await seat.end("it was stopped")
             return
         place = NodePlace(node, met.meeting)
-        engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
+        try:
+            engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
+        except AsyncmoeError as error:
+            await seat.end(str(error))
+            raise
         following_orders = asyncio.create_task(seat.follow(engine))
         try:
             if node:
-                await _hold(config, seat, engine, following_orders, stop)
+                await _hold(seat, engine, following_orders, stop)
             else:
                 await _lead(config, run_dir, seat, engine, following_orders, key, met, stop)
         finally:
@@ -80,7 +84,7 @@ async def serve_node(
             offered.close()
 
 
-async def _hold(config: Config, seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], stop: asyncio.Event) -> None:
+async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], stop: asyncio.Event) -> None:
     """Hold the ranks of a node that is not the first."""
     health, stopping = asyncio.create_task(watch(engine)), asyncio.create_task(stop.wait())
     try:
@@ -223,7 +227,7 @@ class Seat:
     async def close(self) -> None:
         """Close the connection, after the answer to what was asked last; the controller gives it soon, or is gone."""
         if self._asking is not None:
-            await asyncio.wait([self._asking])
+            await asyncio.gather(self._asking, return_exceptions=True)
         self._client.close()
 
     async def _ask(self) -> EngineNodes:

@@ -32,7 +32,7 @@ class Wanted:
         tp: GPUs of each of them.
         first: the first GPU of engine 0.
         share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
-        key: what sets `tp`, in messages.
+        parted: these are parts of engines over several machines.
     """
 
     ranks: int
@@ -40,7 +40,7 @@ class Wanted:
     tp: int
     first: int
     share: bool = False
-    key: str = "engines.tp"
+    parted: bool = False
 
     @property
     def devices(self) -> Devices:
@@ -90,10 +90,9 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
     first = first_gpu(config, several)
     if not several:
         return (Wanted(trainer.ranks, engines.count, engines.tp, first, engines.share_gpus),)
-    key = "engines.tp" if engines.nodes == 1 else "engines.tp / engines.nodes"
     return (
         Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.ranks_per_node, first),
-        Wanted(0, -(-engines.count * engines.nodes // cluster.engine_nodes), engines.ranks_per_node, first, key=key),
+        Wanted(0, -(-engines.count * engines.nodes // cluster.engine_nodes), engines.ranks_per_node, first, parted=engines.nodes > 1),
     )
 
 
@@ -146,10 +145,13 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         ways = ["lower engines.first_gpu"] if given else []
         ways += ["take fewer or smaller engines" + ("" if asked.share or not asked.ranks else " or fewer trainer ranks")]
         ways += ["share those of the trainer with engines.share_gpus=true"] if asked.ranks and not asked.share else []
+        each = f"x engines.tp {asked.tp} from GPU {asked.first} on"
+        if asked.parted:
+            each = f"x engines.tp / engines.nodes {asked.tp} from GPU {asked.first} on"
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
-            expected=f"{end}: {asked.engines} x {asked.key} {asked.tp} from GPU {asked.first} on{besides}",
+            expected=f"{end}: {asked.engines} {each}{besides}",
             hint=more + ", or ".join(ways),
         )
     return devices

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import UserError
 from asyncmoe.rollout.engines import gathering
-from asyncmoe.rollout.engines.gathering import Gathering, Gatherings, arrive, silent
+from asyncmoe.rollout.engines.gathering import Gatherings, NodeGathering, arrive, silent
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodes
 
@@ -26,8 +26,8 @@ def node(number: int, start: str = "", nodes: int = 2, **changed: Any) -> Engine
     return EngineNode("engine.a", number, nodes, start or str(number), **{**values, **changed})
 
 
-def came(*asked: EngineNode, at: float = 0.0) -> Gathering:
-    found: Gathering | None = None
+def came(*asked: EngineNode, at: float = 0.0) -> NodeGathering:
+    found: NodeGathering | None = None
     for one in asked:
         found = arrive(found, one, at, LIMIT_S)
     assert found is not None

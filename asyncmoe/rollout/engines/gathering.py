@@ -28,7 +28,7 @@ _RETURN_S = 10.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodeSeat:
     """A node that has come.
 
     Attributes:
@@ -43,7 +43,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Gathering:
+class NodeGathering:
     """The nodes of an engine, from the first that comes to the end of all.
 
     Attributes:
@@ -60,7 +60,7 @@ class Gathering:
     name: str
     nodes: int
     began: float
-    seats: Mapping[int, Seat] = field(default_factory=dict)
+    seats: Mapping[int, NodeSeat] = field(default_factory=dict)
     meeting: str = ""
     returned: bool = False
     joined: bool = False
@@ -77,7 +77,7 @@ class Gathering:
         return self.returned or not self.missing
 
 
-def arrive(found: Gathering | None, request: EngineNode, now: float, limit_s: float) -> Gathering:
+def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s: float) -> NodeGathering:
     """Return an engine's nodes with one that is there.
 
     Args:
@@ -92,25 +92,25 @@ def arrive(found: Gathering | None, request: EngineNode, now: float, limit_s: fl
         raise UserError(f"node of engine {name}", got=node, expected=f"less than engines.nodes = {request.nodes}")
     found = None if found is None else staying(found, now, limit_s)
     if found is None or not (found.seats or found.returned):
-        found = Gathering(name, request.nodes, now, meeting=request.met, returned=bool(request.met))
+        found = NodeGathering(name, request.nodes, now, meeting=request.met, returned=bool(request.met))
     if request.nodes != found.nodes:
         raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as its first node has")
     if (before := found.seats.get(node)) is not None and before.start != request.start:
         got, expected = f"another on {request.who}", f"one, on {before.who}"
         raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint="set another --node or --name")
-    seat = Seat(request.start, request.host, request.who, now)
+    seat = NodeSeat(request.start, request.host, request.who, now)
     meeting = request.meeting if node == 0 and not found.has_met else found.meeting
     return replace(found, seats={**found.seats, node: seat}, meeting=meeting)
 
 
-def staying(found: Gathering, now: float, limit_s: float) -> Gathering:
+def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
     """Return an engine's nodes without those that have gone before all had come."""
     if found.has_met:
         return found
     return replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
 
 
-def silent(found: Gathering, now: float, limit_s: float) -> str:
+def silent(found: NodeGathering, now: float, limit_s: float) -> str:
     """Return why the engine is lost if one of its nodes is not heard of any more after they met; empty if none is.
 
     Node 0 of an engine that has joined is heard of as an engine (`membership.RemoteEngine`).
@@ -134,8 +134,8 @@ class Gatherings:
 
     def __init__(self, limit_s: float, controller: str) -> None:
         self._limit_s, self._controller = limit_s, controller
-        self._now: dict[str, Gathering] = {}
-        self._over: dict[str, Gathering] = {}
+        self._now: dict[str, NodeGathering] = {}
+        self._over: dict[str, NodeGathering] = {}
         self._last: EngineOrder | None = None
         self._ended: deque[str] = deque(maxlen=_MOST_ENDED)
         self._standstill = Standstill()
@@ -159,7 +159,7 @@ class Gatherings:
         """Return why an engine of several nodes cannot join, or nothing."""
         found = self._now.get(request.name)
         if found is None and request.served:
-            found = Gathering(request.name, request.nodes, time.monotonic(), meeting=request.met, returned=True)
+            found = NodeGathering(request.name, request.nodes, time.monotonic(), meeting=request.met, returned=True)
         if found is None or not found.has_met or found.meeting != request.met:
             return f"{request.name}: a node of it was lost before it could join"
         self._now[request.name] = found

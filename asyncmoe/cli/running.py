@@ -54,11 +54,16 @@ def engine(
         str | None, typer.Option(help="Name in records and messages; default: made of the host, the SLURM job and --index.")
     ] = None,
     index: Annotated[int, typer.Option(help="Number of this engine on its machine, from 0; decides which GPUs it takes.")] = 0,
+    node: Annotated[int, typer.Option(help="With engines.nodes above 1: which one of the engine's nodes this machine is, from 0.")] = 0,
 ) -> None:
     """Start one engine that joins a run with engines.join=true, at any time.
+
+    Of an engine over several machines (engines.nodes) each starts one node, all with the same --name:
+
+        asyncmoe engine CONFIG --name engine.a --node 1
 
     On Ctrl-C or SIGTERM it finishes or hands over its responses, then leaves.
     """
     from asyncmoe.launch import part
 
-    part.engine(config, overrides or (), name, index)
+    part.engine(config, overrides or (), name, index, node)

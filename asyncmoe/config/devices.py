@@ -1,7 +1,8 @@
 """Assignment of a machine's GPUs to the processes of a run: a pure function of the configuration and the number of GPUs.
 
 A trainer rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.model.mesh`). Engine i of a machine takes `engines.tp` GPUs, starting at
-`first + i * tp` (SGLang's --base-gpu-id). GPUs are numbered as CUDA_VISIBLE_DEVICES leaves them.
+`first + i * tp` (SGLang's --base-gpu-id); of an engine over several machines, each gives its share. GPUs are numbered as
+CUDA_VISIBLE_DEVICES leaves them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class Wanted:
 
     Attributes:
         ranks: trainer ranks.
-        engines: number of engines.
-        tp: GPUs of each engine.
+        engines: number of engines, or of parts of engines over several machines.
+        tp: GPUs of each of them.
         first: the first GPU of engine 0.
         share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
+        parted: these are parts of engines over several machines.
     """
 
     ranks: int
@@ -38,6 +40,7 @@ class Wanted:
     tp: int
     first: int
     share: bool = False
+    parted: bool = False
 
     @property
     def devices(self) -> Devices:
@@ -88,9 +91,19 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
     if not several:
         return (Wanted(trainer.ranks, engines.count, engines.tp, first, engines.share_gpus),)
     return (
-        Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.tp, first),
-        Wanted(0, -(-engines.count // cluster.engine_nodes), engines.tp, first),
+        Wanted(-(-trainer.ranks // cluster.trainer_nodes), 0, engines.ranks_per_node, first),
+        Wanted(0, -(-engines.count * engines.nodes // cluster.engine_nodes), engines.ranks_per_node, first, parted=engines.nodes > 1),
     )
+
+
+def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
+    """The first GPU of one node of an engine: on one machine its nodes follow one another, else each has the machine's `index`-th share.
+
+    Args:
+        index: of the engine, or of its part, on its machine.
+    """
+    per_node, first = config.engines.ranks_per_node, first_gpu(config, several)
+    return first + index * per_node if several else first + index * config.engines.tp + node * per_node
 
 
 def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
@@ -132,10 +145,13 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         ways = ["lower engines.first_gpu"] if given else []
         ways += ["take fewer or smaller engines" + ("" if asked.share or not asked.ranks else " or fewer trainer ranks")]
         ways += ["share those of the trainer with engines.share_gpus=true"] if asked.ranks and not asked.share else []
+        each = f"x engines.tp {asked.tp} from GPU {asked.first} on"
+        if asked.parted:
+            each = f"x engines.tp / engines.nodes {asked.tp} from GPU {asked.first} on"
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
-            expected=f"{end}: {asked.engines} x engines.tp {asked.tp} from GPU {asked.first} on{besides}",
+            expected=f"{end}: {asked.engines} {each}{besides}",
             hint=more + ", or ".join(ways),
         )
     return devices

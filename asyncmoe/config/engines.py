@@ -20,7 +20,8 @@ _OWNED = {
     "--max-running-requests": "engines.max_running",
     "--random-seed": "run.seed",
     "--trust-remote-code": "model.trust_remote_code",
-    **dict.fromkeys(("--device", "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--weight-version"), ""),
+    "--nnodes": "engines.nodes",
+    **dict.fromkeys(("--device", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--weight-version"), ""),
     **dict.fromkeys(("--custom-weight-loader", "--skip-tokenizer-init", "--api-key", "--pp", "--pp-size", "--pipeline-parallel-size"), ""),
     **dict.fromkeys(("--dp", "--dp-size", "--data-parallel-size"), ""),
 }
@@ -38,6 +39,11 @@ class EngineSection(Section):
     )
     tp: Positive = Field(1, description="Tensor-parallel ranks of an engine, one GPU each. Raise it if weights and KV cache do not fit.")
     ep: Positive = Field(1, description="Expert-parallel ranks of an engine; must divide tp.")
+    nodes: Positive = Field(
+        1,
+        description="Machines over which the ranks of one engine are spread evenly; must divide tp. Above 1 with join, `asyncmoe engine` "
+        "runs on each of them with the same --name and its own --node; without join, all are server processes of one machine.",
+    )
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         "auto", description="Dtype of the engine's weights; auto: SGLang's choice from the checkpoint."
     )
@@ -91,4 +97,13 @@ class EngineSection(Section):
             if (key := _OWNED.get(flag)) is not None:
                 way = f"set {key}" if key else "leave it out; asyncmoe sets it"
                 raise ValueError(f"engines.args: got {flag}, expected none of the arguments asyncmoe gives an engine; {way}")
+        if self.tp % self.nodes:
+            raise ValueError(f"engines.nodes: got {self.nodes}, expected a divisor of engines.tp = {self.tp}")
+        if self.nodes > 1 and self.share_gpus:
+            raise ValueError(f"engines.nodes: got {self.nodes}, expected 1 because engines.share_gpus is true; set one of them only")
         return self
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of an engine on one of its nodes."""
+        return self.tp // self.nodes

@@ -123,6 +123,11 @@ class Config(Section):
             )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
+        if self.engines.nodes > 1 and self.train == "lora":
+            raise ValueError(
+                f"engines.nodes: got {self.engines.nodes}, expected 1 because train is lora: engines load adapters from files of one "
+                "machine; lower it, or set train to full"
+            )
         return self
 
     @model_validator(mode="after")
@@ -254,13 +259,19 @@ class Config(Section):
 
     @property
     def digest(self) -> str:
-        """SHA-256 in hex of every value except paths, which may differ between machines. Processes of one run have equal digests."""
-        return hashlib.sha256(json.dumps(_without_paths(self.model_dump()), sort_keys=True).encode()).hexdigest()
+        """SHA-256 in hex of every value except what may differ between machines: paths, and the nodes of an engine. Processes of one run
+        have equal digests."""
+        return hashlib.sha256(json.dumps(self._shared(), sort_keys=True).encode()).hexdigest()
+
+    def _shared(self) -> dict[str, Any]:
+        values = _without_paths(self.model_dump())
+        values["engines"].pop("nodes")
+        return values
 
     @property
     def digest_without_layout(self) -> str:
         """As `digest`, without what only decides how the trainer is spread over ranks: its checkpoints can be loaded by another layout."""
-        values = _without_paths(self.model_dump())
+        values = self._shared()
         for section, keys in LAYOUT.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -84,8 +84,10 @@ def check(config: Config, index: int | None, gpus: int, hidden: int = 0) -> Sequ
     if index is None:
         here = devices.wanted(config, several)[-1]
         return [number for engine in devices.place(here, gpus, hidden).engines for number in engine]
-    tp, first = config.engines.tp, devices.first_gpu(config, several)
+    engines, first = config.engines, devices.first_gpu(config, several)
+    tp = engines.ranks_per_node if several else engines.tp
     if (end := first + (index + 1) * tp) > gpus:
+        key = "engines.tp" if engines.nodes == 1 else "engines.tp / engines.nodes"
         got = f"GPUs {end - tp} to {end - 1} for engine {index} of a machine with {devices.counted(gpus)}"
-        raise ConfigError("engines.tp", got=got, expected=f"GPUs below {gpus}", hint="start fewer engines here, or give engines.first_gpu")
+        raise ConfigError(key, got=got, expected=f"GPUs below {gpus}", hint="start fewer engines here, or give engines.first_gpu")
     return range(end - tp, end)

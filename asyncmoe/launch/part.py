@@ -41,14 +41,16 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     heartbeats.beat(heartbeats.ENDED)
 
 
-def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None, index: int = 0) -> None:
-    """Run one engine that joins a run, until it leaves.
+def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None, index: int = 0, node: int = 0) -> None:
+    """Run one engine that joins a run, or one node of it, until it leaves.
 
     Args:
         name: in records and messages; None: made of the host, the SLURM job and `index`.
         index: number of this engine on its machine, from 0.
+        node: which one of its `engines.nodes` this machine is; they need the same `name`.
 
     Raises:
+        UserError: the engine has no such node, or several but no name.
         AsyncmoeError: see `asyncmoe.rollout.engines.engine_agent.run`.
     """
     from asyncmoe import config as configuration
@@ -58,14 +60,17 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout.engines import engine_agent
     from asyncmoe.rollout.engines.engine_python import check_engine_python
+    from asyncmoe.rollout.engines.nodes import process_name
 
     loaded = with_local_model(configuration.load(config, overrides))
+    engine_agent.check_node(loaded.engines.nodes, name, node)
     check_engine_python(loaded.engines.python)
     models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here())
     name = name or engine_agent.default_name(index)
-    processes.record(loaded.run.dir, name)
-    heartbeats.start(loaded.run.dir, name, loaded.watch.beat_s)
-    engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index))
+    process = process_name(name, node)
+    processes.record(loaded.run.dir, process)
+    heartbeats.start(loaded.run.dir, process, loaded.watch.beat_s)
+    engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index), node)
     heartbeats.beat(heartbeats.ENDED)
 
 

@@ -143,7 +143,9 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
     render_plan.show(forecast, console)
     render_plan.show_memory(columns, found.gpu_gb, console)
-    console.print("\n".join(filter(None, (*found.sums, found.line, found.host_line))), highlight=False, soft_wrap=True)
+    size = config.engines
+    spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""
+    console.print("\n".join(filter(None, (*found.sums, spread, found.line, found.host_line))), highlight=False, soft_wrap=True)
     return {**asdict(forecast), "memory": _values(columns), "host_memory": {"checkpoint copy": found.checkpoint_copy}}
 
 

@@ -118,6 +118,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
         ("trainer", [trainer_text(split.trainer.parallel) for split in splits]),
         ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
         ("engines", [engines_text(split.engines, split.engine.parallel) for split in splits]),
+        ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
         ("new weights arrive", ["while they generate" if split.engine.serving.staging else "while they are paused" for split in splits]),
         (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
         ("memory of a trainer's GPU", [_size(split.trainer.memory.total) for split in splits]),
@@ -136,6 +137,7 @@ def yaml_keys(split: Split) -> list[str]:
     trainer = [f"{key}: {size}" for key, size in sizes.items() if size > 1 or key == "ranks"]
     trainer += [f"tokens_per_microbatch: {split.trainer.rows}", *(["recompute: full"] if split.trainer.recompute else [])]
     engines = [f"count: {split.engines}", "join: true", f"tp: {engine.parallel.tp}", f"ep: {engine.parallel.ep}"]
+    engines += [f"nodes: {engine.nodes}"] if engine.nodes > 1 else []
     engines += [f"max_running: {engine.serving.running}", f"max_total_tokens: {engine.serving.tokens}"]
     if engine.serving.prefill != EngineMemory.prefill:
         engines.append(f'args: ["--chunked-prefill-size", "{engine.serving.prefill}"]')

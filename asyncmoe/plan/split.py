@@ -7,8 +7,9 @@ The rule considers memory, not speed:
 2. On these nodes the trainer's sizes are the first that fit in this order: tensor parallelism within a node; expert parallelism within a
    node, if that fits; the fewest pipeline stages; no recomputation, if that fits; then the least tensor parallelism. Pipeline stages
    are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
-3. Engines get all other nodes, each engine within a node. Sizes that stage new weights during generation come first, then the largest
-   prefills, then the most tokens of KV cache per GPU. Sizes without room for `LEAST` conversations are excluded.
+3. Engines get all other nodes, each engine within a node, or over the fewest nodes (1, 2, 4, ...) on which one fits. Sizes that stage
+   new weights during generation come first, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for
+   `LEAST` conversations are excluded.
 """
 
 from __future__ import annotations
@@ -91,11 +92,17 @@ class EngineSizes:
     Attributes:
         serving: the engine's settings; the KV cache takes the rest of the GPU.
         memory: memory of the largest rank.
+        nodes: machines that an engine is spread over.
     """
 
     parallel: EngineParallel
     serving: EngineMemory
     memory: GpuMemory
+    nodes: int = 1
+
+    def count(self, nodes: int, gpus: int) -> int:
+        """Return how many engines fit on so many nodes with so many GPUs each."""
+        return nodes // self.nodes * (self.nodes * gpus // self.parallel.world)
 
 
 @dataclass(frozen=True)
@@ -127,30 +134,32 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
     if cluster.adapter is not None:
         halves.check(cluster.adapter, family_of(hf).shape_of(hf))
     engine = best_engine(hf, cluster)
-    per_node = cluster.gpus // engine.parallel.world
-    first = _fewest_nodes(hf, cluster, cluster.nodes - 1, per_node)
+    first = _fewest_nodes(hf, cluster, cluster.nodes - engine.nodes, engine)
     if first is None:
-        enough = _fewest_nodes(hf, cluster, _MOST_NODES - 1, per_node)
+        enough = _fewest_nodes(hf, cluster, _MOST_NODES - engine.nodes, engine)
         others = " or train adapters (--lora)" if cluster.adapter is None else " or lower --context"
-        hint = None if enough is None else f"take at least {enough + 1} nodes,{others}"
-        expected = f"so many that a trainer fits on all but one of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
+        hint = None if enough is None else f"take at least {enough + engine.nodes} nodes,{others}"
+        but = "one" if engine.nodes == 1 else f"{engine.nodes}, which an engine takes,"
+        expected = f"so many that a trainer fits on all but {but} of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
         raise ConfigError("--nodes", got=cluster.nodes, expected=expected, hint=hint)
     found = []
     for nodes in sorted({first * times for times in _TIMES}):
-        rest = cluster.nodes - nodes
-        chosen = best_trainer(hf, cluster, nodes, rest * per_node) if nodes == first or nodes <= rest else None
+        rest = (cluster.nodes - nodes) // engine.nodes * engine.nodes
+        engines = engine.count(rest, cluster.gpus)
+        chosen = best_trainer(hf, cluster, nodes, engines) if nodes == first or 0 < nodes <= rest else None
         if chosen is not None:
-            found.append(Split(nodes, rest, chosen, engine, rest * per_node))
+            found.append(Split(nodes, rest, chosen, engine, engines))
     return tuple(found)
 
 
-def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int, per_node: int) -> int | None:
-    """Return the fewest nodes, up to `most`, on which the trainer fits, with `per_node` engines on each other node and at least one such
-    node; None if the trainer fits on none."""
+def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int, engine: EngineSizes) -> int | None:
+    """Return the fewest nodes, up to `most`, on which the trainer fits, with engines on all others and at least one; None if it fits on
+    none."""
     least = _least(memory.whole(hf), MegatronParallel(), cluster)
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
     sizes = range(max(1, -(-least // node)), most + 1)
-    return next((n for n in sizes if best_trainer(hf, cluster, n, max(1, cluster.nodes - n) * per_node) is not None), None)
+    others = {n: engine.count(max(engine.nodes, cluster.nodes - n), cluster.gpus) for n in sizes}
+    return next((n for n in sizes if best_trainer(hf, cluster, n, others[n]) is not None), None)
 
 
 def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: int = 1) -> TrainerSizes | None:
@@ -219,8 +228,23 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
     """Return the first sizes by the rule.
 
     Raises:
-        ConfigError: no engine fits on a node.
+        ConfigError: no engine fits on any number of nodes that leaves one to the trainer.
     """
+    nodes = 1
+    while nodes < cluster.nodes:
+        if (found := _engine_over(hf, cluster, nodes)) is not None:
+            return found
+        nodes *= 2
+    raise ConfigError(
+        "--gpus-per-node and --gpu-gb",
+        got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",
+        expected=f"room for an engine with {LEAST} conversations of {cluster.context} tokens on {nodes // 2} of {cluster.nodes} nodes",
+        hint="lower --context, or take more nodes, or nodes with more memory",
+    )
+
+
+def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineSizes | None:
+    """Return the first sizes by the rule of an engine over so many nodes, or None."""
     m = family_of(hf).shape_of(hf)
     for staging, prefill in product((True, False), _PREFILLS):
         # Memory for one engine's communicator; with more than 16 engines each takes less.
@@ -233,22 +257,18 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
             bucket_bytes=cluster.bucket_bytes,
             communicators=nccl_room.nbytes(_MAX_CTAS, 1),
         )
-        rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in _engines(m, cluster.gpus)}
+        sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
+        rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
         able = [parallel for parallel, room in rooms.items() if room >= LEAST * cluster.context]
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
             full = replace(serving, tokens=rooms[chosen])
-            return EngineSizes(chosen, full, memory.engine(hf, chosen, full))
-    raise ConfigError(
-        "--gpus-per-node and --gpu-gb",
-        got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",
-        expected=f"room for an engine with {LEAST} conversations of {cluster.context} tokens within a node",
-        hint="lower --context, or take nodes with more memory (an engine over several nodes is not supported)",
-    )
+            return EngineSizes(chosen, full, memory.engine(hf, chosen, full), nodes)
+    return None
 
 
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
-    """Yield sizes within a node, with whole experts on each rank if the rank count divides them."""
+    """Yield sizes on so many GPUs, with whole experts on each rank if the rank count divides them."""
     for tp in _divisors(gpus):
         ep = tp if m.experts and m.experts % tp == 0 else 1
         width = m.expert_width if m.experts else m.dense_width

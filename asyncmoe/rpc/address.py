@@ -80,6 +80,15 @@ def choose(network: str, found: Mapping[str, Sequence[str]]) -> str:
     return inside[0]
 
 
+def interface_of(host: str, found: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the interface that has an address, or None.
+
+    Args:
+        found: addresses of each interface.
+    """
+    return next((name for name, addresses in found.items() if host in addresses), None)
+
+
 def towards(host: str, port: int) -> str:
     """Return our source address on the route to `host`. Sends nothing.
 

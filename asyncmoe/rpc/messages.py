@@ -15,6 +15,7 @@ import msgspec
 
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.keeper_messages import KeeperRequest, Kept
+from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
 
 Phase = Literal["warmup", "rl"]
@@ -226,6 +227,10 @@ class EngineJoin(Message, frozen=True):
     facts: Facts | None = None
     served: str = ""
     """Name of the controller that this server has joined before (`EngineJoined.controller`); empty if it has just started."""
+    nodes: Count = 1
+    """Machines that its ranks are spread over."""
+    met: str = ""
+    """Where they meet, if there are several (`EngineNodes.meeting`)."""
 
 
 class EngineAlive(_Waits, frozen=True):
@@ -400,6 +405,8 @@ Request = (
     | EngineJoin
     | EngineAlive
     | EngineLeave
+    | EngineNode
+    | EngineNodeEnd
     | KeeperRequest
 )
-Reply = Welcome | Leased | Evaluated | Fetched | Engines | EngineJoined | EngineOrder | Committed | Kept | Done | Refused
+Reply = Welcome | Leased | Evaluated | Fetched | Engines | EngineJoined | EngineOrder | EngineNodes | Committed | Kept | Done | Refused

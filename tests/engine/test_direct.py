@@ -77,7 +77,12 @@ class Stage:
         return found
 
     async def publish(
-        self, ranks: int, publications: Mapping[str, Sequence[tuple[Oracle, int]]], faults: Mapping[int, Any] = {}, **changes: Any
+        self,
+        ranks: int,
+        publications: Mapping[str, Sequence[tuple[Oracle, int]]],
+        faults: Mapping[int, Any] = {},
+        limit_s: float = 100.0,
+        **changes: Any,
     ) -> Published:
         """Have a trainer of `ranks` ranks publish checkpoints; faults as in tests/ranks/publish.py, by place among all publications."""
         found = Published()
@@ -106,7 +111,7 @@ class Stage:
             keys.write(self.rig.config.run.dir, rendezvous)
             serving = asyncio.create_task(server.serve())
             try:
-                await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=100.0)
+                await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=limit_s)
             except pytest.fail.Exception as error:
                 found.failed = str(error)
             finally:

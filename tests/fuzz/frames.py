@@ -47,6 +47,7 @@ from asyncmoe.rpc.messages import (
     WeightsStage,
     Welcome,
 )
+from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import decode, frames_in
 from tests.fuzz import mutate, target
@@ -89,6 +90,8 @@ def session(made: Config) -> list[bytes]:
         EngineJoin("engine.7", "http://127.0.0.1:9", "key", "host", 1, 1, digest),
         EngineAlive("engine.0", 0.02),
         EngineLeave("engine.0", ""),
+        EngineNode("engine.8", 1, 2, "start", "host", "name", "", "", 0.02, digest),
+        EngineNodeEnd("engine.8", 1, "start", "its server is lost"),
     ]
     return [encode(one) for one in sent]
 

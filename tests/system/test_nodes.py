@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT
-from tests.system.runs import SMALL, Command, logs, metrics, wait_for
+from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, wait_for
 
 pytestmark = pytest.mark.system
+ROOM = 'engines.args=["--mem-fraction-static","0.9"]'
+"""SGLang takes for its weights what other programs take of the machine's memory while it loads them."""
 OVERRIDES = ("run.steps=2000", "engines.join=true", "trainer.timeout_s=120", "cluster.heartbeat_timeout_s=4")
 
 
@@ -123,3 +126,38 @@ def test_what_does_not_come_is_named(nodes: Nodes) -> None:
     assert "for engines: 2 of 2 have not joined; joined: none" in nodes.said("controller")
     assert engine.gone()
     assert controller.gone()
+
+
+def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes: Nodes) -> None:
+    """Beside one of one node, with every version of both checked against the trainer's weights."""
+    patient = ("engines.start_timeout_s=600", "cluster.heartbeat_timeout_s=20", "trainer.timeout_s=600", "engines.hang_timeout_s=300", ROOM)
+    options = ("engines.count=2", "engines.tp=2", "engines.nodes=2", "sync.verify_every=1", *patient)
+    named = ("--name", "engine.a")
+    other = nodes.start("a1", "engine", options=(*options, *named, "--node", "1"))
+    head = nodes.start("a0", "engine", options=(*options, *named))
+    plain = nodes.start("b", "engine", options=(*options, "engines.nodes=1", "--name", "engine.b"))
+    controller = nodes.start("controller", "rollout", options=options)
+    torchrun = ("--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "asyncmoe.trainer")
+    trainer = nodes.start("trainer", *torchrun, module="torch.distributed.run", options=options)
+    nodes.wait("a step with both engines", 600, lambda: len(metrics(nodes.run)) > 4 and nodes.generated() == {"engine.a", "engine.b"})
+
+    (server,) = marked_pids(other.mark, "-m asyncmoe.platform.sglang")[:1]
+    os.kill(server, signal.SIGKILL)
+    nodes.wait("the loss of the engine", 60, lambda: "engine.a is fenced" in nodes.said("controller"))
+    steps = len(metrics(nodes.run))
+    nodes.wait("steps without it", 120, lambda: len(metrics(nodes.run)) > steps + 3)
+    nodes.wait("its return", 600, lambda: nodes.said("controller").count("engine.a has joined") == 2)
+    steps = len(metrics(nodes.run))
+    nodes.wait("steps with it", 300, lambda: len(metrics(nodes.run)) > steps + 3)
+
+    other.process.send_signal(signal.SIGKILL)  # with its server, and nothing starts it again
+    nodes.wait("the loss of the engine", 60, lambda: nodes.said("controller").count("engine.a is fenced") == 2)
+    steps = len(metrics(nodes.run))
+    nodes.wait("steps without it", 120, lambda: len(metrics(nodes.run)) > steps + 3)
+    controller.process.send_signal(signal.SIGINT)
+    for command in (controller, trainer, plain, head):
+        assert command.process.wait(120) == 0, nodes.said("a0") + logs(nodes.run)
+        assert command.gone(), command.alive()
+    assert other.gone(), other.alive()
+    assert [record["step"] for record in metrics(nodes.run)] == list(range(1, len(metrics(nodes.run)) + 1))
+    assert re.search(r"engine\.a is fenced: .*node 1 on .*: ended with status -9", nodes.said("controller")), nodes.said("controller")

@@ -210,6 +210,10 @@ def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
     gpus.check(config, 1, 8)
     with pytest.raises(ConfigError, match=r"engines.tp: got GPUs 8 to 11 for engine 2 of a machine with 8 GPUs, expected GPUs below 8"):
         gpus.check(config, 2, 8)
+    over, _ = configured("cluster/qwen3-30b-a3b.yaml", "engines.nodes=2", "cluster.network=ib0")
+    assert list(gpus.check(over, 3, 8)) == [6, 7]
+    with pytest.raises(ConfigError, match=r"engines.tp / engines.nodes: got GPUs 8 to 9 for engine 4 of a machine with 8 GPUs"):
+        gpus.check(over, 4, 8)
 
 
 def test_engines_in_float32_are_for_attention_that_takes_it() -> None:

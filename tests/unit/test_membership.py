@@ -29,6 +29,7 @@ from asyncmoe.rpc.messages import (
     WeightsCommit,
     WeightsStage,
 )
+from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
 
 
@@ -293,3 +294,54 @@ def test_a_remote_engine_is_killed_by_an_order() -> None:
         await engine.client.close()
 
     asyncio.run(scene())
+
+
+def test_a_node_that_is_lost_takes_its_engine_and_the_other_nodes_along(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        def node(number: int, start: str, met: str = "", wait_s: float = 0.0) -> EngineNode:
+            return EngineNode("a", number, 2, start, f"h{number}", f"n{number}", "tcp://n0:1", met, wait_s, it.config.digest)
+
+        async def meet(starts: tuple[str, str]) -> Member:
+            for number, start in enumerate(starts):
+                await it.membership.handle(node(number, start))
+            return await it.join("a", tp=2, nodes=2, met="tcp://n0:1", host="h0+h1")
+
+        await it.join("b")
+        member = await meet(("0", "1"))
+        await it.publish(1)
+        assert member in it.pool.serving
+        head = asyncio.create_task(it.membership.handle(EngineAlive("a", 5.0)))
+        await it.membership.handle(EngineNodeEnd("a", 1, "1", "out of memory"))
+        why = "node 1 on n1: out of memory"
+        assert member.fenced == why
+        assert await head == EngineOrder(why=why, again=True)
+        assert await it.membership.handle(node(0, "0", "tcp://n0:1")) == EngineNodes(why=why, again=True)
+        again = await meet(("0b", "1b"))
+        await it.publish(2)
+        assert again in it.pool.serving
+
+        await it.membership.handle(EngineNodeEnd("a", 1, "1b"))  # its machine was asked to stop: the engine leaves in order
+        assert [m.engine.name for m in it.pool.members] == ["b"]
+        assert await it.membership.handle(node(0, "0b", "tcp://n0:1")) == EngineNodes(finished=True)
+
+        silent = await meet(("0c", "1c"))
+        watching = asyncio.create_task(it.pool.watch())
+        for _ in range(12):
+            for one in it.pool.present:
+                await it.membership.handle(EngineAlive(one.engine.name, 0.1))
+        watching.cancel()
+        assert silent.fenced is not None
+        assert silent.fenced.startswith("node 1 on n1: no heartbeat for")
+
+    rig(scene)
+
+
+def test_an_engine_whose_nodes_have_not_met_cannot_join(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        with pytest.raises(EngineError, match="a: a node of it was lost before it could join"):
+            await it.join("a", tp=2, nodes=2, met="tcp://n0:1")
+        with pytest.raises(ConfigError, match="configuration of a: got digest"):
+            await it.membership.handle(EngineNode("a", 0, 2, "s", "h", "n", "tcp://n0:1", "", 0.0, "0" * 64))
+        assert not it.pool.members
+
+    rig(scene)

@@ -60,8 +60,8 @@ def test_the_users_variables_win_and_the_parent_is_named(monkeypatch: pytest.Mon
 
 
 def test_ranks_are_spread_over_the_cores() -> None:
-    assert engine_process._cores([0, 1, 2, 3], 1, 2) == "2|3"
-    assert engine_process._cores([4, 5], 1, 4) == "4|5|4|5"
+    assert engine_process._cores([0, 1, 2, 3], 2, 2) == "2|3"
+    assert engine_process._cores([4, 5], 4, 4) == "4|5|4|5"
 
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'

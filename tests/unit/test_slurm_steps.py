@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.launch.engine_machines import EngineMachine
 from asyncmoe.launch.slurm import allocation, control, join, steps, sweep
 from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
 
@@ -69,7 +70,7 @@ def test_outside_of_slurm_the_command_that_works_is_named() -> None:
 
 def test_engines_come_first_and_the_controller_is_beside_them() -> None:
     placed = steps.place(job(5), config("engines.count=4", "cluster.engine_nodes=2", "cluster.trainer_nodes=2"))
-    assert placed.engines == (("n1", (0, 1)), ("n2", (2, 3)))
+    assert placed.engines == (("n1", EngineMachine((0, 1))), ("n2", EngineMachine((2, 3))))
     assert placed.controller == "n1"
     assert (placed.trainers, placed.ranks, placed.unused) == (("n3", "n4"), 1, ("n5",))
 
@@ -104,14 +105,6 @@ def test_a_component_with_too_few_nodes_is_named() -> None:
     three = Allocation(5, "5", 0, tuple(JobComponent(str(5 + index), (f"n{index}",), index) for index in range(3)))
     with pytest.raises(UserError, match="components of heterogeneous job 5: got 3, expected 2"):
         steps.place(three, config())
-
-
-@given(st.integers(1, 40), st.integers(1, 200))
-def test_engines_are_spread_evenly_and_none_is_left_out(nodes: int, count: int) -> None:
-    spread = steps.spread([str(node) for node in range(nodes)], count)
-    assert [number for _, numbers in spread for number in numbers] == list(range(count))
-    sizes = [len(numbers) for _, numbers in spread]
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_several_nodes_are_reached_by_their_names_unless_told_otherwise() -> None:
@@ -167,7 +160,7 @@ def test_every_part_is_a_step_of_its_own() -> None:
         assert not any(flag.startswith(("--het-group", "--container")) for flag in step.command)
     start = ("python", "-m", "asyncmoe.launch.slurm.task", "/runs/mine/logs")
     assert controller.command[-8:] == (*start, "controller", "rollout", "/runs/mine/config.yaml", "0")
-    assert second.command[-9:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1")
+    assert second.command[-10:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1", "0")
     assert first.nodes == second.nodes == ("n1",)
     assert trainer.nodes == ("n2", "n3")
     assert "--nodelist=n2,n3" in trainer.command

@@ -112,9 +112,26 @@ def test_too_few_nodes_say_how_many_would_do() -> None:
     assert split.suggest(LARGE, Cluster(8, adapter=KIND))
 
 
-def test_a_node_without_room_for_an_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="room for an engine with 8 conversations of 8192 tokens within a node"):
-        split.suggest(LARGE, Cluster(64, gpus=4))
+def test_an_engine_that_no_node_has_room_for_takes_the_fewest_that_have() -> None:
+    deepseek, large = REAL["DeepSeek-V3"], Cluster(64, gpus=4)
+    assert split.best_engine(LARGE, Cluster(64, gpus=8)).nodes == 1
+    for hf, cluster, nodes in ((LARGE, large, 2), (deepseek, Cluster(200), 4), (deepseek, Cluster(200, gpu_gb=141.0), 2)):
+        found = split.best_engine(hf, cluster)
+        assert (found.nodes, found.parallel.tp % nodes) == (nodes, 0)
+        assert found.parallel.tp > cluster.gpus * nodes // 2, "half the nodes have no room for it"
+        assert found.memory.fits(cluster.gpu_gb)
+        assert split._engine_over(hf, cluster, nodes // 2) is None
+    (first, *_) = split.suggest(LARGE, large)
+    assert first.engine_nodes % 2 == 0
+    assert first.engines == first.engine_nodes // 2 * (8 // first.engine.parallel.tp)
+    keys = yaml.safe_load("\n".join(render_plan.yaml_keys(first)))
+    assert keys["engines"]["nodes"] == 2
+    assert keys["cluster"]["engine_nodes"] == first.engine_nodes
+
+
+def test_nodes_without_room_for_an_engine_are_refused() -> None:
+    with pytest.raises(ConfigError, match="room for an engine with 8 conversations of 8192 tokens on 1 of 2 nodes"):
+        split.suggest(LARGE, Cluster(2, gpus=4))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from asyncmoe.rpc import messages
 from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
 from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, TrainerMessage
+from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd
 
 
 def test_the_launcher_says_it_in_a_variable() -> None:
@@ -21,5 +22,5 @@ def test_the_launcher_says_it_in_a_variable() -> None:
 
 
 def test_every_request_is_the_trainers_or_an_engines_or_for_a_keeper() -> None:
-    others = {EngineJoin, EngineAlive, EngineLeave, *get_args(KeeperRequest)}
+    others = {EngineJoin, EngineAlive, EngineLeave, EngineNode, EngineNodeEnd, *get_args(KeeperRequest)}
     assert {one for one in get_args(messages.Request) if not issubclass(one, TrainerMessage)} == others

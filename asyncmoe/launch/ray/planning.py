@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
+from asyncmoe.launch.engine_machines import engine_machines, spread
 from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
 from asyncmoe.logs import LogBounds
+from asyncmoe.rollout.engines.nodes import process_name
 from asyncmoe.rpc import address
 
 CONTROLLER = "controller"
@@ -82,28 +83,18 @@ def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
         ConfigError: engines that cannot be spread over their nodes, or GPUs that Ray is not to choose.
     """
     cluster, ranks = config.cluster, config.trainer.ranks
-    if config.engines.count < cluster.engine_nodes:
-        raise ConfigError("cluster.engine_nodes", got=cluster.engine_nodes, expected=f"at most engines.count = {config.engines.count}")
+    machines = engine_machines(config)
     if config.engines.first_gpu:
         expected = "0 with launch: ray, which gives every node's engines GPUs of their own"
         raise ConfigError("engines.first_gpu", got=config.engines.first_gpu, expected=expected, hint="leave it out")
 
-    def bundle(part: Literal["engines", "trainer"], node: int, numbers: range, size: int) -> Bundle:
+    def bundle(part: Literal["engines", "trainer"], node: int, numbers: Sequence[int], size: int) -> Bundle:
         total = len(numbers) * size
         return Bundle(part, node, tuple(numbers), total, total if gpus else 0)
 
-    engines = [
-        bundle("engines", node, numbers, config.engines.tp)
-        for node, numbers in enumerate(spread(config.engines.count, cluster.engine_nodes))
-    ]
+    engines = [bundle("engines", place, machine.numbers, config.engines.ranks_per_node) for place, machine in enumerate(machines)]
     trainers = [bundle("trainer", node, numbers, 1) for node, numbers in enumerate(spread(ranks, cluster.trainer_nodes))]
     return (*engines, *trainers)
-
-
-def spread(count: int, nodes: int) -> list[range]:
-    """Spread `count` numbers over nodes in order and as evenly as possible: 5 over two nodes gives 0, 1, 2 and 3, 4."""
-    edges = [-(-count * node // nodes) for node in range(nodes + 1)]
-    return [range(first, end) for first, end in pairwise(edges)]
 
 
 def strategy(wanted: Sequence[Bundle]) -> Literal["PACK", "STRICT_SPREAD"]:
@@ -160,10 +151,11 @@ def _launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int
         name = "trainer" if nodes == 1 else f"trainer.{bundle.node}"
         return (_launch(name, arguments, logs, {**variables, **TRAINER_ENVIRONMENT}),)
     controller = [_launch(CONTROLLER, ["-m", "asyncmoe", "rollout", str(file)], logs, variables)] if bundle.node == 0 else []
-    engines = []
+    engines, part = [], bundle.node % config.engines.nodes
     for index, number in enumerate(bundle.numbers):
         arguments = ["-m", "asyncmoe", "engine", str(file), "--name", f"engine.{number}", "--index", str(index)]
-        engines.append(_launch(f"engine.{number}", arguments, logs, variables, "-joins"))
+        arguments += ["--node", str(part)] if part else []
+        engines.append(_launch(process_name(f"engine.{number}", part), arguments, logs, variables, "-joins"))
     return (*controller, *engines)
 
 

@@ -19,6 +19,7 @@ from asyncmoe.launch.slurm import allocation, control, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop, main
 from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.rollout.engines.nodes import process_name
 
 _POLL_S = 0.5
 _LEAVE_S = 90.0
@@ -55,16 +56,25 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
 
 
 def plan(where: Allocation, config: Config, resolved: Path, each: int, program: steps.Container) -> list[steps.JobStep]:
-    """Return a step for every engine, with names that are unique across jobs.
+    """Return a step for every node of every engine, with names that are unique across jobs.
 
     Args:
-        each: engines per node.
+        each: engines per node, or of engines over several nodes (`engines.nodes`), per group of so many.
+
+    Raises:
+        UserError: the nodes are no multiple of `engines.nodes`.
     """
-    planned = []
-    for node in where.nodes:
+    planned, nodes = list[steps.JobStep](), config.engines.nodes
+    if len(where.nodes) % nodes:
+        hint = f"sbatch --nodes={nodes} slurm/rollout.sbatch ..."
+        expected = f"a multiple of engines.nodes = {nodes}"
+        raise UserError(f"nodes of job {where.name}", got=len(where.nodes), expected=expected, hint=hint)
+    for place, node in enumerate(where.nodes):
+        head, number = where.nodes[place - place % nodes], place % nodes
         for index in range(each):
-            name = f"engine.job{where.job}.{node}.{index}"
-            planned.append(steps.srun(where, name, [node], config.run.dir / "logs", program, steps.engine(resolved, name, index)))
+            name = f"engine.job{where.job}.{head}.{index}"
+            task = steps.engine(resolved, name, index, number)
+            planned.append(steps.srun(where, process_name(name, number), [node], config.run.dir / "logs", program, task))
     return planned
 
 
@@ -80,8 +90,8 @@ def number(text: str) -> int:
 
 
 def engines_each(config: Config) -> int:
-    """Return the number of engines per engine node of the run itself."""
-    return -(-config.engines.count // config.cluster.engine_nodes)
+    """Return the number of engines per engine node of the run itself, or per group of nodes that share engines."""
+    return -(-config.engines.count * config.engines.nodes // config.cluster.engine_nodes)
 
 
 def _resolved(given: Path, stop: Stop) -> tuple[Config, Path]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import UserError
+from asyncmoe.launch.engine_machines import EngineMachine, engine_machines
 from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.rollout.engines.nodes import process_name
 
 CONTROLLER, TRAINER = "controller", "trainer"
 _PORTS = range(20000, 32000)
@@ -20,13 +22,13 @@ class Placement:
     """Nodes by part. The controller runs on the node of `engines[0]`.
 
     Attributes:
-        engines: engine nodes, each with the numbers of its engines: ("n1", (0, 1)).
+        engines: engine nodes, each with its engines: ("n1", EngineMachine((0, 1))).
         trainers: trainer nodes, in rank order.
         ranks: trainer ranks on each trainer node.
         unused: nodes of the allocation without a part.
     """
 
-    engines: tuple[tuple[str, tuple[int, ...]], ...]
+    engines: tuple[tuple[str, EngineMachine], ...]
     trainers: tuple[str, ...]
     ranks: int
     unused: tuple[str, ...] = ()
@@ -85,11 +87,9 @@ def place(allocation: Allocation, config: Config) -> Placement:
         UserError: too few nodes, or a number of components that is not two.
         ConfigError: engines that cannot be spread over their nodes.
     """
-    cluster = config.cluster
-    if config.engines.count < cluster.engine_nodes:
-        raise ConfigError("cluster.engine_nodes", got=cluster.engine_nodes, expected=f"at most engines.count = {config.engines.count}")
+    cluster, machines = config.cluster, engine_machines(config)
     engines, trainers, unused = _split(allocation, cluster.engine_nodes, cluster.trainer_nodes)
-    return Placement(spread(engines, config.engines.count), trainers, config.trainer.ranks // cluster.trainer_nodes, unused)
+    return Placement(tuple(zip(engines, machines, strict=True)), trainers, config.trainer.ranks // cluster.trainer_nodes, unused)
 
 
 def _split(allocation: Allocation, engines: int, trainers: int) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -116,12 +116,6 @@ def _split(allocation: Allocation, engines: int, trainers: int) -> tuple[tuple[s
 def _check(what: str, nodes: Sequence[str], wanted: int, expected: str, hint: str) -> None:
     if len(nodes) < wanted:
         raise UserError(what, got=f"{len(nodes)} ({', '.join(nodes)})", expected=f"at least {expected}", hint=hint)
-
-
-def spread(nodes: Sequence[str], count: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Spread `count` numbers over nodes in order and as evenly as possible: 5 over two nodes gives 0, 1, 2 and 3, 4."""
-    edges = [-(-count * place // len(nodes)) for place in range(len(nodes) + 1)]
-    return tuple((node, tuple(range(*edges[place : place + 2]))) for place, node in enumerate(nodes))
 
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
@@ -194,10 +188,11 @@ def controller(allocation: Allocation, placement: Placement, config: Config, res
 def engines(allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container) -> list[JobStep]:
     """Return the steps of the engines."""
     logs, steps = config.run.dir / "logs", list[JobStep]()
-    for node, numbers in placement.engines:
-        for index, number in enumerate(numbers):
+    for node, machine in placement.engines:
+        for index, number in enumerate(machine.numbers):
             name = f"engine.{number}"
-            steps.append(srun(allocation, name, [node], logs, where, engine(resolved, name, index)))
+            step = process_name(name, machine.node)
+            steps.append(srun(allocation, step, [node], logs, where, engine(resolved, name, index, machine.node)))
     return steps
 
 
@@ -221,6 +216,6 @@ def trainer(
     return srun(allocation, TRAINER, placement.trainers, config.run.dir / "logs", where, ["trainer", str(resolved), *shape])
 
 
-def engine(resolved: Path, name: str, index: int) -> list[str]:
-    """Return the task arguments of an engine, the `index`-th of its node."""
-    return ["engine", str(resolved), name, str(index)]
+def engine(resolved: Path, name: str, index: int, node: int = 0) -> list[str]:
+    """Return the task arguments of an engine, the `index`-th of its machine, or of one node of it."""
+    return ["engine", str(resolved), name, str(index), str(node)]

@@ -76,7 +76,7 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
 
 def _describe(where: Allocation, placed: steps.Placement, config: Config, newest: Path | None) -> str:
     start = "starts" if newest is None else f"resumes from {newest.name}"
-    engines = ", ".join(f"{node} ({len(numbers)})" for node, numbers in placed.engines)
+    engines = ", ".join(f"{node} ({len(machine.numbers)})" for node, machine in placed.engines)
     unused = f"; not used: {', '.join(placed.unused)}" if placed.unused else ""
     return (
         f"job {where.name} {start}: controller on {placed.controller}; engines on {engines}; {placed.ranks} trainer rank(s) on each of "

@@ -44,8 +44,8 @@ def _rollout(node: str, arguments: list[str]) -> None:
 
 def _engine(node: str, arguments: list[str]) -> None:
     stop_as(signal.SIGTERM)
-    config, name, index = arguments
-    part.main(lambda: part.engine(Path(config), name=name, index=int(index)))
+    config, name, index, number = arguments
+    part.main(lambda: part.engine(Path(config), name=name, index=int(index), node=int(number)))
 
 
 def _trainer(node: str, arguments: list[str]) -> None:

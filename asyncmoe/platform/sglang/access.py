@@ -2,6 +2,7 @@
 
 SGLang's own check lets health checks, metrics, OPTIONS and web sockets pass without a key (`decide_request_auth` and
 `_ApiKeyASGIMiddleware`, sglang/srt/utils/auth.py 0.5.23). A health check can generate, and any user of the machine can reach loopback.
+Nodes of an engine other than the first answer nothing but health checks, to everybody: they open no port.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from asyncmoe.platform.sglang.patching import after_import
+from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -49,8 +50,18 @@ class KeyRequired:
 
 
 def install() -> None:
-    """Add the middleware wherever SGLang adds its own, which it does when the server has a key. Call it before the import of SGLang."""
+    """Add the middleware wherever SGLang adds its own, which it does when the server has a key, and leave out the servers of other nodes.
+
+    Call it before the import of SGLang.
+    """
     after_import("sglang.srt.utils.auth", _mend)
+    after_import("sglang.srt.utils.common", _mend_nodes)
+
+
+def _mend_nodes(common: Any) -> None:
+    if not callable(getattr(common, "launch_dummy_health_check_server", None)):
+        raise PatchTargetGone(f"{common.__name__}.launch_dummy_health_check_server is gone")
+    common.launch_dummy_health_check_server = lambda *_: None
 
 
 def _mend(auth: Any) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rollout.engines.engine import Engine, EngineProcess
+from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace, NodesHere
 from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
@@ -22,8 +24,11 @@ def start(
     key: str | None = None,
     seed: int | None = None,
     memory: Sequence[str] = (),
+    place: NodePlace | None = None,
 ) -> EngineProcess:
-    """Start an engine on this machine. Call from the main thread, because Linux ends the server when the thread that started it ends.
+    """Start an engine on this machine, or one node of it.
+
+    Call it from the main thread, because Linux ends the server when the thread that started it ends.
 
     Args:
         name: name of the engine in records and messages.
@@ -32,11 +37,27 @@ def start(
         key: key that every request needs; default: a random one, which only this process knows.
         seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
         memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`).
+        place: the node to start, of an engine over several machines; None: the whole engine, whatever the number of its nodes.
 
     Raises:
         UserError: the port is taken.
     """
-    return SGLangProcess(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory)
+
+    def node(place: NodePlace | None) -> SGLangProcess:
+        return SGLangProcess(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
+
+    if place is not None or config.engines.nodes == 1:
+        return node(place)
+    meeting, started = MeetingPlace(None), list[SGLangProcess]()
+    try:
+        for number in range(config.engines.nodes):
+            started.append(node(NodePlace(number, meeting.url)))
+    except AsyncmoeError:
+        for one in started:
+            one.kill()
+        meeting.close()
+        raise
+    return NodesHere(started, meeting)
 
 
 def connect(name: str, url: str, key: str) -> Engine:

@@ -15,14 +15,16 @@ from collections.abc import Awaitable, Callable
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rollout.engines.backend import connect
+from asyncmoe.rollout.engines.gathering import Gatherings
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.standstill import Standstill
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
+from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import check, facts
 
 log = logging.getLogger(__name__)
-MembershipRequest = EngineJoin | EngineAlive | EngineLeave
+MembershipRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
 _POLL_S = 0.1
 _RETURN_S = 10.0
 """Seconds for all engines to find the next controller of their run; it goes on without those that take longer."""
@@ -37,9 +39,11 @@ class RemoteEngine:
 
     Args:
         heartbeat_timeout_s: seconds without a heartbeat after which it counts as dead.
+        gatherings: knows its nodes, if it has several; they end with it.
     """
 
-    def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float) -> None:
+    def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float, gatherings: Gatherings | None = None) -> None:
+        self._gatherings = gatherings
         self.name, self.tp, self.ep, self.host = joined.name, joined.tp, joined.ep, joined.host
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
@@ -54,6 +58,8 @@ class RemoteEngine:
         silent = time.monotonic() - self._heard
         if not self._gone and silent > self._timeout_s:
             self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
+        if not self._gone and self._gatherings is not None and not self.order.done():
+            self._gone = self._gatherings.lost(self.name)
         return self._gone or None
 
     def kill(self) -> None:
@@ -68,6 +74,8 @@ class RemoteEngine:
         """Set the engine's last order; later orders are ignored."""
         if not self.order.done():
             self.order.set_result(order)
+            if self._gatherings is not None:
+                self._gatherings.end(self.name, order)
 
     async def ask(self, wait_s: float) -> EngineOrder:
         """Record a heartbeat; wait at most `wait_s` for the last order, and return it or an empty order."""
@@ -99,8 +107,9 @@ class Membership:
         self._config, self._pool, self._updating = config, pool, updating
         self._controller, self._returned = controller, returned
         self._ended: EngineOrder | None = None
+        self._gatherings = Gatherings(config.cluster.heartbeat_timeout_s, controller)
 
-    async def handle(self, request: MembershipRequest) -> EngineJoined | EngineOrder | Done:
+    async def handle(self, request: MembershipRequest) -> EngineJoined | EngineOrder | EngineNodes | Done:
         """Answer one request.
 
         Raises:
@@ -118,6 +127,12 @@ class Membership:
             case EngineLeave():
                 await self._leave(self._member(request.name), request.why)
                 return Done()
+            case EngineNode():
+                _check(self._config, request)
+                return await self._gatherings.ask(request)
+            case EngineNodeEnd():
+                await self._node_ended(request)
+                return self._gatherings.order(request.name, request.start)
 
     async def wait_returned(self, most_s: float) -> None:
         """Return when `engines.count` engines have come from the controller before, or some have and `_RETURN_S` are over, or `most_s`."""
@@ -146,6 +161,7 @@ class Membership:
     async def end(self, order: EngineOrder) -> None:
         """Send all engines their last order, and wait briefly for the engines that are not polling at this moment."""
         self._ended = order
+        self._gatherings.end_all(order)
         remote = [member.engine for member in self._pool.members if isinstance(member.engine, RemoteEngine)]
         for engine in remote:
             engine.tell(order)
@@ -162,12 +178,16 @@ class Membership:
             elif member.fenced is None:
                 raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
             self._pool.remove(member)
-        engine = RemoteEngine(request, self._config.cluster.heartbeat_timeout_s)
+        gatherings = self._gatherings if request.nodes > 1 else None
+        if gatherings is not None and (why := gatherings.join(request)):
+            raise EngineError(why)
+        engine = RemoteEngine(request, self._config.cluster.heartbeat_timeout_s, gatherings)
         if not await _answers(engine):
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
         member = self._pool.join(engine)
+        self._gatherings.joined(request.name)
         if request.served:
             if why := await self._return(member, request.served):
                 raise EngineError(why)
@@ -201,6 +221,16 @@ class Membership:
         remote.tell(EngineOrder(finished=True))
         log.info("%s has left", member.engine.name)
 
+    async def _node_ended(self, request: EngineNodeEnd) -> None:
+        """End the engine whose node ends: in order if the node was asked to, else at once."""
+        member = next((one for one in self._pool.present if one.engine.name == request.name), None)
+        if not request.why and member is not None and not member.leaving:
+            await self._leave(member, "")
+        elif self._gatherings.end_start(request.name, request.start, request.why or "it was stopped") and member is not None:
+            why = self._gatherings.lost(request.name)
+            self._remote(member).gone(why)
+            self._pool.fence(member, why)
+
     def _member(self, name: str) -> Member:
         for member in self._pool.members:
             if member.engine.name == name:
@@ -222,7 +252,7 @@ async def _answers(engine: RemoteEngine) -> bool:
     return False
 
 
-def _check(config: Config, request: EngineJoin) -> None:
+def _check(config: Config, request: EngineJoin | EngineNode) -> None:
     if not config.engines.join:
         hint = "set engines.join=true for the whole run"
         raise ConfigError("engines.join", got="false at the controller", expected=f"true, so that {request.name} can join", hint=hint)

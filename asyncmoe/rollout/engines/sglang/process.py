@@ -1,4 +1,7 @@
-"""One SGLang server as a child process: its command line, start and end, including every process it spawned."""
+"""One SGLang server as a child process: its command line, start and end, including every process it spawned.
+
+The server of an engine, or of one node of an engine over several machines (`asyncmoe.rollout.engines.nodes`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,13 @@ import asyncio
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
@@ -21,6 +23,7 @@ from asyncmoe.process import Child
 from asyncmoe.receiver.command import FAMILY_VARIABLE, LOADER
 from asyncmoe.rollout.engines import adapters
 from asyncmoe.rollout.engines.engine_python import engine_python
+from asyncmoe.rollout.engines.nodes import NodePlace, process_name, reserve
 from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
@@ -32,6 +35,7 @@ _POLL_S = 0.2
 _SEEDS = 1 << 31
 _KEY_BYTES = 32
 _GPUS = Path("/dev/nvidiactl")
+_TCP = "tcp://"
 
 
 class SGLangProcess:
@@ -56,27 +60,33 @@ class SGLangProcess:
         key: str | None = None,
         seed: int | None = None,
         memory: Sequence[str] = (),
+        place: NodePlace | None = None,
     ) -> None:
-        """Start the process, as `asyncmoe.rollout.engines.backend.start` says."""
+        """Start the process, as `asyncmoe.rollout.engines.backend.start` says.
+
+        Args:
+            place: the node of an engine over several that it is; None: the whole engine.
+        """
         section = config.engines
         self.name, self.tp, self.ep = name, section.tp, section.ep
         self.host = address.host_id()
         self._ready_by = time.monotonic() + section.start_timeout_s
         self._start_timeout_s = section.start_timeout_s
         host = section.host if host is None else host
-        self._reserved = _reserve(host, section.port + index if section.port else 0)
+        node = 0 if place is None else place.node
+        self._reserved = reserve(host, section.port + index if section.port and not node else 0)
         port = int(self._reserved.getsockname()[1])
-        log = run_dir / "logs" / f"{name.replace('.', '-')}.log"
+        log = run_dir / "logs" / f"{process_name(name, node).replace('.', '-')}.log"
         hf = models.hf_config_of(config)
         self._adapter = None
         kind = models.adapter_of(config, hf)
         if kind is not None and adapters.in_memory(config):
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         keeps_routing = models.kept_routing(config, hf) is not None
-        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory)
+        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory, place)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
-        given = environment(config, index)
+        given = environment(config, index, host, place)
         self._scratch = Scratch()
         try:
             self._child = Child(name, arguments, log, given | self._scratch.environment() | {API_KEY: key}, config.telemetry.logs.bounds)
@@ -147,6 +157,7 @@ def command(
     seed: int,
     adapter: Kind | None,
     memory: Sequence[str] = (),
+    place: NodePlace | None = None,
 ) -> list[str]:
     """Return the command line of engine `index`; on a CPU, `asyncmoe.platform.sglang` adds the arguments that only a CPU needs.
 
@@ -159,8 +170,9 @@ def command(
     Args:
         memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take
             precedence.
+        place: as for `SGLangProcess`.
     """
-    section = config.engines
+    section, node = config.engines, 0 if place is None else place.node
     flags: dict[str, object] = {
         "model-path": config.model.path,
         "host": host,
@@ -174,7 +186,11 @@ def command(
         "log-level-http": "warning",
     }
     if _GPUS.exists():
-        flags["base-gpu-id"] = devices.first_gpu(config, address.several(config.cluster.network)) + index * section.tp
+        flags["base-gpu-id"] = devices.engine_gpu(config, index, node, address.several(config.cluster.network))
+    if place is not None:
+        flags |= {"nnodes": section.nodes, "node-rank": node}
+        if place.meeting.startswith(_TCP):
+            flags["dist-init-addr"] = place.meeting.removeprefix(_TCP)
     if section.max_total_tokens is not None:
         flags["max-total-tokens"] = section.max_total_tokens
     switches = [
@@ -194,17 +210,38 @@ def command(
     return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *memory, *section.args]
 
 
-def environment(config: Config, index: int) -> dict[str, str]:
-    """Return the variables set for engine `index` in addition to ours; the user's values take precedence."""
+def environment(config: Config, index: int, host: str = "", place: NodePlace | None = None) -> dict[str, str]:
+    """Return the variables set for engine `index` in addition to ours; the user's values take precedence.
+
+    Args:
+        host: address it listens on.
+        place: as for `SGLangProcess`.
+    """
     given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
     # A server whose worker has died would wait 5 s for the GPU to settle, then for stacks and core dumps, and its requests with it.
     given |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     if config.engines.tp > 1:
         # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
-        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), index, config.engines.tp)
+        first = devices.engine_gpu(config, index, 0 if place is None else place.node, several=True)
+        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), first, config.engines.ranks_per_node)
+    if place is not None:
+        given |= _between_nodes(host, place)
     family = {} if config.model.family == "auto" else {FAMILY_VARIABLE: config.model.family}
     return {PARENT: str(os.getpid()), **family, **{name: os.environ.get(name, value) for name, value in given.items()}}
+
+
+def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:
+    """Return what the ranks of several nodes need to meet.
+
+    SGLang's queue for requests would open a port on every interface, whose readers unpickle what they receive; without it, requests travel
+    over the ranks' gloo group, which takes nobody more once it has met. Gloo and NCCL would choose an interface by themselves.
+    """
+    given = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
+    if not place.meeting.startswith(_TCP):
+        return {**given, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": place.meeting}
+    interface = address.interface_of(host, address.interfaces())
+    return given if interface is None else {**given, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def reason_in(log: str) -> str | None:
@@ -221,22 +258,6 @@ _RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\
 _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
 
 
-def _reserve(host: str, wanted: int) -> socket.socket:
-    """Return a bound socket that reserves the port for the many seconds until the server listens on it.
-
-    The socket never listens, and both sides set SO_REUSEADDR (the server through asyncio), so Linux lets the server bind the port too.
-    """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        reserved.bind((host, wanted))
-    except OSError as error:
-        reserved.close()
-        hint = "choose another engines.port, or 0 for any"
-        raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", hint=hint) from error
-    return reserved
-
-
-def _cores(available: Sequence[int], index: int, tp: int) -> str:
-    """Return one core per rank in SGLang's form "0|1"; ranks share cores in turn if there are fewer cores than ranks."""
-    return "|".join(str(available[(index * tp + rank) % len(available)]) for rank in range(tp))
+def _cores(available: Sequence[int], first: int, ranks: int) -> str:
+    """Return one core per rank in SGLang's form "0|1", from the `first` on; ranks share cores in turn if there are fewer than ranks."""
+    return "|".join(str(available[(first + rank) % len(available)]) for rank in range(ranks))

@@ -1,0 +1,122 @@
+"""An engine whose ranks are spread over two server processes, as over two machines, computes and takes weights as one of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncmoe.errors import EngineError
+from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines.engine import EngineProcess
+from asyncmoe.rollout.engines.nodes import NodesHere
+from asyncmoe.rollout.engines.types import EngineLost, Sampling
+from tests.engine.conftest import make, settings
+from tests.engine.lifetime import in_session, wait_until
+from tests.engine.oracle import Oracle, perturbed
+from tests.engine.test_direct import Stage, wrong
+
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+ROOM = ["--mem-fraction-static", "0.9"]
+"""SGLang takes for its weights what other programs take of the machine's memory while it loads them."""
+PROMPTS = ((30, 40, 50, 60, 70), tuple(range(3, 90)))
+
+
+@pytest.fixture(scope="module")
+def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stage, Stage]]:
+    """An engine of two ranks in one server, and one in two."""
+    folder = tmp_path_factory.mktemp("nodes")
+    checkpoints = [Oracle(model)]
+    checkpoints += [perturbed(checkpoints[0], folder / name, seed) for name, seed in (("a", 1), ("b", 2))]
+    started: list[EngineProcess] = []
+
+    async def start(name: str, nodes: int) -> Stage:
+        sizes = {"max_total_tokens": 8192, "tp": 2, "ep": 2, "nodes": nodes, "start_timeout_s": 600}
+        config = settings(model, folder / f"run-{name}", **sizes, args=ROOM)
+        engine: Any = backend.start("engine.0", config, 0, config.run.dir)
+        started.append(engine)
+        rig = await make(config, [engine], runner.run)
+        await engine.wait_ready()
+        rig.coordinator.engines_started()
+        return Stage(rig, checkpoints, folder, await engine.client.checksums(30.0))
+
+    async def stop() -> None:
+        await asyncio.gather(*(engine.stop() for engine in started))
+
+    try:
+        yield runner.run(start("whole", 1)), runner.run(start("parted", 2))
+    finally:
+        runner.run(stop())
+
+
+def servers(stage: Stage) -> list[psutil.Process]:
+    """The servers of an engine's nodes, node 0 first."""
+    engine: Any = stage.rig.engine
+    assert isinstance(engine, NodesHere)
+    return [psutil.Process(node._child.pid) for node in engine._nodes]
+
+
+def greedy(stage: Stage) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Tokens and log-probabilities of the likeliest responses."""
+    client = stage.rig.engine.client
+    sampling = Sampling(1.0, 24, (), top_k=1)
+    said = [stage.rig.run(client.generate(prompt, sampling, f"salt {stage.next}", 60.0)) for prompt in PROMPTS]
+    return [(tuple(one.tokens), tuple(one.logprobs)) for one in said]
+
+
+def test_two_nodes_say_what_two_ranks_of_one_node_say(stages: tuple[Stage, Stage]) -> None:
+    whole, parted = stages
+    assert whole.loaded == parted.loaded == whole.expected(whole.checkpoints[0])
+    assert greedy(parted) == greedy(whole)
+
+
+def test_only_node_0_listens_once_they_have_met(stages: tuple[Stage, Stage]) -> None:
+    head, other = servers(stages[1])
+    (port,) = {c.laddr.port for c in head.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert stages[1].rig.engine.url.endswith(f":{port}")
+    assert not [c for c in other.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+def test_the_ranks_of_both_nodes_take_new_weights(stages: tuple[Stage, Stage]) -> None:
+    whole, parted = stages
+    _, a, b = parted.checkpoints
+    for stage in (whole, parted):
+        several = list(zip((a, b, a), stage.versions(3), strict=True))
+        found = stage.rig.run(stage.publish(2, {"tp=2": several}, limit_s=600.0))
+        assert not found.failed, found.failed
+        assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
+        assert not any(names for oracle, version in several for names in wrong(found.arrived[version], stage.expected(oracle)))
+        assert stage.rig.run(stage.rig.engine.client.weights_version()) == several[-1][1]
+    assert greedy(parted) == greedy(whole)
+
+
+def test_a_lost_node_is_a_lost_engine(stages: tuple[Stage, Stage]) -> None:
+    stage = stages[1]
+    head, other = servers(stage)
+    engine = stage.rig.engine
+
+    async def lose() -> str | None:
+        asked = asyncio.create_task(engine.client.generate(PROMPTS[0], Sampling(1.0, 4000, ()), "salt", 60.0))
+        await asyncio.sleep(0.3)
+        other.send_signal(signal.SIGKILL)
+        while engine.died is None:
+            await asyncio.sleep(0.05)
+        why = engine.died
+        engine.kill()
+        with pytest.raises((EngineLost, EngineError)):
+            await asked
+        return why
+
+    why = stage.rig.run(lose())
+    assert why is not None
+    assert why.startswith("node 1: ended with status -9"), why
+    wait_until(lambda: not in_session(head.pid) and not in_session(other.pid), 20.0, "the end of both nodes")
+    meeting = Path(engine._meeting.url.removeprefix("file://"))  # type: ignore[attr-defined]
+    assert meeting.exists()
+    stage.rig.run(engine.stop())
+    assert not meeting.parent.exists()

@@ -1,0 +1,159 @@
+"""The nodes of an engine, each an `asyncmoe engine` of its own, come, serve, are lost, come again and end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.rollout.engines import engine_agent
+from asyncmoe.rollout.engines.membership import Membership
+from asyncmoe.rollout.engines.nodes import NodePlace
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.messages import EngineOrder
+from asyncmoe.rpc.server import Server
+from tests.unit.fake_engine import FakeEngine, FakeHandle
+
+NAME = "engine.a"
+
+
+class Process(FakeHandle):
+    """A server of one node."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, place: NodePlace, seed: int) -> None:
+        super().__init__(NAME)
+        self.place, self.seed, self.stopped = place, seed, False
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.stopped = True
+        self.kill()
+
+
+class Rig:
+    """A controller's membership, and the agents of an engine's nodes."""
+
+    def __init__(self, config: Config, membership: Membership, pool: Pool, started: list[Process]) -> None:
+        self.config, self.membership, self.pool, self.started = config, membership, pool, started
+        self.agents: list[asyncio.Task[None]] = []
+
+    def agent(self, node: int) -> asyncio.Task[None]:
+        self.agents.append(asyncio.create_task(engine_agent._serve(self.config, self.config.run.dir, NAME, 0, (), node)))
+        return self.agents[-1]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+            for agent in self.agents:
+                if agent.done():
+                    agent.result()
+
+    def running(self) -> list[int]:
+        return [process.place.node for process in self.started if not process.stopped]
+
+
+Play = Callable[..., None]
+"""Plays a scene, with further settings."""
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    settings = [
+        "engines.join=true",
+        "engines.tp=2",
+        "engines.nodes=2",
+        f"run.dir={tmp_path}",
+        "cluster.heartbeat_timeout_s=6",
+    ]
+    started: list[Process] = []
+
+    def start(*_: Any, place: NodePlace, seed: int, **__: Any) -> Process:
+        started.append(Process(place, seed))
+        return started[-1]
+
+    monkeypatch.setattr(engine_agent.backend, "start", start)
+    monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
+    monkeypatch.setattr("asyncmoe.rollout.engines.membership.connect", lambda name, url, key: FakeEngine(name))
+
+    async def play(scene: Callable[[Rig], Awaitable[None]], *more: str) -> None:
+        config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [*settings, *more])
+        pool = Pool([], 8, 5.0, lambda *_: None)
+        membership: Any = Membership(config, pool, lambda member: False)
+        async with Server(membership.handle) as server:
+            keys.write(tmp_path, await server.start())
+            serving, watching = asyncio.create_task(server.serve()), asyncio.create_task(pool.watch())
+            made = Rig(config, membership, pool, started)
+            try:
+                async with asyncio.timeout(60):
+                    await scene(made)
+            finally:
+                for task in (*made.agents, watching, serving):
+                    task.cancel()
+                await asyncio.gather(*made.agents, watching, serving, return_exceptions=True)
+
+    return lambda *asked: asyncio.run(play(*asked))
+
+
+def test_they_meet_serve_are_lost_come_again_and_end_with_the_run(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        agents = [it.agent(1), it.agent(0)]
+        for lost in (1, 0):
+            await it.until(lambda: it.pool.present and len(it.running()) == 2)
+            pair = it.started[-2:]
+            assert sorted(process.place.node for process in pair) == [0, 1]
+            assert len({process.place.meeting for process in pair}) == 1
+            next(process for process in pair if process.place.node == lost).kill()
+            await it.until(lambda pair=pair: all(process.stopped for process in pair))
+        await it.until(lambda: it.pool.present and len(it.running()) == 2)
+        assert len({process.place.meeting for process in it.started}) == 3, "a place to meet of its own each time"
+        assert it.started[-1].seed == it.started[-2].seed == it.started[0].seed + 2
+        await it.membership.end(EngineOrder(finished=True))
+        await asyncio.gather(*agents)
+        assert not it.running()
+
+    rig(scene)
+
+
+def test_one_that_never_comes_is_named_after_a_while(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        with pytest.raises(
+            AsyncmoeError, match=r"waited [\d.]+ s for node 1 of engine\.a: it has not come; start asyncmoe engine"
+        ) as caught:
+            await it.agent(0)
+        assert "start asyncmoe engine --name engine.a --node 1" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert not it.started
+
+    rig(scene, "engines.start_timeout_s=1")
+
+
+def test_a_run_that_ends_while_one_is_missing_ends_those_that_wait(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        agent = it.agent(1)
+        await asyncio.sleep(0.3)
+        await it.membership.end(EngineOrder(finished=True))
+        await agent
+        assert not it.started
+
+    rig(scene)
+
+
+def test_a_second_of_one_number_is_refused(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        it.agent(1)
+        await asyncio.sleep(0.3)
+        with pytest.raises(AsyncmoeError, match=r"node 1 of engine engine\.a: got another on .*, expected one, on .*; set another --node"):
+            await it.agent(1)
+
+    rig(scene)

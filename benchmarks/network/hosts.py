@@ -1,7 +1,8 @@
 """Hosts of a network, as namespaces of this machine: nothing but TCP/IP over links of a set rate joins them.
 
-A host has its own network, host name, processes and /dev/shm (SGLang and asyncmoe take a shared one for one machine); files, memory and
-cores are shared. One more network namespace is the switch: a bridge that joins the hosts' links.
+A host has its own network, host name, processes and /dev/shm (SGLang and asyncmoe take a shared one for one machine). Files, memory and
+cores are shared, and so is /sys, whose /sys/class/net is the machine's. One more network namespace is the switch: a bridge that joins the
+hosts' links.
 
 No namespace has a name, and none of their devices is ever in the machine's own network: each belongs to a process that reads a pipe of
 ours, and ends when the pipe closes. So two networks cannot meet although their addresses are equal, and whatever ends this process, SIGKILL

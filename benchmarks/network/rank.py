@@ -97,7 +97,7 @@ class Rank:
         for _ in range(self._job.rounds):
             for way, turn in turns.items():
                 found[way].append(self._timed(turn))
-        return {"mss": self._segment(), "turns": found}
+        return {"turns": found}
 
     def _timed(self, turn: Turn) -> dict[str, Any]:
         for array in self._wanted.values():
@@ -131,10 +131,6 @@ class Rank:
 
     def _digests(self, arrays: dict[str, np.ndarray]) -> list[int]:
         return [digest(arrays[name], threads=1) for name in self._mine.storages] if not self._sends else []
-
-    def _segment(self) -> int:
-        """Data bytes of a full segment towards rank 0's host, from the interface: IPv4 20, TCP with time stamps 32."""
-        return int(Path(f"/sys/class/net/{INTERFACE}/mtu").read_text()) - 52
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ HOSTS = ("4+2", "8+4", "2+4x2")
 BUCKET_BYTES = 4 << 20
 """Small, as the shards are: a transfer should take many rounds, as one of a large model in buckets of `sync.bucket_bytes` does."""
 _TIMEOUT_S = 600.0
+"""For a message or a rank to come."""
+_CASE_S = 3600.0
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -90,7 +92,7 @@ def _ranks(hosts: Sequence[Host], jobs: Sequence[Job], folder: Path) -> list[dic
 
 
 def _wait(started: Sequence[Popen[bytes]], folder: Path) -> None:
-    until = time.monotonic() + _TIMEOUT_S
+    until = time.monotonic() + _CASE_S
     while True:
         statuses = [one.poll() for one in started]
         if wrong := [rank for rank, status in enumerate(statuses) if status]:
@@ -99,7 +101,7 @@ def _wait(started: Sequence[Popen[bytes]], folder: Path) -> None:
         if None not in statuses:
             return
         if time.monotonic() > until:
-            raise WaitTimeout("the ranks of the measurement", "their results", _TIMEOUT_S)
+            raise WaitTimeout("the ranks of the measurement", "their results", _CASE_S)
         time.sleep(0.05)
 
 

@@ -181,7 +181,7 @@ class _Ways:
         self._plan = plan(self._shapes, self._source, self._destination, ranks=[rank])
         self.planning = time.perf_counter() - started
         mine = next(layout for layout in (*self._source, *self._destination) if layout.rank == rank)
-        self._held = _numbered(mine) if rank < len(self._source) else {}
+        self._held = numbered(mine) if rank < len(self._source) else {}
         wanted = mine.storages if rank >= len(self._source) else {}
         self.staging = {n: np.ones(s.size, np.uint16) for n, s in wanted.items()}
         self._live: Arrays = {}
@@ -237,7 +237,7 @@ def _timed(turn: Turn, staging: Arrays, barrier: Callable[[], object]) -> tuple[
     return time.perf_counter() - started, moved
 
 
-def _numbered(layout: RankLayout) -> Arrays:
+def numbered(layout: RankLayout) -> Arrays:
     """Contents by storage name; replicas on different ranks must agree, so every row of storages of one name is the same."""
     arrays = {}
     for name, storage in layout.storages.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -145,6 +145,20 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) 
     edges = np.concatenate([[0], end])[firsts]
     copies[:, WIRE_OFFSET] = end - _nbytes(copies) - np.repeat(edges[:-1], np.diff(firsts))
     return Chunks(transfer.source, transfer.destination, copies, np.array(firsts, np.int64), tuple(np.diff(edges).tolist()))
+
+
+def spread(chunks: Chunks, rounds: int) -> Chunks:
+    """Return a transfer with at least `rounds` messages, all of them but those of `chunks` empty: message i of n is number
+    ceil((i + 1) * rounds / n) - 1, the last of its share.
+    """
+    count = len(chunks)
+    if count >= rounds:
+        return chunks
+    places = -(-(np.arange(count) + 1) * rounds // count) - 1
+    nbytes = np.zeros(rounds, np.int64)
+    nbytes[places] = chunks.nbytes
+    done = np.searchsorted(places, np.arange(rounds), "right")
+    return replace(chunks, firsts=np.concatenate([[0], chunks.firsts[done]]), nbytes=tuple(nbytes.tolist()))
 
 
 def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:

@@ -97,7 +97,8 @@ class Exchanger:
         self._timeout_s, self._threads, self._stream, self._buffers = timeout_s, threads, stream, buffers
         cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
-        cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
+        rounds = max((one.messages for one in cuts.values()), default=1)
+        cut = [self._cut(cut_transfer(plan, t, *cuts[t.source, t.destination]), rounds) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
         self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
         sent = [t.copies for t in mine if t.source == self.rank]
@@ -187,6 +188,10 @@ class Exchanger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _cut(self, chunks: Chunks, rounds: int) -> Chunks:
+        """Return a transfer's messages, given that the longest of the plan's has `rounds`."""
+        return chunks
 
     def _copy_local(self, moved: Moved) -> None:
         if self._local is not None:

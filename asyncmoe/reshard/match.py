@@ -14,7 +14,7 @@ from asyncmoe.reshard.coverage import Grid, check_destination, check_source
 from asyncmoe.reshard.layout import MAX_DIMS, Box
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, DTYPES, EXTENT, START, TENSOR, Side, Tensors
 
-RULES = "asyncmoe.reshard 4"
+RULES = "asyncmoe.reshard 5"
 """Part of every digest; change it whenever the rules of sharing or cutting change."""
 
 

@@ -1,7 +1,8 @@
 """Fan-out to replicas: the sources send every element to one replica, and the replicas forward it to each other.
 
 With R ranks of equal layouts (the same rank of R equal engines), each receives 1/R of its bytes from the sources in a first round and the
-rest from the other replicas in a second. The sources' traffic does not grow with R, and a replica receives every byte it needs once.
+rest from the other replicas in a second, in the order in which it arrives there. The sources' traffic does not grow with R, and a replica
+receives every byte it needs once.
 
 A relay pays off if each rank's network card is the bottleneck. With T source ranks, R engines of E ranks and a model of B bytes, a source
 sends R*B/T without a relay and B/T with it, and an engine rank sends (R-1)/R * B/E besides receiving B/E: worth it once R*E > T. It does
@@ -11,9 +12,11 @@ not pay off between processes of one host, where messages lie in shared memory: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
+from asyncmoe.reshard.arrival import in_order_of_arrival
 from asyncmoe.reshard.coverage import check_destination
 from asyncmoe.reshard.layout import MAX_DIMS, RankLayout
 from asyncmoe.reshard.match import Match, Sources
@@ -35,6 +38,9 @@ from asyncmoe.reshard.table import (
 
 _SMALLEST_CUT = 1 << 15
 """Pieces of fewer bytes are not cut."""
+_SLICE_BYTES = 1 << 20
+_TURNS = 64
+"""Most slices of a table that a part consists of."""
 
 
 def relay(
@@ -61,7 +67,13 @@ def relay(
         LayoutError: as `asyncmoe.reshard.plan`.
     """
     wanted = None if ranks is None else list(ranks)
-    return tuple(assemble(match, wanted) for match in relay_matches(tensors, source, destination))
+    matches = relay_matches(tensors, source, destination)
+    made = [assemble(match, wanted) for match in matches]
+    if len(made) == 2 and made[1].transfers:
+        arriving = assemble(matches[0], {transfer.source for transfer in made[1].transfers})
+        forwarded = tuple(in_order_of_arrival(transfer, made[1], arriving) for transfer in made[1].transfers)
+        made[1] = replace(made[1], transfers=forwarded)
+    return tuple(made)
 
 
 def relay_matches(
@@ -98,10 +110,18 @@ def _divided(side: Side, colocated: set[int]) -> Side:
 
 
 def _part(table: Table, part: int, parts: int) -> Table:
-    """Return the pieces from `part / parts` to `(part + 1) / parts` of a table's bytes, the first and last one cut, and all padding."""
+    """Return one of `parts` equal parts of a table's bytes, and all padding: one slice of every `parts`, of at least `_SLICE_BYTES`, so
+    that each part holds something of every source and no source's link to one replica becomes the narrowest."""
     padding = table.pieces[:, TENSOR] == NO_TENSOR
     pieces = table.pieces[~padding]
     nbytes = pieces[:, EXTENT].prod(1) * DTYPE_BYTES[pieces[:, DTYPE]]
+    turns = max(1, min(_TURNS, int(nbytes.sum()) // (parts * _SLICE_BYTES)))
+    kept = [_slice(pieces, nbytes, turn * parts + part, turns * parts) for turn in range(turns)]
+    return Table(table.rank, table.names, table.storages, table.shapes, np.concatenate([*kept, table.pieces[padding]]))
+
+
+def _slice(pieces: np.ndarray, nbytes: np.ndarray, part: int, parts: int) -> np.ndarray:
+    """Return the pieces from `part / parts` to `(part + 1) / parts` of all bytes, the first and last one cut."""
     ends = np.cumsum(nbytes)
     low, high = (_rounded(pieces, nbytes, ends, int(ends[-1]) * k // parts if len(ends) else 0) for k in (part, part + 1))
     first = int(np.searchsorted(ends, low, "right"))
@@ -110,7 +130,7 @@ def _part(table: Table, part: int, parts: int) -> Table:
     for row in {first, last - 1} if first < last else ():
         begin = int(ends[row] - nbytes[row])
         _cut(kept[row - first], int(nbytes[row]), max(0, low - begin), min(int(nbytes[row]), high - begin))
-    return Table(table.rank, table.names, table.storages, table.shapes, np.concatenate([kept, table.pieces[padding]]))
+    return kept
 
 
 def _rounded(pieces: np.ndarray, nbytes: np.ndarray, ends: np.ndarray, at: int) -> int:

@@ -11,21 +11,11 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken, LayoutError
 from asyncmoe.reshard import device_threads
-from asyncmoe.reshard.chunks import Chunks
+from asyncmoe.reshard.arrival import latest, spans
+from asyncmoe.reshard.chunks import Chunks, spread
 from asyncmoe.reshard.exchange import BUCKET_BYTES, Exchanger, Moved, _device
-from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array
-from asyncmoe.reshard.plan import (
-    DESTINATION,
-    DESTINATION_OFFSET,
-    DESTINATION_STRIDES,
-    EXTENTS,
-    ITEM,
-    SOURCE,
-    SOURCE_OFFSET,
-    SOURCE_STRIDES,
-    Plan,
-)
+from asyncmoe.reshard.plan import DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES, SOURCE, SOURCE_OFFSET, SOURCE_STRIDES, Plan
 from asyncmoe.reshard.transport import SharedTransport, Transport
 
 _ALL = 1 << 62
@@ -158,6 +148,11 @@ class _Forwarding(Exchanger):
     def outgoing(self) -> list[Chunks]:
         return self._outgoing
 
+    def _cut(self, chunks: Chunks, rounds: int) -> Chunks:
+        """Spread few messages over all rounds: what they consist of arrives in the course of all of them, and every message of a round
+        waits for what any of them lacks."""
+        return spread(chunks, rounds)
+
     def _pack_round(self, number: int, moved: Moved) -> None:
         if number < len(self.needs):
             with moved.timed("wire"):
@@ -183,37 +178,11 @@ def needed_rounds(plans: Sequence[Plan], rank: int, incoming: Sequence[Chunks], 
     """
     wanted = plans[0].destinations.get(rank, {})
     begin = dict(zip(wanted, np.cumsum([0, *(storage.nbytes for storage in wanted.values())]).tolist(), strict=False))
-    written = _spans(incoming, begin, wanted, (DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES))
-    read = _spans(outgoing, begin, plans[1].sources.get(rank, {}), (SOURCE, SOURCE_OFFSET, SOURCE_STRIDES))
+    written = spans(incoming, begin, wanted, (DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES))
+    read = spans(outgoing, begin, plans[1].sources.get(rank, {}), (SOURCE, SOURCE_OFFSET, SOURCE_STRIDES))
     needs = np.ones(max((len(chunks) for chunks in outgoing), default=0), np.int64)  # 1: local copies precede the first unpacking
-    np.maximum.at(needs, read[:, 2], _latest(written, read))
+    np.maximum.at(needs, read[:, 2], latest(written, read))
     return np.maximum.accumulate(needs).tolist() if len(written) else [_ALL] * len(needs)
-
-
-def _spans(
-    messages: Sequence[Chunks], begin: Mapping[str, int], storages: Mapping[str, Storage], side: tuple[int, int, slice]
-) -> np.ndarray:
-    """Return int64[n, 3] for every box: first byte, byte after the last, message number. Bytes count through all storages in order."""
-    number, offset, strides = side
-    bases = np.array([begin[name] for name in storages], np.int64)
-    spans = [np.empty((0, 3), np.int64)]
-    for chunks in messages:
-        copies = chunks.copies
-        first = bases[copies[:, number]] + copies[:, offset]
-        last = first + ((copies[:, EXTENTS] - 1) * copies[:, strides]).sum(1) + copies[:, ITEM]
-        spans.append(np.column_stack([first, last, np.repeat(np.arange(len(chunks)), np.diff(chunks.firsts))]))
-    return np.concatenate(spans)
-
-
-def _latest(written: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """Return for each span of `read` one more than the highest message number among the `written` spans that may overlap it, or 0."""
-    written = written[np.argsort(written[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(written[:, 1]) if len(written) else written[:, 1]
-    low = np.searchsorted(reach, read[:, 0], "right")
-    high = np.searchsorted(written[:, 0], read[:, 1], "left")
-    numbers = np.append(written[:, 2] + 1, 0)
-    found: np.ndarray = np.maximum.reduceat(numbers, np.column_stack([low, high]).reshape(-1))[::2] if len(read) else low
-    return np.where(low < high, found, 0)
 
 
 def _sum(first: Moved, second: Moved) -> Moved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class TorchTransport:
         found: Any = group or torch.distributed.group.WORLD
         self._group = found
         self.rank: int = found.rank()
+        self._failure: TransferError | WaitTimeout | None = None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
@@ -48,9 +49,24 @@ class TorchTransport:
             WaitTimeout: a message did not arrive, or was not received by its peer, in time.
             TransferError: a rank is gone.
         """
-        began = time.monotonic()
-        for source, destination, work in self._post(sends, receives):
-            self._wait(source, destination, work, began, timeout_s)
+        self.post(sends, receives)(timeout_s)
+
+    def post(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Callable[[float], None]:
+        """As `asyncmoe.reshard.transport.PostingTransport`. Gloo keeps the order of a pair's messages (gloo/transport/tcp/pair.cc).
+
+        Raises:
+            TransferError: a rank is gone.
+        """
+        posted = self._post(sends, receives)
+
+        def complete(timeout_s: float) -> None:
+            if self._failure is not None:
+                raise self._failure  # whatever else was posted will not arrive
+            began = time.monotonic()
+            for source, destination, work in posted:
+                self._wait(source, destination, work, began, timeout_s)
+
+        return complete
 
     def _post(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
         """Post all messages; return (source, destination, handle) of each. NCCL returns one handle, paired with the first message."""
@@ -75,10 +91,12 @@ class TorchTransport:
             work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
         except RuntimeError as error:
             peer = self._peer(source, destination)
-            if time.monotonic() < until - _ROUNDING_S:
-                raise TransferError(source, destination, f"{peer} is gone ({_first_line(error)})") from error
             what = "its message" if destination == self.rank else "it to take a message"
-            raise WaitTimeout(peer, f"{what} ({_first_line(error)})", time.monotonic() - began) from error
+            if time.monotonic() < until - _ROUNDING_S:
+                self._failure = TransferError(source, destination, f"{peer} is gone ({_first_line(error)})")
+            else:
+                self._failure = WaitTimeout(peer, f"{what} ({_first_line(error)})", time.monotonic() - began)
+            raise self._failure from error
 
     def _peer(self, source: int, destination: int) -> str:
         return f"rank {source if destination == self.rank else destination}"

@@ -79,6 +79,21 @@ class Transport(Protocol):
         """
 
 
+@runtime_checkable
+class PostingTransport(Transport, Protocol):
+    """A transport that can have messages of several rounds under way, so that a link is never idle between two rounds."""
+
+    def post(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> Callable[[float], None]:
+        """Begin what `exchange` does; messages of a pair of ranks arrive in the order in which they were posted.
+
+        Returns:
+            A function of `timeout_s` that returns, or raises, as `exchange` does; called in another thread, in the order of the posts.
+
+        Raises:
+            asyncmoe.errors.TransferError: a rank is gone.
+        """
+
+
 @dataclass(frozen=True)
 class Lane:
     """One direction between this rank and a peer.
@@ -156,6 +171,9 @@ class LocalTransport:
 class MessageLink:
     """A link over a `Transport`: a round is one call of its `exchange`, in a separate thread while the calling thread packs and unpacks.
 
+    A `PostingTransport` has up to `slots` rounds under way: the next is posted before this one is over, so that the wires stay busy while
+    a thread waits for a core, packs or unpacks.
+
     Unless `threaded`, rounds are exchanged from the calling thread: GPU transports enqueue and return, and the caller's stream orders the
     messages.
 
@@ -200,6 +218,8 @@ class MessageLink:
         receives = self._messages(self._in, self._incoming, number)
         if self._thread is None:
             self._transport.exchange(sends, receives, timeout_s)
+        elif isinstance(self._transport, PostingTransport):
+            self._rounds[number] = self._thread.submit(self._transport.post(sends, receives), timeout_s)
         else:
             self._rounds[number] = self._thread.submit(self._transport.exchange, sends, receives, timeout_s)
 

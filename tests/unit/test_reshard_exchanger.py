@@ -78,6 +78,28 @@ def made_plan() -> Plan:
     return plan(SHAPES, *layouts())
 
 
+class PostingTransport(ThreadTransport):
+    """Receives only once the caller waits for it, and notes how many rounds are under way."""
+
+    def __init__(self, rank: int, wires: Wires) -> None:
+        super().__init__(rank, wires)
+        self.posted = self.completed = 0
+        self.under_way: list[int] = []
+
+    def post(self, sends: Messages, receives: Messages) -> Callable[[float], None]:
+        self.posted += 1
+        self.under_way.append(self.posted - self.completed)
+        for rank, buffer in sends:
+            self._wires.put(self.rank, rank, buffer)
+
+        def complete(timeout_s: float) -> None:
+            time.sleep(0.005)
+            self.exchange([], receives, timeout_s)
+            self.completed += 1
+
+        return complete
+
+
 def on_ranks(ranks: Sequence[int], play: Callable[[int], None]) -> list[BaseException]:
     """Play all ranks in threads; what they raised, by rank."""
     failures: dict[int, BaseException] = {}
@@ -123,6 +145,29 @@ def test_runs_again_and_again_in_bounded_memory(bucket_bytes: int, buffers: int)
                 barrier.wait()
 
     assert on_ranks(range(4), play) == []
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_rounds_are_posted_before_the_one_before_is_over(buffers: int) -> None:
+    made, wires = made_plan(), Wires()
+    source, destination = layouts()
+    values = numbered(SHAPES)
+    transports = {rank: PostingTransport(rank, wires) for rank in range(4)}
+    got = {layout.rank: blank(layout) for layout in destination}
+
+    def turn(rank: int) -> None:
+        held = filled(source[rank], values) if rank in SOURCES else None
+        with Exchanger(made, transports[rank], bucket_bytes=600, buffers=buffers, timeout_s=20, threads=1) as exchanger:
+            exchanger.bind(held, got.get(rank))
+            exchanger.run()
+
+    assert on_ranks(range(4), turn) == []
+    for layout in destination:
+        for name, expected in filled(layout, values).items():
+            np.testing.assert_array_equal(got[layout.rank][name], expected)
+    for transport in transports.values():
+        assert transport.posted == transport.completed > 3
+        assert max(transport.under_way) == buffers
 
 
 def test_padding_alone_needs_no_peer() -> None:

@@ -12,9 +12,12 @@ from test_reshard_plan import Case
 from test_reshard_random import Shapes, cases
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, relay
+from asyncmoe.reshard import PADDING, Box, LayoutBuilder, RankLayout, plan, relay
+from asyncmoe.reshard.chunks import cut_transfer, spread
 from asyncmoe.reshard.layout import rows, whole
+from asyncmoe.reshard.plan import COLUMNS, DESTINATION, EXTENTS, ITEM, SOURCE
 from asyncmoe.reshard.relay import relay_matches
+from asyncmoe.reshard.relay_exchange import needed_rounds
 from benchmarks.published import REAL
 
 
@@ -119,3 +122,72 @@ def test_egress_of_a_real_trainer_does_not_grow_with_engines(engines: int) -> No
         assert sent.max() <= 1.05 * sent.mean()
         received += np.bincount(passed[:, 1] - trainer.world, passed[:, 2], engines * engine.tp)
     assert received.astype(int).tolist() == one * engines
+
+
+def halves(rows: int, replicas: int) -> tuple[dict[str, tuple[int, ...]], list[RankLayout], list[RankLayout]]:
+    """A tensor of rows of 4 KiB: its halves on two sources, all of it on each replica."""
+    shapes = {"w": (rows, 1024)}
+    source, whole_of = [], LayoutBuilder(2, "int32")
+    for rank in range(2):
+        builder = LayoutBuilder(rank, "int32")
+        builder.stack("w", [("w", Box((rank * rows // 2, 0), (rows // 2, 1024)))])
+        source.append(builder.build())
+    whole_of.stack("w", [("w", Box((0, 0), (rows, 1024)))])
+    return shapes, source, [whole_of.build().at(2 + replica) for replica in range(replicas)]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_what_arrives_together_is_forwarded_together(replicas: int) -> None:
+    """Both sources send from the first moment on. A replica that forwarded the half of the first before that of the second would wait for
+    the end of the one and then still have all of the other to send."""
+    first, second = relay(*halves(960, replicas))
+    for layout in halves(960, replicas)[2]:
+        rank = layout.rank
+        into = [cut_transfer(first, t, 1 << 30, 40) for t in first.transfers if t.destination == rank]
+        out = [cut_transfer(second, t, 1 << 30, 40) for t in second.transfers if t.source == rank]
+        assert {chunks.source for chunks in into} <= {0, 1}
+        needs = needed_rounds((first, second), rank, into, out)
+        rounds = max(len(chunks) for chunks in into)
+        late = [need - (number + 1) * rounds / len(needs) for number, need in enumerate(needs)]
+        assert max(late) <= 2, f"replica {rank} can forward message {late.index(max(late))} of {len(needs)} only after {needs}"
+
+
+def test_both_ends_of_a_forwarding_know_its_order() -> None:
+    shapes, source, destination = halves(960, 3)
+    whole_plan = relay(shapes, source, destination)[1]
+    for transfer in whole_plan.transfers:
+        for rank in (transfer.source, transfer.destination):
+            part = relay(shapes, source, destination, ranks=[rank])[1]
+            same = next(t for t in part.transfers if (t.source, t.destination) == (transfer.source, transfer.destination))
+            columns = [column for column in range(COLUMNS) if column not in (SOURCE, DESTINATION)]
+            np.testing.assert_array_equal(same.copies[:, columns], transfer.copies[:, columns])
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_every_source_sends_its_share_to_every_replica(replicas: int) -> None:
+    """Else a source's link to one replica is the narrowest, while the rest of its traffic waits."""
+    rows = 16384
+    first, _ = relay(*halves(rows, replicas), ranks=[0])
+    traffic = first.match.traffic()
+    assert len(traffic) == 2 * replicas
+    assert traffic[:, 2].sum() == rows * 4096
+    share = rows * 4096 / (2 * replicas)
+    assert abs(traffic[:, 2] / share - 1).max() < 0.2
+
+
+@given(st.integers(1, 20), st.integers(1, 60))
+def test_few_messages_are_spread_over_all_rounds(rows: int, rounds: int) -> None:
+    shapes, source, destination = halves(2 * rows, 1)
+    made = plan(shapes, source, destination)
+    chunks = cut_transfer(made, made.transfers[0], 8192)
+    found = spread(chunks, rounds)
+    assert len(found) == max(rounds, len(chunks))
+    np.testing.assert_array_equal(found.copies, chunks.copies)
+    assert [n for n in found.nbytes if n] == list(chunks.nbytes)
+    assert found.firsts[-1] == len(chunks.copies)
+    for number, nbytes in enumerate(found.nbytes):
+        boxes = found.copies[found.firsts[number] : found.firsts[number + 1]]
+        assert (boxes[:, EXTENTS].prod(1) * boxes[:, ITEM]).sum() == nbytes
+        done = sum(1 for n in found.nbytes[: number + 1] if n)
+        assert done <= (number + 1) * len(chunks) / len(found), "a message comes before its share of the rounds"
+    assert found.nbytes[-1]

@@ -55,9 +55,13 @@ def _alone(rank: int, world: int, store: str, into: str) -> None:
     if rank == 0:
         transport = TorchTransport()
         started = time.monotonic()
+        following = transport.post([], [(1, transport.empty(8))]), transport.post([], [(1, transport.empty(8))])
         with pytest.raises(WaitTimeout, match="rank 1: its message"):
-            transport.exchange([], [(1, transport.empty(8))], timeout_s=1.0)
+            following[0](1.0)
         assert 0.9 < time.monotonic() - started < 10
+        with pytest.raises(WaitTimeout, match="rank 1: its message"):
+            following[1](300.0)  # at once: nothing follows what did not arrive
+        assert time.monotonic() - started < 10
         Path(into, "0").write_text("done")
     else:
         deadline = time.monotonic() + 30

@@ -1,0 +1,143 @@
+"""Hosts as network namespaces, and weights that travel between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.errors import InvariantBroken, TransferError
+from benchmarks.network import run
+from benchmarks.network.cases import HEADERS, Case, sized
+from benchmarks.network.hosts import INTERFACE, Host, Wire, missing, network
+from benchmarks.network.rank import DIRECT, RELAY
+from tests.system.runs import REPOSITORY, wait_for
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(why := missing()), reason=why)]
+WIRE = Wire(rate=100_000_000)
+SMALL = {**sized(55, 2), "hidden_size": 256, "vocab_size": 1024, "num_experts": 4, "num_experts_per_tok": 2}
+RECEIVE = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 5000))
+print("listening", flush=True)
+connection, left = server.accept()[0], int(sys.argv[2])
+while left:
+    left -= len(connection.recv(1 << 20))
+"""
+SEND = """
+import socket, sys, time
+connection, started = socket.create_connection((sys.argv[1], 5000), timeout=20), time.monotonic()
+connection.sendall(bytes(int(sys.argv[2])))
+connection.shutdown(socket.SHUT_WR)
+connection.recv(1)
+print(time.monotonic() - started)
+"""
+KEPT = """
+import sys, time
+from benchmarks.network.hosts import Wire, network
+with network(2, Wire(rate=10_000_000)) as hosts:
+    child = hosts[1].start(["sleep", "600"])
+    print(hosts[0].keeper.pid, hosts[1].keeper.pid, child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def said(host: Host, *command: str) -> str:
+    return (host.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=60)[0] or b"").decode().strip()
+
+
+def space(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def networks() -> set[str]:
+    """Network namespaces that any process of the machine is in."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found.add(os.readlink(process / "ns/net"))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_hosts_are_apart_and_leave_nothing() -> None:
+    devices = os.listdir("/sys/class/net")
+    with network(2, WIRE) as one, network(2, WIRE) as other:
+        spaces = {space(host.keeper.pid) for host in (*one, *other)}
+        assert len({*spaces, space(os.getpid())}) == 5
+        assert one[0].address == other[0].address
+        mounts = [said(host, "stat", "-c", "%d", "/dev/shm") for host in (*one, *other)]
+        assert len({*mounts, str(os.stat("/dev/shm").st_dev)}) == 5
+        assert [said(host, "hostname") for host in one] == ["host0", "host1"]
+        assert said(one[0], "sh", "-c", "ip route show default; ip -6 addr show dev eth0 scope link") == ""
+        assert len(said(one[1], "ps", "-e", "-o", "pid=").split()) <= 3, "a host sees its own processes only"
+        assert os.listdir("/sys/class/net") == devices, "nothing of them is in the machine's own network"
+        one[1].die()
+        assert said(one[0], "sh", "-c", f"ping -c 1 -W 1 {one[1].address} >&2 || echo gone") in ("gone", "")
+        assert said(other[0], "hostname") == "host0"
+    assert not networks() & spaces
+
+
+def test_a_link_has_its_rate_and_counts_what_travels() -> None:
+    nbytes = 5_000_000
+    with network(2, WIRE) as hosts:
+        receiver = hosts[1].start([sys.executable, "-S", "-c", RECEIVE, hosts[1].address, str(nbytes)], stdout=subprocess.PIPE)
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"listening\n"
+        seconds = float(said(hosts[0], sys.executable, "-S", "-c", SEND, hosts[1].address, str(nbytes)))
+        counted = int(said(hosts[0], "grep", INTERFACE, "/proc/net/dev").split()[9])
+        assert receiver.wait(20) == 0
+    full = (nbytes - WIRE.burst_bytes * 2) * WIRE.mtu / (WIRE.mtu - 52)
+    assert seconds > 8 * full / WIRE.rate, "faster than the link"
+    assert nbytes <= counted < nbytes * (1 + 2 * HEADERS / (WIRE.mtu - 52)) + 100_000
+
+
+def test_the_kernel_removes_a_network_whose_owner_was_killed() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    owner = subprocess.Popen([sys.executable, "-c", KEPT], env=environment, stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    spaces = {space(keeper) for keeper in pids[:2]}
+    assert len(spaces - {space(os.getpid())}) == 2
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert wait_for(lambda: not any(Path("/proc", str(pid)).exists() for pid in pids), 30.0)
+    assert wait_for(lambda: not networks() & spaces, 30.0)
+
+
+def test_weights_travel_as_planned() -> None:
+    """Every host's counters are compared with the plan, and every destination with what it should hold, in `measured`."""
+    found = run.measured(Case(SMALL, trainers=1, engines=2, tp=1), WIRE, (DIRECT, RELAY, "per_tensor"), rounds=1, bucket_bytes=1 << 18)
+    direct, relayed, others = (found["ways"][way] for way in (DIRECT, RELAY, "per_tensor"))
+    assert direct["planned_bytes"] == relayed["planned_bytes"] == 2 * found["bytes"]
+    assert 2 <= direct["trainer_copies"] < 2.2
+    assert 1 <= relayed["trainer_copies"] < 1.1, "a trainer's NIC sends one copy"
+    assert others["trainer_copies"] >= 1
+    assert direct["bound_s"] == pytest.approx(2 * relayed["bound_s"], rel=0.01)
+    for way in (direct, relayed):
+        assert 1 <= way["over_plan"] < 1.2
+        assert 0 < way["share"]["best"] < relayed["bound_s"] / way["bound_s"] * 1.5
+    assert DIRECT in run.table({"skipped": "", "cases": [found]})
+
+
+def test_other_bytes_than_planned_are_an_error() -> None:
+    case = Case(SMALL, trainers=1, engines=1, tp=1)
+    turn = {"seconds": 1.0, "cpu_s": 0.1, "retransmitted": 0, "right": True, "phases": {}}
+    planned = run.Traffic((1_000_000_000, 0), (0, 1_000_000_000))
+    acknowledged, good = 40_000_000, 1_040_000_000
+    ranks = [{**turn, "sent": good, "received": acknowledged}, {**turn, "sent": acknowledged, "received": good}]
+    run.check(case, DIRECT, ranks, planned, WIRE)
+    for rank, change in ((0, {"sent": 999_999_999}), (1, {"received": 1_200_000_000}), (1, {"right": False})):
+        wrong = [{**one, **(change if i == rank else {})} for i, one in enumerate(ranks)]
+        with pytest.raises(InvariantBroken, match=f"host {rank}"):
+            run.check(case, DIRECT, wrong, planned, WIRE)
+
+
+def test_a_rank_that_dies_ends_the_measurement() -> None:
+    with pytest.raises(TransferError, match="ended with status 1"):
+        run.measured(Case({**SMALL, "model_type": "unheard_of"}, 1, 1, 1), WIRE, (DIRECT,), 1)

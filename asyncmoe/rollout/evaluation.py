@@ -117,7 +117,9 @@ class Evaluator:
     async def _evaluate(self, version: int, asked: EvaluationQuestions) -> Evaluation:
         begin, samples = time.perf_counter(), asked.section.samples or 1
         # A stream of its own: places of two sets must not share conversations or random draws.
-        stage = replace(self._stage, sampling=sampling(asked.section, self._stage.sampling), stream=f"{STREAM} {asked.name}".strip())
+        # Its few requests go ahead: with a high `max_staleness` thousands of training may wait, and later versions would answer instead.
+        own = {"sampling": sampling(asked.section, self._stage.sampling), "stream": f"{STREAM} {asked.name}".strip(), "ahead": True}
+        stage = replace(self._stage, **own)  # type: ignore[arg-type]
         places = iter([EpisodeId(group, member, 0) for group, member in product(range(asked.count), range(samples))])
         outcomes: list[tuple[int, Outcome]] = []
         try:

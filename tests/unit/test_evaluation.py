@@ -131,6 +131,7 @@ def test_the_same_questions_every_time_and_not_those_of_training(tokenizer: Toke
         assert len(asked) == 6 * 2
         assert sorted(asked)[::2] != sorted(setup.task.prompt(group).text for group in range(6))
         assert {request.prompt for request in setup.engines.requests} == {f"evaluation {group}" for group in range(6)}
+        assert all(request.continues for request in setup.engines.requests), "they go before those of training that wait"
         assert [(e.version, e.version_min, e.version_max) for e in (first, second)] == [(10, 10, 10), (12, 12, 12)]
         assert (second.questions, second.episodes, second.reward_mean, second.reward_stderr, second.failed) == (6, 12, 1.0, 0.0, {})
         assert 2 <= (second.response_tokens_mean or 0) <= 3

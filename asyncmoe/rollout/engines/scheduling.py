@@ -1,9 +1,9 @@
 """Selects the next request and its engine. Decisions only: nothing here waits or communicates.
 
-Next request (`Waiting`): requests that continue an episode (a response that a weight update cut short, or a later turn) go before new
-requests, so that the tail of an episode never waits for the head of another. With order "longest_first", new requests with the longest
-expected responses go first, because the end of the batch waits for a long response that starts last (longest processing time first;
-Graham, 1969). No request starves: each is overtaken at most `patience` times.
+Next request (`Waiting`): requests that continue an episode (a response that a weight update cut short, or a later turn), and those of an
+evaluation, go before new requests, so that the tail of an episode never waits for the head of another. With order "longest_first", new
+requests with the longest expected responses go first, because the end of the batch waits for a long response that starts last (longest
+processing time first; Graham, 1969). No request starves: each is overtaken at most `patience` times.
 
 Engine (`choose`): the engine with the fewest requests. Or, so that prefixes are found in an engine's cache: the engine that has the
 conversation so far, else the same engine for all requests of a prompt, as long as it is not much busier than the others.
@@ -30,7 +30,7 @@ class ScheduledRequest:
 
     Attributes:
         prompt: name of the episode's prompt; requests with the same prompt share a prefix and have similar lengths.
-        continues: True if its episode has been at an engine before.
+        continues: True if its episode has been at an engine before, or goes ahead as if it had.
         sampled: number of tokens of the same response that earlier requests sampled.
         conversation: name of the conversation it continues or begins: one agent's part in an episode. "": none.
         partial: True if the response goes on should it reach the request's `max_new_tokens`.

@@ -49,6 +49,7 @@ class RolloutContext:
         opened: called with every episode that begins.
         turns: keeps the engines' answers for episodes that begin again after a restart; None: nobody does.
         piece: maximum number of tokens of a request; 0: no limit.
+        ahead: the episodes' first requests go before those of other episodes, as later ones always do.
     """
 
     pool: Pool
@@ -64,6 +65,7 @@ class RolloutContext:
     opened: Callable[[Episode], None] | None = None
     turns: Turns | None = None
     piece: int = 0
+    ahead: bool = False
 
 
 async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
@@ -84,7 +86,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
 
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
         prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
-        request = ScheduledRequest(prompt, continues=running, conversation=f"{stage.stream} {place.key(agent.number)}")
+        request = ScheduledRequest(prompt, continues=running or stage.ahead, conversation=f"{stage.stream} {place.key(agent.number)}")
         return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request, listener, answers, stage.piece)
 
     async def parse(text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:

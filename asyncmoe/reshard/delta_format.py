@@ -19,7 +19,7 @@ FRAME_BYTES = HEADER_BYTES + TRAILER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class DeltaHeader:
     """What a delta message is.
 
     Attributes:
@@ -40,7 +40,7 @@ class Header:
     payload: int
 
 
-def seal(frame: np.ndarray, header: Header) -> np.ndarray:
+def seal(frame: np.ndarray, header: DeltaHeader) -> np.ndarray:
     """Write header and digest around the payload that lies in `frame`, uint8[FRAME_BYTES + header.payload]; return it."""
     end = HEADER_BYTES + header.payload
     fields = (header.lane, header.number, header.messages, header.base, header.version, header.before, header.after, header.payload)
@@ -49,17 +49,17 @@ def seal(frame: np.ndarray, header: Header) -> np.ndarray:
     return frame
 
 
-def read_header(message: np.ndarray) -> Header | str:
+def read_header(message: np.ndarray) -> DeltaHeader | str:
     """Return the header of a message, uint8[n], of which at least the first `HEADER_BYTES` are there; else what is wrong."""
     if len(message) < HEADER_BYTES:
         return f"got {len(message)} bytes, expected a header of {HEADER_BYTES}"
     magic, *fields = _HEADER.unpack_from(message.data)
     if magic != _MAGIC:
         return f"got {magic!r} at its beginning, expected {_MAGIC!r}"
-    return Header(*fields)
+    return DeltaHeader(*fields)
 
 
-def frame_fault(message: np.ndarray, header: Header) -> str | None:
+def frame_fault(message: np.ndarray, header: DeltaHeader) -> str | None:
     """Return what is wrong with the length or the digest of a whole message, uint8[n], or None."""
     expected = FRAME_BYTES + header.payload
     if len(message) != expected:

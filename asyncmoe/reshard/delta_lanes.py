@@ -37,7 +37,7 @@ _LARGEST_ITEM = max(ITEM_BYTES.values())
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class DeltaLane:
     """A transfer, cut into the messages of a delta. Zeros for padding are left out: they do not change.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lane:
         """Elements in all messages."""
         return int(self.elements[:, EXTENTS].prod(1).sum())
 
-    def sends_like(self, other: Lane) -> bool:
+    def sends_like(self, other: DeltaLane) -> bool:
         """Whether both lanes send the same bytes, under the same identity: their destinations have equal layouts."""
         if self.identity != other.identity or self.chunks.copies.shape != other.chunks.copies.shape:
             return False
@@ -84,7 +84,7 @@ class Lane:
         return element_table(rows, self.chunks.firsts, seed)
 
 
-def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], message_bytes: int) -> list[Lane]:
+def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], message_bytes: int) -> list[DeltaLane]:
     """Return the lanes of some transfers of a plan; a transfer that only fills padding has none.
 
     Raises:
@@ -96,7 +96,7 @@ def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], message_bytes: int)
     return [lane for lane in made if len(lane)]
 
 
-def _lane(plan: Plan, transfer: Transfer, message_bytes: int) -> Lane:
+def _lane(plan: Plan, transfer: Transfer, message_bytes: int) -> DeltaLane:
     copies = transfer.copies[transfer.copies[:, SOURCE] != NO_SOURCE]
     limit = min(BLOCK_BYTES, message_bytes)
     cut, elements = cut_boxes(copies, limit), cut_boxes(_elements(plan, transfer.destination, copies), limit)
@@ -109,7 +109,7 @@ def _lane(plan: Plan, transfer: Transfer, message_bytes: int) -> Lane:
     edges = np.concatenate([[0], end])[firsts]
     cut[:, WIRE_OFFSET] = elements[:, WIRE_OFFSET] = end - nbytes - np.repeat(edges[:-1], np.diff(firsts))
     chunks = Chunks(transfer.source, transfer.destination, cut, np.array(firsts, np.int64), tuple(np.diff(edges).tolist()))
-    return Lane(transfer.source, transfer.destination, _identity(plan, transfer, message_bytes), chunks, elements)
+    return DeltaLane(transfer.source, transfer.destination, _identity(plan, transfer, message_bytes), chunks, elements)
 
 
 def _elements(plan: Plan, destination: int, copies: np.ndarray) -> np.ndarray:

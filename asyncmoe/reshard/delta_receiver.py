@@ -10,8 +10,8 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError
 from asyncmoe.reshard.delta_digest import WORD, host_addresses, padding_table, seeds
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, Header, frame_fault, read_header
-from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, Lane, lanes_of
+from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, DeltaHeader, frame_fault, read_header
+from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
 
@@ -25,10 +25,10 @@ class _Incoming:
         staged: by number, header and bytes of the messages of the next version.
     """
 
-    lane: Lane
+    lane: DeltaLane
     table: _C.DeltaTable
     sums: list[int]
-    staged: dict[int, tuple[Header, np.ndarray]] = field(default_factory=dict)
+    staged: dict[int, tuple[DeltaHeader, np.ndarray]] = field(default_factory=dict)
 
 
 class DeltaReceiver:
@@ -198,7 +198,7 @@ class DeltaReceiver:
                     raise self._lost(source, what)
         return self.digest
 
-    def _header(self, source: int, message: np.ndarray) -> Header:
+    def _header(self, source: int, message: np.ndarray) -> DeltaHeader:
         found = read_header(message)
         if not isinstance(found, str):
             wrong = self._header_fault(source, found)
@@ -207,7 +207,7 @@ class DeltaReceiver:
             found = wrong
         raise self._refusal(source, f"message of a delta: {found}")
 
-    def _header_fault(self, source: int, header: Header) -> str | None:
+    def _header_fault(self, source: int, header: DeltaHeader) -> str | None:
         """Return why a message of this header is not acceptable now, or None."""
         one = self._incoming.get(source)
         if one is None or header.lane != one.lane.identity or header.messages != len(one.lane) or header.number >= len(one.lane):

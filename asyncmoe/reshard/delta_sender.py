@@ -10,8 +10,8 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError
 from asyncmoe.reshard.delta_digest import WORD, host_addresses, seeds
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES, Header, seal
-from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, Lane, lanes_of
+from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES, DeltaHeader, seal
+from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import message_program, scales_of
@@ -45,7 +45,7 @@ class _Stream:
         messages, after: of the pending version.
     """
 
-    lane: Lane
+    lane: DeltaLane
     destinations: list[int]
     pack: _C.Program
     table: _C.DeltaTable
@@ -192,7 +192,7 @@ class DeltaSender:
         """Forget the pending version, if there is one. The base stays; after `full`, there is none."""
         self._drop()
 
-    def _add(self, lane: Lane, seed: np.ndarray) -> None:
+    def _add(self, lane: DeltaLane, seed: np.ndarray) -> None:
         for stream in self._streams:
             if stream.lane.sends_like(lane):
                 stream.destinations.append(lane.destination)
@@ -218,7 +218,7 @@ class DeltaSender:
         frame, difference, changed, dense = _C.encode_delta(stream.table, stream.pack, number, self._sources, *place, self._threads)
         before = stream.sums[number]
         after, payload = (before + difference) & WORD, len(frame) - FRAME_BYTES
-        header = Header(stream.lane.identity, number, len(stream.lane), self.base, version, before, after, payload)
+        header = DeltaHeader(stream.lane.identity, number, len(stream.lane), self.base, version, before, after, payload)
         return seal(frame, header), after, changed, dense
 
     def _advance(self, stream: _Stream) -> None:

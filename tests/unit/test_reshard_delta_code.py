@@ -15,7 +15,7 @@ from test_reshard_delta import large, matrix
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import TransferError
 from asyncmoe.reshard import plan
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, Header, read_header, seal
+from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, DeltaHeader, read_header, seal
 
 HALF = 100
 
@@ -60,11 +60,11 @@ def test_payloads_are_those_of_the_definition(positions: set[int], shift: int) -
 def resealed(message: np.ndarray, payload: bytes) -> np.ndarray:
     """A message with another payload, and length and digest that fit."""
     header = read_header(message)
-    assert isinstance(header, Header)
+    assert isinstance(header, DeltaHeader)
     frame = np.zeros(FRAME_BYTES + len(payload), np.uint8)
     frame[HEADER_BYTES : HEADER_BYTES + len(payload)] = np.frombuffer(payload, np.uint8)
-    fields = {name: getattr(header, name) for name in Header.__slots__}
-    return seal(frame, Header(**{**fields, "payload": len(payload)}))
+    fields = {name: getattr(header, name) for name in DeltaHeader.__slots__}
+    return seal(frame, DeltaHeader(**{**fields, "payload": len(payload)}))
 
 
 def body(*entries: tuple[int, int], rest: bytes = b"") -> bytes:

@@ -13,7 +13,7 @@ import pytest
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError
-from asyncmoe.rollout.engines import engine_agent
+from asyncmoe.rollout.engines import engine_agent, engine_stay
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.succession import FILE, Succession
@@ -169,7 +169,7 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
     async def scene(it: Site) -> None:
         for name in ("a", "b"):
             it.agent(name)
-        follow = engine_agent._following
+        follow = engine_stay.following
         late = asyncio.Event()
 
         async def slow(run_dir: Path, engine: Any, until: float) -> Any:
@@ -177,7 +177,7 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
                 await late.wait()
             return await follow(run_dir, engine, until)
 
-        monkeypatch.setattr(engine_agent, "_following", slow)
+        monkeypatch.setattr(engine_stay, "following", slow)
         async with controller(it.config) as first:
             await first.publish(3)
             await asyncio.sleep(0.1)

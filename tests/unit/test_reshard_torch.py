@@ -77,9 +77,10 @@ def _between(rank: int, world: int, store: str, into: str) -> None:
     """Rank 2 waits for a message that rank 1 never sends, and posts the next round only then. Gloo has closed all its pairs by then."""
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
     if rank == 2:
-        buffer = _failed_round(TorchTransport())
+        transport = TorchTransport()
+        buffer = _failed_round(transport)
         gc.collect()
-        assert buffer() is None, "an error that was raised keeps no buffers"
+        assert buffer() is None, "the transport keeps no error, whose frames would keep the buffers"
         Path(into, "2").write_text("done")
         return
     if rank == 0:

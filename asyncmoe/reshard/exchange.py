@@ -144,7 +144,8 @@ class Exchanger:
         """Exchange once. All ranks of the plan call it.
 
         Args:
-            timeout_s: bound of the whole run; None: the run ends only if a peer makes no progress.
+            timeout_s: bound of the whole run, though a round that was begun in time may take as long again; None: the run ends only if a
+                peer makes no progress.
 
         Raises:
             TransferError: a message arrived corrupted, or a peer is gone; names the ranks. The destination may be partly written, and this

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncmoe.errors import TransferError, WaitTimeout
@@ -37,7 +38,8 @@ class TorchTransport:
         found: Any = group or torch.distributed.group.WORLD
         self._group = found
         self.rank: int = found.rank()
-        self._failure: TransferError | WaitTimeout | None = None
+        # Of the first round that failed; made anew each time, because a raised error keeps what its frames hold: buffers and weights.
+        self._failure: Callable[[], TransferError | WaitTimeout] | None = None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
@@ -61,7 +63,7 @@ class TorchTransport:
 
         def complete(timeout_s: float) -> None:
             if self._failure is not None:
-                raise self._failure  # whatever else was posted will not arrive
+                raise self._failure()  # whatever else was posted will not arrive
             began = time.monotonic()
             for source, destination, work in posted:
                 self._wait(source, destination, work, began, timeout_s)
@@ -93,10 +95,10 @@ class TorchTransport:
             peer = self._peer(source, destination)
             what = "its message" if destination == self.rank else "it to take a message"
             if time.monotonic() < until - _ROUNDING_S:
-                self._failure = TransferError(source, destination, f"{peer} is gone ({_first_line(error)})")
+                self._failure = partial(TransferError, source, destination, f"{peer} is gone ({_first_line(error)})")
             else:
-                self._failure = WaitTimeout(peer, f"{what} ({_first_line(error)})", time.monotonic() - began)
-            raise self._failure from error
+                self._failure = partial(WaitTimeout, peer, f"{what} ({_first_line(error)})", time.monotonic() - began)
+            raise self._failure() from error
 
     def _peer(self, source: int, destination: int) -> str:
         return f"rank {source if destination == self.rank else destination}"

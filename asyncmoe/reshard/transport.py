@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from asyncmoe.errors import InvariantBroken
+from asyncmoe.errors import AsyncmoeError, InvariantBroken
 from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.memory import memory_of
@@ -219,7 +219,12 @@ class MessageLink:
         if self._thread is None:
             self._transport.exchange(sends, receives, timeout_s)
         elif isinstance(self._transport, PostingTransport):
-            self._rounds[number] = self._thread.submit(self._transport.post(sends, receives), timeout_s)
+            try:
+                complete = self._transport.post(sends, receives)
+            except AsyncmoeError:
+                self.finish(timeout_s)  # a round before this one has failed first, and knows of whom
+                raise
+            self._rounds[number] = self._thread.submit(complete, timeout_s)
         else:
             self._rounds[number] = self._thread.submit(self._transport.exchange, sends, receives, timeout_s)
 

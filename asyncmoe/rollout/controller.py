@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, Interrupted, ProtocolError
+from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, named
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend, kept
@@ -38,7 +38,20 @@ from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.keeper_messages import KeeperRequest
-from asyncmoe.rpc.messages import Done, EngineOrder, Evaluated, Evaluations, Hello, Probe, Reply, Request, Saved, Saving, TrainerMessage
+from asyncmoe.rpc.messages import (
+    Commit,
+    Done,
+    EngineOrder,
+    Evaluated,
+    Evaluations,
+    Hello,
+    Probe,
+    Reply,
+    Request,
+    Saved,
+    Saving,
+    TrainerMessage,
+)
 from asyncmoe.rpc.server import Server
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
@@ -173,6 +186,8 @@ class Controller:
         if config.adapter is None or config.adapter.start is None:
             self._served.set()  # engines start with the weights that the trainer starts with
         self._over = asyncio.Event()
+        self._trained = asyncio.Event()
+        """Set once the last step is committed: nothing more is sampled for training."""
         self._failure: Exception | None = None
         self._stopping = self._terminated = False
 
@@ -196,13 +211,18 @@ class Controller:
         if isinstance(request, Saving):
             return await self._save(request.step)
         if isinstance(request, Evaluations):
-            return Evaluated(self._stopping or await self._evaluator.ended(request.wait_s))
+            return await self._evaluated(request)
         reply = await service(request)
-        if isinstance(request, Saved):
-            await self._journaling.saved()
+        await self._note(request)
         if service.finished.done():
             self._over.set()
         return reply
+
+    async def _note(self, request: TrainerMessage) -> None:
+        if isinstance(request, Saved):
+            await self._journaling.saved()
+        if isinstance(request, Commit) and request.step + 1 == self._config.warmup.steps + self._config.run.steps:
+            self._trained.set()
 
     def _check_turn(self, request: WeightsRequest) -> None:
         turns.check(request, self._pool.version, None if (queue := self._session.queue) is None else queue.trained_steps)
@@ -242,6 +262,10 @@ class Controller:
         try:
             await part
         except Exception as error:
+            if self._trained.is_set() and isinstance(error, EngineError):
+                log.warning("an engine failed after the last step: %s", error)  # only the last evaluation needs one
+                self._coordinator.engines_failed(error)
+                return
             self._failure = self._failure or error
             told = error if isinstance(error, AsyncmoeError) else AsyncmoeError(f"the controller has failed: {error}")
             self._coordinator.engines_failed(told)
@@ -267,7 +291,7 @@ class Controller:
         rollout = config.rollout
         opened, turns = None if samples is None else samples.opened, self._journaling.journal.turns
         stage = replace(self._stage, opened=opened, turns=turns, piece=0 if turns is None else config.journal.piece_tokens)
-        await Producer(
+        producer = Producer(
             queue,
             self._task,
             partial(episode.run, stage),
@@ -280,7 +304,23 @@ class Controller:
             samples=samples,
             max_rejected=rollout.max_rejected_share,
             journal=self._journaling.journal,
-        ).run()
+        )
+        producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
+        try:
+            await asyncio.wait((producing, trained), return_when=asyncio.FIRST_COMPLETED)
+            if producing.done():
+                producing.result()
+        finally:
+            await _cancel([producing, trained])
+
+    async def _evaluated(self, asked: Evaluations) -> Evaluated:
+        known = self._evaluator.known(asked.version)
+        if known or self._stopping or await self._evaluator.ended(asked.wait_s):
+            return Evaluated(known, ended=True)
+        if asked.wait_s and not self._pool.serving:  # whatever engine comes again gets no weights any more
+            log.warning("version %d, the last, is not evaluated: no engine has it any more", asked.version)
+            return Evaluated(known, ended=True)
+        return Evaluated(known, ended=False)
 
     async def _save(self, step: int) -> Reply:
         """Write the controller's part of a checkpoint, which is whole but for it."""
@@ -347,7 +387,7 @@ class Controller:
             self._coordinator.stop()
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -70,14 +70,16 @@ class Evaluator:
         self._stage = replace(stage, scorer=scoring.untaught(stage.scorer))
         self._sets, self._record = sets, record
         self._due: asyncio.Queue[int] = asyncio.Queue()
+        self._last_is_due = False
         self._unfinished = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     def published(self, version: int) -> None:
         """Report that every engine serves `version` from now on; if it is due, schedule its evaluation."""
-        if not due(version, self._first, self._last, self._every):
+        if not due(version, self._first, self._last, self._every) or (version == self._last and self._last_is_due):
             return
+        self._last_is_due = version == self._last
         if self._unfinished and version != self._last:
             self.skipped += 1
             log.warning("version %d is not evaluated: the evaluation before it is still running", version)
@@ -88,8 +90,12 @@ class Evaluator:
 
     def resume(self, version: int) -> None:
         """Report that every engine serves `version` from the controller before this one, which may have finished its evaluation."""
-        if sum(one.version == version for one in read_evaluations(self._records)) < self.count:
+        if not self.known(version):
             self.published(version)
+
+    def known(self, version: int) -> bool:
+        """Return whether the evaluation of a version is on record."""
+        return sum(one.version == version for one in read_evaluations(self._records)) >= self.count
 
     async def run(self) -> None:
         """Evaluate due versions until cancelled.

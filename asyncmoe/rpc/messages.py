@@ -117,8 +117,9 @@ class Saved(TrainerMessage, frozen=True):
 
 
 class Evaluations(_Waits, TrainerMessage, frozen=True):
-    """Ask whether all evaluations that are due have ended. Waits until they have or `wait_s` expires."""
+    """Ask for the evaluation of the last version. Waits until it has ended or `wait_s` expires."""
 
+    version: Count
     wait_s: float
 
 
@@ -309,8 +310,9 @@ class Leased(Message, frozen=True):
 
 
 class Evaluated(Message, frozen=True):
-    """Reply to `Evaluations`."""
+    """Reply to `Evaluations`: whether the version is on record, and whether nothing remains to be waited for."""
 
+    known: bool
     ended: bool
 
 

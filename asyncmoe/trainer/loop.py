@@ -15,7 +15,7 @@ import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError, RunStopping, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, ConfigError, RunStopping, WeightSyncError
 from asyncmoe.platform import kernels
 from asyncmoe.process import freeze
 from asyncmoe.rpc import keys
@@ -136,12 +136,11 @@ class Trainer:
         try:
             self._sync.settle()
         except (WeightSyncError, RunStopping) as error:
-            if not stopped and self._step < self._total:
+            if not stopped:
                 raise
-            stopped = True
             log.warning("version not published: %s", error)
-        if self._config.evaluation.every and not stopped:
-            self._wait_for_evaluations()
+        if self._config.evaluation.every and self._step == self._total:
+            self._evaluate_last()
         self._client.ask(Goodbye(self._mesh.rank, finished=self._step == self._total), ANSWER_S)
         self._sync.close()
 
@@ -160,22 +159,32 @@ class Trainer:
                 with self._profiler.step(self._step + 1):
                     self._advance(leased, begin)
         except (WeightSyncError, RunStopping) as error:
-            # After the last step all is trained, and saved next; only its evaluation is missed. A run that stops while its engines start
-            # has none to publish to. Within a step the answer is its batch, not a stop.
-            if self._step < self._total and not batch_client.stopping(self._client, config, self._step, self._phase):
+            # A run that stops while its engines start has none to publish to. Within a step the answer is its batch, not a stop.
+            if self._step == self._total or not batch_client.stopping(self._client, config, self._step, self._phase):
                 raise
             log.warning("version not published: %s", error)
             return True
         return False
 
-    def _wait_for_evaluations(self) -> None:
-        """Wait until the controller has evaluated the last version. An episode's own limits bound the wait."""
-        while True:
-            heartbeats.beat("the last evaluation")
-            evaluated = self._client.ask(Evaluations(_EVALUATION_S), ANSWER_S + _EVALUATION_S)[0]
-            assert isinstance(evaluated, Evaluated)
-            if evaluated.ended:
-                return
+    def _evaluate_last(self) -> None:
+        """Publish the last version and wait until it has been evaluated, unless it was before a restart. All is trained and saved: what
+        fails here costs only the evaluation."""
+        known = self._evaluated(0.0).known if self._first else False
+        if collectives.everyones(known)[0] or self._step < self._served:
+            return
+        try:
+            self._begin_sync()
+            self._sync.settle()
+            while not self._evaluated(_EVALUATION_S).ended:
+                pass
+        except AsyncmoeError as error:
+            log.warning("version %d, the last, is not evaluated: %s", self._step, error)
+
+    def _evaluated(self, wait_s: float) -> Evaluated:
+        heartbeats.beat("the last evaluation")
+        evaluated = self._client.ask(Evaluations(self._step, wait_s), ANSWER_S + wait_s)[0]
+        assert isinstance(evaluated, Evaluated)
+        return evaluated
 
     @property
     def _phase(self) -> Phase:
@@ -198,7 +207,7 @@ class Trainer:
         self._step += 1
         warm = self._step == self._config.warmup.steps
         published: Published | None = None
-        if self._step > self._config.warmup.steps and self._due:
+        if self._config.warmup.steps < self._step < self._total and self._due:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
@@ -212,10 +221,7 @@ class Trainer:
 
     @property
     def _due(self) -> bool:
-        """Whether the weights are to be published: every `sync.every` steps, and first as soon as they are not behind the engines'; after
-        the last step only to be evaluated."""
-        if self._step == self._total:
-            return self._config.evaluation.every > 0 and self._step >= self._served
+        """Whether the weights are to be published: every `sync.every` steps, and first as soon as they are not behind the engines'."""
         every = self._config.sync.every
         return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
 

@@ -76,7 +76,7 @@ def session(made: Config) -> list[bytes]:
         Commit(2),
         Saving(2),
         Saved(2),
-        Evaluations(0.02),
+        Evaluations(2, 0.02),
         Goodbye(0, False),
         EnginesAsk(0.02, True),
         WeightsJoin("127.0.0.1", 29500, "weights", "gloo", "reshard", 1),

@@ -159,6 +159,7 @@ def test_the_last_version_waits_for_the_one_before_it_and_the_end_for_both(token
             setup.evaluator.published(version)
         assert not await setup.evaluator.ended(0.01)
         setup.engines.go.set()
+        setup.evaluator.published(WARMUP + STEPS)  # by a trainer that was lost and came again
         assert await setup.evaluator.ended(5.0)
         await setup.stop()
         assert [(e.version, e.skipped) for e in setup.found] == [(10, 1), (WARMUP + STEPS, 1)]

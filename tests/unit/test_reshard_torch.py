@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from reshard_ranks import blank, filled, numbered
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, exchange, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.reshard.transport import Lane, MessageLink
 
 SHAPES = {"w": (12, 10), "v": (9,)}
 
@@ -70,9 +73,37 @@ def _alone(rank: int, world: int, store: str, into: str) -> None:
         Path(into, "1").write_text("done")
 
 
-@pytest.mark.parametrize("play", [_all_to_all, _alone])
-def test_gloo(play: object, tmp_path: Path) -> None:
-    world = 2
+def _between(rank: int, world: int, store: str, into: str) -> None:
+    """Rank 2 waits for a message that rank 1 never sends, and posts the next round only then. Gloo has closed all its pairs by then."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    if rank == 2:
+        transport = TorchTransport()
+        buffer = _failed_round(transport)
+        gc.collect()
+        assert buffer() is None, "the transport keeps no error, whose frames would keep the buffers"
+        Path(into, "2").write_text("done")
+        return
+    if rank == 0:
+        TorchTransport().exchange([(2, torch.zeros(8, dtype=torch.uint8))], [], 10.0)
+    deadline = time.monotonic() + 30
+    while not Path(into, "2").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    Path(into, str(rank)).write_text("done")
+
+
+def _failed_round(transport: TorchTransport) -> weakref.ref[object]:
+    link = MessageLink(transport, [], [Lane(0, (8, 8), 8), Lane(1, (8, 8), 8)], slots=2, threaded=True)
+    link.close_round(0, 1.0)
+    time.sleep(2.0)
+    with pytest.raises(WaitTimeout, match="rank 1: its message"):
+        link.close_round(1, 1.0)
+    buffer: weakref.ref[object] = weakref.ref(link.buffers[0])
+    link.close()
+    return buffer
+
+
+@pytest.mark.parametrize(("play", "world"), [(_all_to_all, 2), (_alone, 2), (_between, 3)])
+def test_gloo(play: object, world: int, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     arguments = (world, str(tmp_path / "store"), str(tmp_path))
     processes = [context.Process(target=play, args=(rank, *arguments)) for rank in range(world)]  # type: ignore[arg-type]
@@ -82,4 +113,4 @@ def test_gloo(play: object, tmp_path: Path) -> None:
         process.join(60)
         if process.is_alive():
             process.kill()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == ["0", "1"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == [str(rank) for rank in range(world)]

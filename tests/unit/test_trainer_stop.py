@@ -1,4 +1,5 @@
-"""A trainer that is stopped while engines start has saved the end of its warm-up, and leaves in order."""
+"""A trainer that is stopped while engines start has saved the end of its warm-up, and leaves in order; one that has taken its last step has
+that evaluated, unless it was, and a failure of that costs nothing else."""
 
 from __future__ import annotations
 
@@ -21,4 +22,9 @@ def test_the_end_of_a_warm_up_is_saved_before_it_is_published() -> None:
         "AtOnce": [*WARM_UP, "Goodbye", "close"],
         "resumed": ["Hello", "begin", "Goodbye", "close"],
         "failing": [*WARM_UP, "failed"],
+        "last": {
+            "Willing": ["Hello", "Evaluations 5", "begin", "Evaluations 5", "Evaluations 5", "Goodbye", "close"],
+            "AtOnce": ["Hello", "Evaluations 5", "begin", "Goodbye", "close"],
+            "known": ["Hello", "Evaluations 5", "Goodbye", "close"],
+        },
     }

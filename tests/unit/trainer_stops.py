@@ -13,20 +13,23 @@ from typing import Any
 
 from asyncmoe.config import load
 from asyncmoe.errors import RunStopping, WeightSyncError
-from asyncmoe.rpc.messages import Hello, Lease, Leased, Welcome
+from asyncmoe.rpc.messages import Evaluated, Evaluations, Hello, Lease, Leased, Welcome
 from asyncmoe.trainer import loop
 from asyncmoe.trainer.batch_trainer import Learned
 
-CONFIG = load(Path(__file__).parents[2] / "examples" / "demo.yaml", ["warmup.steps=2", "run.steps=3"])
+CONFIG = load(Path(__file__).parents[2] / "examples" / "demo.yaml", ["warmup.steps=2", "run.steps=3", "evaluation.every=2"])
 
 
 class Client:
     """The controller: grants every lease until a version is being published; then it answers with a stop, if the run is to stop."""
 
-    def __init__(self, did: list[str], stops: bool) -> None:
-        self._did, self._stops = did, stops
+    def __init__(self, did: list[str], stops: bool, known: bool) -> None:
+        self._did, self._stops, self._known = did, stops, known
 
     def ask(self, request: Any, timeout_s: float) -> tuple[Any, list[Any]]:
+        if isinstance(request, Evaluations):
+            self._did.append(f"Evaluations {request.version}")
+            return Evaluated(self._known, self._did.count("Evaluations 5") > 2), []
         if not isinstance(request, Lease):
             self._did.append(type(request).__name__)
             return Welcome("r") if isinstance(request, Hello) else None, []
@@ -70,6 +73,15 @@ class Saver:
         pass
 
 
+class Willing(Publisher):
+    """Publishes."""
+
+    def check(self) -> None:
+        pass
+
+    settle = check
+
+
 class AtOnce(Publisher):
     """Is refused while it publishes."""
 
@@ -83,11 +95,11 @@ class AtOnce(Publisher):
     settle = check
 
 
-def run(kind: type[Publisher], stops: bool, done: int = 0) -> list[str]:
+def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False) -> list[str]:
     """Run the loop from step `done`; return what it did, with the error that ended it."""
     did: list[str] = []
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
-    trainer._config, trainer._client, trainer._sync = CONFIG, Client(did, stops), kind(did)
+    trainer._config, trainer._client, trainer._sync = CONFIG, Client(did, stops, known), kind(did)
     trainer._mesh = SimpleNamespace(rank=0, world=1)
     trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]))
     trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
@@ -107,4 +119,6 @@ if __name__ == "__main__":
     whole: Any = loop
     whole.gpt.gather_weights = whole.facts = lambda _: None
     found = {kind.__name__: run(kind, True) for kind in (Publisher, AtOnce)}
-    print(json.dumps(found | {"resumed": run(AtOnce, True, done=2), "failing": run(Publisher, False)}))
+    whole.collectives.everyones = lambda mine: [mine]
+    last = {kind.__name__: run(kind, False, done=5) for kind in (Willing, AtOnce)} | {"known": run(Willing, False, done=5, known=True)}
+    print(json.dumps(found | {"resumed": run(AtOnce, True, done=2), "failing": run(Publisher, False), "last": last}))

@@ -97,7 +97,9 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
         raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as its first node has")
     if (before := found.seats.get(node)) is not None and before.start != request.start:
         got, expected = f"another on {request.who}", f"one, on {before.who}"
-        raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint="set another --node or --name")
+        silence = max(0.0, limit_s - (now - before.heard))
+        hint = f"set another --node or --name, or start again in {silence:.0f} s if that one has ended"
+        raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint=hint)
     seat = NodeSeat(request.start, request.host, request.who, now)
     meeting = request.meeting if node == 0 and not found.has_met else found.meeting
     return replace(found, seats={**found.seats, node: seat}, meeting=meeting)

@@ -198,6 +198,8 @@ def test_every_node_of_every_engine_has_a_machine_of_its_own(nodes: int, groups:
 def test_machines_that_are_no_multiple_of_an_engines_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.engine_nodes: got 3, expected a multiple of engines\.nodes = 2"):
         engine_machines(config("engines.tp=2", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=3"))
+    with pytest.raises(ConfigError, match=r"cluster\.engine_nodes: got 3, expected a multiple of engines\.nodes = 2"):
+        config("engines.tp=2", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=3", "launch=ray")
 
 
 SPREAD = ("engines.tp=4", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=4", "trainer.ranks=2", "cluster.network=ib0")
@@ -237,6 +239,7 @@ def test_slurm_joins_with_engines_over_neighbouring_nodes() -> None:
 def test_ray_starts_a_process_for_every_node_of_an_engine() -> None:
     made = config(*SPREAD, "launch=ray")
     bundles = [one for one in planning.bundles(made, gpus=True) if one.part == "engines"]
+    assert [one.engine_node for one in bundles] == [machine.node for machine in engine_machines(made)]
     assert [(one.node, one.numbers, one.gpus) for one in bundles] == [(0, (0, 1), 4), (1, (0, 1), 4), (2, (2, 3), 4), (3, (2, 3), 4)]
     second: Any = planning.launches(made, Path("c"), bundles[1], ("10.0.0.9", 1), {})
     assert [one.name for one in second] == ["engine.0.node1", "engine.1.node1"]

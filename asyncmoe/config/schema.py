@@ -123,6 +123,11 @@ class Config(Section):
             )
         if self.engines.tp % self.engines.ep:
             raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
+        if self.launch == "ray" and self.cluster.engine_nodes % self.engines.nodes:
+            raise ValueError(
+                f"cluster.engine_nodes: got {self.cluster.engine_nodes}, expected a multiple of engines.nodes = {self.engines.nodes}, the "
+                "machines of one engine"
+            )
         if self.engines.nodes > 1 and self.train == "lora":
             raise ValueError(
                 f"engines.nodes: got {self.engines.nodes}, expected 1 because train is lora: engines load adapters from files of one "

@@ -12,7 +12,8 @@ import pytest
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.rollout.engines import engine_agent
+from asyncmoe.rollout.engines import engine_agent, engine_node
+from asyncmoe.rollout.engines.engine_stay import ServerLost
 from asyncmoe.rollout.engines.membership import Membership
 from asyncmoe.rollout.engines.nodes import NodePlace
 from asyncmoe.rollout.engines.pool import Pool
@@ -47,6 +48,25 @@ class Rig:
     def __init__(self, config: Config, membership: Membership, pool: Pool, started: list[Process]) -> None:
         self.config, self.membership, self.pool, self.started = config, membership, pool, started
         self.agents: list[asyncio.Task[None]] = []
+        self.serving: list[asyncio.Task[None]] = []
+
+    async def end_controller(self) -> None:
+        """End the one that `next_controller` has started, if any."""
+        while self.serving:
+            serving = self.serving.pop()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await self.server.close()
+
+    async def next_controller(self) -> None:
+        """Start the next controller of the run."""
+        await self.end_controller()
+        self.pool = Pool([], 8, 5.0, lambda *_: None)
+        self.membership = Membership(self.config, self.pool, lambda member: False, "c")
+        handle: Any = self.membership.handle
+        self.server = Server(handle)
+        keys.write(self.config.run.dir, await self.server.start())
+        self.serving.append(asyncio.create_task(self.server.serve()))
 
     def agent(self, node: int) -> asyncio.Task[None]:
         self.agents.append(asyncio.create_task(engine_agent._serve(self.config, self.config.run.dir, NAME, 0, (), node)))
@@ -101,6 +121,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
                 for task in (*made.agents, watching, serving):
                     task.cancel()
                 await asyncio.gather(*made.agents, watching, serving, return_exceptions=True)
+                await made.end_controller()
 
     return lambda *asked: asyncio.run(play(*asked))
 
@@ -145,6 +166,39 @@ def test_a_run_that_ends_while_one_is_missing_ends_those_that_wait(rig: Play) ->
         await it.membership.end(EngineOrder(finished=True))
         await agent
         assert not it.started
+
+    rig(scene)
+
+
+def test_one_that_waits_goes_on_at_the_next_controller(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        await it.next_controller()
+        it.agent(1)
+        await it.until(lambda: it.membership._gatherings._now)
+        await asyncio.sleep(0.5)
+        await it.next_controller()
+        it.agent(0)
+        await it.until(lambda: it.pool.present and len(it.running()) == 2)
+        await it.membership.end(EngineOrder(finished=True))
+        await asyncio.gather(*it.agents)
+
+    rig(scene, "cluster.heartbeat_timeout_s=1")
+
+
+def test_one_whose_server_dies_while_there_is_no_controller_comes_again(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_node, "GRACE_S", 0.2)
+
+    async def scene(it: Rig) -> None:
+        await it.next_controller()
+        seat = engine_node.Seat(it.config, it.config.run.dir, await asyncio.to_thread(keys.read, it.config.run.dir, 5.0), NAME, 1, "")
+        await it.end_controller()
+        dead = Process(NodePlace(1, "file:///x"), 0)
+        dead.kill()
+        orders: Any = asyncio.create_task(asyncio.Event().wait())
+        with pytest.raises(ServerLost, match=r"engine\.a node 1 died"):
+            await engine_node._hold(seat, dead, orders, asyncio.Event())
+        orders.cancel()
+        await seat.close()
 
     rig(scene)
 

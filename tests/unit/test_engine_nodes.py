@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ from hypothesis import strategies as st
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError, EngineError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.slurm import join, steps
 from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
+from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine_agent import check_node
 from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.rollout.engines.sglang import process
@@ -63,7 +66,7 @@ def test_engines_of_one_run_may_be_spread_differently() -> None:
     ("nodes", "name", "node", "words"),
     [
         (2, "engine.a", 2, "--node: got 2, expected 0 to 1, because engines.nodes is 2"),
-        (1, "engine.a", 1, "--node: got 1, expected 0"),
+        (1, "engine.a", 1, "--node: got 1, expected 0, because engines.nodes is 1"),
         (2, None, 0, "--name: got nothing, expected a name, the same on all 2 nodes of the engine"),
     ],
 )
@@ -101,6 +104,50 @@ def test_every_node_is_started_alike_but_for_its_number(monkeypatch: pytest.Monk
     assert process.environment(made, 0, "10.0.0.2", TCP)["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
+def test_nodes_of_one_machine_without_gpus_share_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    here, over = config("engines.tp=4", "engines.nodes=2"), config("engines.tp=4", "engines.nodes=2", "cluster.network=hostname")
+
+    def bound(made: Config, meeting: str) -> list[str]:
+        places = [(index, NodePlace(node, meeting)) for index in (0, 1) for node in (0, 1)]
+        return [process.environment(made, index, "127.0.0.1", place)["SGLANG_CPU_OMP_THREADS_BIND"] for index, place in places]
+
+    assert bound(here, FILE.meeting) == ["0|1", "2|3", "4|5", "6|7"]
+    assert bound(over, TCP.meeting) == ["0|1", "0|1", "2|3", "2|3"], "of a machine each"
+
+
+def test_a_start_that_fails_leaves_nothing_of_its_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    class Started:
+        def __init__(self, *arguments: Any) -> None:
+            if len(begun) == 1:
+                raise EngineError("no such Python")
+            begun.append(arguments)
+
+        def end(self, grace_s: float) -> None:
+            begun.append(grace_s)
+
+    monkeypatch.setattr(process, "Child", Started)
+    monkeypatch.setattr(process.models, "hf_config_of", lambda _: None)
+    monkeypatch.setattr(process.models, "adapter_of", lambda *_: None)
+    monkeypatch.setattr(process.models, "kept_routing", lambda *_: None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    async def start() -> None:  # its clients want a loop
+        with pytest.raises(EngineError, match="no such Python"):
+            backend.start("engine.a", config("engines.tp=2", "engines.nodes=2"), 0, tmp_path / "run")
+
+    asyncio.run(start())
+    (_, command, *_), grace_s = begun
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(option(command, "--port"))))
+    assert grace_s == 0.0
+    assert not list(tmp_path.glob("asyncmoe-*"))
+
+
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
 def test_nodes_of_one_machine_share_no_gpu_and_those_of_several_begin_at_the_first(each: int, nodes: int, engines: int) -> None:
     made = config(f"engines.tp={each * nodes}", f"engines.nodes={nodes}", f"engines.count={engines + 1}", "engines.first_gpu=1")
@@ -127,7 +174,9 @@ def test_a_place_to_meet_is_a_file_here_and_a_free_port_of_an_address() -> None:
         place.close()
         place.close()
     assert not folder.exists()
-    with pytest.raises(UserError, match=r"port 0 on 192\.0\.2\.1: got Cannot assign"):
+    with pytest.raises(
+        UserError, match=r"address 192\.0\.2\.1: got Cannot assign.*, expected an address of this machine; see cluster\.network"
+    ):
         MeetingPlace("192.0.2.1")
 
 
@@ -149,6 +198,8 @@ def test_every_node_of_every_engine_has_a_machine_of_its_own(nodes: int, groups:
 def test_machines_that_are_no_multiple_of_an_engines_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.engine_nodes: got 3, expected a multiple of engines\.nodes = 2"):
         engine_machines(config("engines.tp=2", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=3"))
+    with pytest.raises(ConfigError, match=r"cluster\.engine_nodes: got 3, expected a multiple of engines\.nodes = 2"):
+        config("engines.tp=2", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=3", "launch=ray")
 
 
 SPREAD = ("engines.tp=4", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=4", "trainer.ranks=2", "cluster.network=ib0")
@@ -188,6 +239,7 @@ def test_slurm_joins_with_engines_over_neighbouring_nodes() -> None:
 def test_ray_starts_a_process_for_every_node_of_an_engine() -> None:
     made = config(*SPREAD, "launch=ray")
     bundles = [one for one in planning.bundles(made, gpus=True) if one.part == "engines"]
+    assert [one.engine_node for one in bundles] == [machine.node for machine in engine_machines(made)]
     assert [(one.node, one.numbers, one.gpus) for one in bundles] == [(0, (0, 1), 4), (1, (0, 1), 4), (2, (2, 3), 4), (3, (2, 3), 4)]
     second: Any = planning.launches(made, Path("c"), bundles[1], ("10.0.0.9", 1), {})
     assert [one.name for one in second] == ["engine.0.node1", "engine.1.node1"]

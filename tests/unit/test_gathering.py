@@ -46,7 +46,8 @@ def test_they_meet_where_node_0_says_in_whatever_order_they_come(order: Sequence
 def test_a_place_is_taken_until_its_node_is_silent_and_for_good_once_all_have_met() -> None:
     waiting = came(node(1))
     with pytest.raises(
-        UserError, match=r"node 1 of engine engine\.a: got another on n1, expected one, on n1; set another --node or --name"
+        UserError,
+        match=r"node 1 of engine engine\.a: got another on n1, expected one, on n1; set another --node or --name, or start again in 0 s if",
     ):
         arrive(waiting, node(1, "other"), LIMIT_S, LIMIT_S)
     later = arrive(waiting, node(1, "other"), LIMIT_S + 1, LIMIT_S)
@@ -104,9 +105,9 @@ def test_all_hear_where_they_meet_and_that_one_is_lost() -> None:
     assert (early.meeting, early.missing, early.is_order) == ("", (0,), False)
     assert last == first == EngineNodes(PLACE, ("h0", "h1"), (), "c")
     assert not join(gatherings, joining())
-    assert not gatherings.lost("engine.a")
+    assert not gatherings.lost("engine.a", PLACE)
     assert gatherings.end_start("engine.a", "1", "out of memory")
-    assert gatherings.lost("engine.a") == "node 1 on n1: out of memory"
+    assert gatherings.lost("engine.a", PLACE) == "node 1 on n1: out of memory"
     (order,) = told(gatherings, node(0, met=PLACE))
     assert order == EngineNodes(why="node 1 on n1: out of memory", again=True)
     assert join(gatherings, joining()) == "engine.a: a node of it was lost before it could join"
@@ -138,10 +139,10 @@ def test_silence_ends_them_all_though_the_controller_itself_stood_still(monkeypa
     told(gatherings, node(0), node(1))
     join(gatherings, joining())
     now[0] += 100 * LIMIT_S
-    assert not gatherings.lost("engine.a"), "what they have said wait to be read"
+    assert not gatherings.lost("engine.a", PLACE), "what they have said wait to be read"
     for _ in range(int(LIMIT_S) + 1):
         now[0] += 1.0
-        gatherings.lost("engine.a")
+        gatherings.lost("engine.a", PLACE)
         told(gatherings, node(0, met=PLACE))
     (order,) = told(gatherings, node(0, met=PLACE))
     assert order.again
@@ -163,3 +164,39 @@ def test_the_nodes_of_an_engine_return_before_or_after_it_does() -> None:
     assert not join(before, joining(served="c"))
     assert join(before, joining(served="c", met="tcp://10.0.0.1:1")), "another start of it"
     assert told(before, node(0, "stale", met="tcp://10.0.0.9:1")) == [EngineNodes(why="its engine was lost meanwhile", again=True)]
+
+
+def test_a_connection_that_was_lost_leaves_no_engine_without_nodes() -> None:
+    """Node 0 missed one heartbeat, and comes to the same controller as to the next."""
+    gatherings = Gatherings(LIMIT_S, "c")
+    told(gatherings, node(0), node(1))
+    assert not join(gatherings, joining())
+    order = EngineOrder(why="its connection was lost", again=True)
+    gatherings.end("engine.a", PLACE, order)
+    assert join(gatherings, joining(served="c")) == "engine.a: a node of it was lost before it could join"
+    assert told(gatherings, node(1, met=PLACE), node(0, met=PLACE)) == [EngineNodes(why=order.why, again=True)] * 2
+    assert told(gatherings, node(0, "0b", meeting="tcp://10.0.0.1:2"), node(1, "1b"))[1].meeting == "tcp://10.0.0.1:2"
+
+
+def test_a_node_that_returns_after_the_others_have_ended_ends_too_and_its_engine_cannot_join() -> None:
+    gatherings = Gatherings(LIMIT_S, "d")
+    told(gatherings, node(1, met=PLACE))
+    assert gatherings.end_start("engine.a", "1", "out of memory")
+    assert join(gatherings, joining(served="c"))
+    assert told(gatherings, node(0, met=PLACE)) == [EngineNodes(why="node 1 on n1: out of memory", again=True)]
+    told(gatherings, node(0, "0b"), node(1, "1b"))
+    assert not told(gatherings, node(1, "1b", met=PLACE))[0].is_order, "the next start was given the same port"
+
+
+@pytest.mark.parametrize("fresh", [0, 1])
+def test_one_that_starts_anew_takes_no_place_of_a_server_that_returned(fresh: int) -> None:
+    gatherings, other = Gatherings(LIMIT_S, "d"), "tcp://10.0.0.1:2"
+    told(gatherings, node(1 - fresh, met=PLACE))
+    assert not join(gatherings, joining(served="c"))
+    anew, late = told(gatherings, node(fresh, "b", meeting="" if fresh else other), node(1 - fresh, met=PLACE))
+    why = f"node {fresh} on n{fresh} has started anew"
+    assert (anew.is_order, anew.missing, late) == (False, (1 - fresh,), EngineNodes(why=why, again=True))
+    assert gatherings.lost("engine.a", PLACE) == why
+    gatherings.end("engine.a", PLACE, EngineOrder(why=why, again=True))  # as the engine is then told; the others have begun again
+    last = told(gatherings, node(1 - fresh, "c", meeting=other if fresh else ""))[0]
+    assert (last.meeting, last.missing) == (other, ())

@@ -20,6 +20,7 @@ from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import (
     Committed,
+    Done,
     EngineAlive,
     EngineJoin,
     EngineLeave,
@@ -67,6 +68,15 @@ class Rig:
         values = {"url": "http://10.0.0.1:1", "key": "k", "host": "h", "tp": 1, "ep": 1, "config_digest": self.config.digest}
         await self.membership.handle(EngineJoin(name, **{**values, **changed}))
         return self.pool.members[-1]
+
+    def node(self, number: int, start: str, met: str = "", wait_s: float = 0.0) -> EngineNode:
+        return EngineNode("a", number, 2, start, f"h{number}", f"n{number}", "tcp://n0:1", met, wait_s, self.config.digest)
+
+    async def meet(self, starts: tuple[str, str]) -> Member:
+        """Have the two nodes of engine a come, and the engine join."""
+        for number, start in enumerate(starts):
+            await self.membership.handle(self.node(number, start))
+        return await self.join("a", tp=2, nodes=2, met="tcp://n0:1", host="h0+h1")
 
     async def roster(self) -> Engines:
         reply = await self.coordinator.handle(EnginesAsk(1.0))
@@ -298,14 +308,7 @@ def test_a_remote_engine_is_killed_by_an_order() -> None:
 
 def test_a_node_that_is_lost_takes_its_engine_and_the_other_nodes_along(rig: Play) -> None:
     async def scene(it: Rig) -> None:
-        def node(number: int, start: str, met: str = "", wait_s: float = 0.0) -> EngineNode:
-            return EngineNode("a", number, 2, start, f"h{number}", f"n{number}", "tcp://n0:1", met, wait_s, it.config.digest)
-
-        async def meet(starts: tuple[str, str]) -> Member:
-            for number, start in enumerate(starts):
-                await it.membership.handle(node(number, start))
-            return await it.join("a", tp=2, nodes=2, met="tcp://n0:1", host="h0+h1")
-
+        node, meet = it.node, it.meet
         await it.join("b")
         member = await meet(("0", "1"))
         await it.publish(1)
@@ -343,5 +346,49 @@ def test_an_engine_whose_nodes_have_not_met_cannot_join(rig: Play) -> None:
         with pytest.raises(ConfigError, match="configuration of a: got digest"):
             await it.membership.handle(EngineNode("a", 0, 2, "s", "h", "n", "tcp://n0:1", "", 0.0, "0" * 64))
         assert not it.pool.members
+
+    rig(scene)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_all_nodes_may_be_asked_to_stop_at_once(rig: Play, first: int, in_flight: int) -> None:
+    async def scene(it: Rig) -> None:
+        await it.join("b")
+        member = await it.meet(("0", "1"))
+        await it.publish(1)
+        member.in_flight = in_flight
+        ends = (EngineLeave("a"), EngineNodeEnd("a", 1, "1"))
+        leaving = []
+        for end in (ends[first], ends[1 - first]):
+            leaving.append(asyncio.create_task(it.membership.handle(end)))
+            await asyncio.sleep(0.3)
+        assert [task.done() for task in leaving] == [not in_flight] * 2
+        member.in_flight = 0
+        assert set(await asyncio.gather(*leaving)) == {Done(), EngineNodes(finished=True)}
+        assert [m.engine.name for m in it.pool.members] == ["b"]
+        assert await it.membership.handle(EngineAlive("a", 0.0)) == EngineOrder(finished=True)
+
+    rig(scene)
+
+
+def test_one_that_comes_again_while_it_still_leaves_ends_nothing(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        member = await it.join("a")
+        member.in_flight = 1
+        leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineError, match="a has served another controller"):
+            await it.join("a", served="c")
+        await leaving
+
+    rig(scene)
+
+
+def test_a_node_of_an_earlier_start_ends_nobody(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        member = await it.meet(("0", "1"))
+        assert await it.membership.handle(EngineNodeEnd("a", 1, "earlier")) == EngineNodes(finished=True)
+        assert (it.pool.members, member.leaving, member.fenced) == ([member], False, None)
 
     rig(scene)

@@ -28,6 +28,7 @@ class Bundle:
     Attributes:
         part: the part that runs there; the controller runs with the first engines.
         node: index of the node within its part.
+        engine_node: which one of each engine's `engines.nodes` it is.
         numbers: engine numbers or trainer ranks.
         cpus, gpus: resources that Ray reserves there.
     """
@@ -37,6 +38,7 @@ class Bundle:
     numbers: tuple[int, ...]
     cpus: int
     gpus: int
+    engine_node: int = 0
 
     @property
     def resources(self) -> dict[str, float]:
@@ -88,11 +90,12 @@ def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
         expected = "0 with launch: ray, which gives every node's engines GPUs of their own"
         raise ConfigError("engines.first_gpu", got=config.engines.first_gpu, expected=expected, hint="leave it out")
 
-    def bundle(part: Literal["engines", "trainer"], node: int, numbers: Sequence[int], size: int) -> Bundle:
+    def bundle(part: Literal["engines", "trainer"], node: int, numbers: Sequence[int], size: int, engine_node: int = 0) -> Bundle:
         total = len(numbers) * size
-        return Bundle(part, node, tuple(numbers), total, total if gpus else 0)
+        return Bundle(part, node, tuple(numbers), total, total if gpus else 0, engine_node)
 
-    engines = [bundle("engines", place, machine.numbers, config.engines.ranks_per_node) for place, machine in enumerate(machines)]
+    each = config.engines.ranks_per_node
+    engines = [bundle("engines", place, machine.numbers, each, machine.node) for place, machine in enumerate(machines)]
     trainers = [bundle("trainer", node, numbers, 1) for node, numbers in enumerate(spread(ranks, cluster.trainer_nodes))]
     return (*engines, *trainers)
 
@@ -151,7 +154,7 @@ def _launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int
         name = "trainer" if nodes == 1 else f"trainer.{bundle.node}"
         return (_launch(name, arguments, logs, {**variables, **TRAINER_ENVIRONMENT}),)
     controller = [_launch(CONTROLLER, ["-m", "asyncmoe", "rollout", str(file)], logs, variables)] if bundle.node == 0 else []
-    engines, part = [], bundle.node % config.engines.nodes
+    engines, part = [], bundle.engine_node
     for index, number in enumerate(bundle.numbers):
         arguments = ["-m", "asyncmoe", "engine", str(file), "--name", f"engine.{number}", "--index", str(index)]
         arguments += ["--node", str(part)] if part else []

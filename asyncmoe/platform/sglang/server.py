@@ -12,7 +12,7 @@ end_with_parent()
 
 import torch  # noqa: E402  takes seconds, during which the parent may end
 
-from asyncmoe.platform import file_store, gloo  # noqa: E402
+from asyncmoe.platform import file_store, gloo, tcp_store  # noqa: E402
 from asyncmoe.platform.sglang import access, overlap, private_meeting, shared_names  # noqa: E402
 
 _CUDA = torch.cuda.is_available()
@@ -22,6 +22,7 @@ access.install()
 overlap.install()
 private_meeting.install()
 shared_names.install()
+tcp_store.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu
 

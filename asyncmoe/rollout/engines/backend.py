@@ -54,7 +54,7 @@ def start(
             started.append(node(NodePlace(number, meeting.url)))
     except AsyncmoeError:
         for one in started:
-            one.kill()
+            one.end()
         meeting.close()
         raise
     return NodesHere(started, meeting)

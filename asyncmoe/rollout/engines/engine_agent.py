@@ -67,7 +67,11 @@ def check_node(nodes: int, name: str | None, node: int) -> None:
         UserError: the engine has no such node, or several but no name.
     """
     if not 0 <= node < nodes:
-        raise UserError("--node", got=node, expected=f"0 to {nodes - 1}, because engines.nodes is {nodes}" if nodes > 1 else "0")
+        raise UserError(
+            "--node",
+            got=node,
+            expected=f"0 to {nodes - 1}, because engines.nodes is {nodes}" if nodes > 1 else "0, because engines.nodes is 1",
+        )
     if nodes > 1 and name is None:
         raise UserError("--name", got="nothing", expected=f"a name, the same on all {nodes} nodes of the engine (engines.nodes)")
 

@@ -33,6 +33,7 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
+_POLL_S = 0.5
 
 
 async def serve_node(
@@ -93,7 +94,8 @@ async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNo
             _obey(seat, orders.result())
         elif health.done():
             order = await seat.end(health.result())
-            raise (ServerLost if order.again else EngineError)(f"{seat.title} died: {health.result()}")
+            # Without an answer the next controller decides.
+            raise (EngineError if order.why and not order.again else ServerLost)(f"{seat.title} died: {health.result()}")
         else:
             log.info("%s leaves", seat.title)
             await seat.end("")
@@ -172,16 +174,27 @@ class Seat:
         self._here = EngineNode(name, node, *place, self._limit_s / 3, config.digest, facts(self.title))
 
     async def meet(self) -> EngineNodes | None:
-        """Wait for the other nodes; return where their ranks meet, or None if the run is over.
+        """Wait for the other nodes, at one controller after the other; return where their ranks meet, or None if the run is over.
 
         Raises:
             WaitTimeout: one has not come within `engines.start_timeout_s`, or the controller is gone.
+            ProtocolError: the controller is gone.
             EngineError: the run has failed.
         """
         limit_s, begin = self._config.engines.start_timeout_s, time.monotonic()
         while True:
             heartbeats.beat("waits for the other nodes of its engine")
-            reply = await self._ask()
+            try:
+                reply = await self._ask()
+            except (WaitTimeout, ProtocolError) as error:  # as in `follow`
+                left = limit_s - (time.monotonic() - begin)
+                if not self._controller or left <= 0:
+                    raise
+                log.warning("%s; waiting for the next controller", error)
+                await asyncio.sleep(_POLL_S)
+                self._turn_to(await controller(self._run_dir, left))
+                continue
+            self._controller = reply.controller
             self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts were true when they were sent
             if reply.finished:
                 return None
@@ -246,5 +259,8 @@ class Seat:
         successor = await following(self._run_dir, engine, time.monotonic() + limit_s)
         if successor is None:
             raise WaitTimeout("the next controller", str(lost), limit_s)
+        self._turn_to(successor)
+
+    def _turn_to(self, successor: Rendezvous) -> None:
         self._client.close()
         self.rendezvous, self._client = successor, Client(successor, self.title)

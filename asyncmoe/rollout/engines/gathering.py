@@ -97,10 +97,17 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
         raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as its first node has")
     if (before := found.seats.get(node)) is not None and before.start != request.start:
         got, expected = f"another on {request.who}", f"one, on {before.who}"
-        raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint="set another --node or --name")
+        silence = max(0.0, limit_s - (now - before.heard))
+        hint = f"set another --node or --name, or start again in {silence:.0f} s if that one has ended"
+        raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint=hint)
     seat = NodeSeat(request.start, request.host, request.who, now)
     meeting = request.meeting if node == 0 and not found.has_met else found.meeting
     return replace(found, seats={**found.seats, node: seat}, meeting=meeting)
+
+
+def starts_anew(found: NodeGathering, request: EngineNode) -> bool:
+    """Return whether a node of an engine that met before this controller began has no server any more; the others wait for it in vain."""
+    return found.returned and not request.met and all(seat.start != request.start for seat in found.seats.values())
 
 
 def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
@@ -157,8 +164,8 @@ class Gatherings:
 
     def join(self, request: EngineJoin) -> str:
         """Return why an engine of several nodes cannot join, or nothing."""
-        found = self._now.get(request.name)
-        if found is None and request.served:
+        found, over = self._now.get(request.name), self._over.get(request.name)
+        if found is None and request.served and (over is None or over.meeting != request.met):
             found = NodeGathering(request.name, request.nodes, time.monotonic(), meeting=request.met, returned=True)
         if found is None or not found.has_met or found.meeting != request.met:
             return f"{request.name}: a node of it was lost before it could join"
@@ -170,18 +177,23 @@ class Gatherings:
         if (found := self._now.get(name)) is not None:
             self._now[name] = replace(found, joined=True)
 
-    def lost(self, name: str) -> str:
-        """Return why an engine is lost with one of its nodes; empty: it is not. Ask at least twice a second."""
+    def has(self, name: str, start: str) -> bool:
+        """Return whether a start of a node is one of those that an engine now has."""
+        found = self._now.get(name)
+        return found is not None and any(seat.start == start for seat in found.seats.values())
+
+    def lost(self, name: str, met: str) -> str:
+        """Return why an engine whose ranks `met` is lost with one of its nodes; empty: it is not. Ask at least twice a second."""
         self._look()
-        if (found := self._now.get(name)) is None:
+        if (found := self._now.get(name)) is None or found.meeting != met:
             over = self._over.get(name)
             return "a node of it is lost" if over is None or over.order is None else over.order.why
         return silent(found, time.monotonic(), self._limit_s)
 
-    def end(self, name: str, order: EngineOrder) -> None:
-        """Have all nodes of an engine end; later orders are ignored."""
-        if (found := self._now.pop(name, None)) is not None:
-            self._over[name] = replace(found, order=order)
+    def end(self, name: str, met: str, order: EngineOrder) -> None:
+        """Have all nodes of an engine whose ranks `met` end; later orders are ignored."""
+        if (found := self._now.get(name)) is not None and found.meeting == met:
+            self._over[name] = replace(self._now.pop(name), order=order)
             log.info("the %d nodes of %s end: %s", found.nodes, name, order.why or "it is over")
 
     def end_start(self, name: str, start: str, why: str) -> bool:
@@ -195,13 +207,13 @@ class Gatherings:
             self._now[name] = replace(found, seats={number: seat for number, seat in found.seats.items() if number != node})
             return True
         again = found.joined or found.returned
-        self.end(name, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=again))
+        self.end(name, found.meeting, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=again))
         return True
 
     def order(self, name: str, start: str) -> EngineNodes:
         """Return how all nodes end of which one has said so."""
         over = self._over.get(name)
-        if over is None or over.order is None or all(seat.start != start for seat in over.seats.values()):
+        if over is None or all(seat.start != start for seat in over.seats.values()):
             return EngineNodes(finished=True)
         return _ending(over.order)
 
@@ -213,6 +225,10 @@ class Gatherings:
         if self._last is not None or request.start in self._ended or self._is_over(request):
             return
         found = self._now.get(request.name)
+        if found is not None and starts_anew(found, request):
+            why = f"node {request.node} on {request.who} has started anew"
+            self.end(request.name, found.meeting, EngineOrder(why=why, again=True))
+            found = None
         if not request.met or found is None or found.meeting == request.met:  # else its engine was lost, and the others have come anew
             self._now[request.name] = arrive(found, request, time.monotonic(), self._limit_s)
 
@@ -220,13 +236,13 @@ class Gatherings:
         """End the nodes of an engine if one of them is silent."""
         self._look()
         if (found := self._now.get(name)) is not None and (why := silent(found, time.monotonic(), self._limit_s)):
-            self.end(name, EngineOrder(why=why, again=found.joined or found.returned))
+            self.end(name, found.meeting, EngineOrder(why=why, again=found.joined or found.returned))
 
     def _reply(self, request: EngineNode) -> EngineNodes:
         if self._last is not None:
             return _ending(self._last)
         if self._is_over(request):
-            return self.order(request.name, request.start)
+            return _ending(self._over[request.name].order)
         found = self._now.get(request.name)
         if found is None or request.start in self._ended or (request.met and found.meeting != request.met):
             return EngineNodes(why="its engine was lost meanwhile", again=True)
@@ -235,8 +251,11 @@ class Gatherings:
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 
     def _is_over(self, request: EngineNode) -> bool:
-        over = self._over.get(request.name)
-        return over is not None and any(seat.start == request.start for seat in over.seats.values())
+        over, found = self._over.get(request.name), self._now.get(request.name)
+        if over is None or any(seat.start == request.start for seat in over.seats.values()):
+            return over is not None
+        # A node that had not returned yet when the others ended; a later start may have been given the same port.
+        return bool(request.met) and over.meeting == request.met and (found is None or found.meeting != request.met)
 
     def _look(self) -> None:
         """If this process stood still, what nodes have sent meanwhile is still to be read."""
@@ -246,5 +265,6 @@ class Gatherings:
                 self._now[name] = replace(found, seats=later, began=found.began + gap)
 
 
-def _ending(order: EngineOrder) -> EngineNodes:
+def _ending(order: EngineOrder | None) -> EngineNodes:
+    order = EngineOrder(finished=True) if order is None else order
     return EngineNodes(finished=order.finished, why=order.why, again=order.again)

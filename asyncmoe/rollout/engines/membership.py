@@ -43,7 +43,7 @@ class RemoteEngine:
     """
 
     def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float, gatherings: Gatherings | None = None) -> None:
-        self._gatherings = gatherings
+        self._gatherings, self._met = gatherings, joined.met
         self.name, self.tp, self.ep, self.host = joined.name, joined.tp, joined.ep, joined.host
         self.client = connect(joined.name, joined.url, joined.key)
         self.order: asyncio.Future[EngineOrder] = asyncio.get_running_loop().create_future()
@@ -59,7 +59,7 @@ class RemoteEngine:
         if not self._gone and silent > self._timeout_s:
             self._gone = f"no heartbeat for {silent:.0f} s (cluster.heartbeat_timeout_s {self._timeout_s:g})"
         if not self._gone and self._gatherings is not None and not self.order.done():
-            self._gone = self._gatherings.lost(self.name)
+            self._gone = self._gatherings.lost(self.name, self._met)
         return self._gone or None
 
     def kill(self) -> None:
@@ -75,7 +75,7 @@ class RemoteEngine:
         if not self.order.done():
             self.order.set_result(order)
             if self._gatherings is not None:
-                self._gatherings.end(self.name, order)
+                self._gatherings.end(self.name, self._met, order)
 
     async def ask(self, wait_s: float) -> EngineOrder:
         """Record a heartbeat; wait at most `wait_s` for the last order, and return it or an empty order."""
@@ -107,6 +107,8 @@ class Membership:
         self._config, self._pool, self._updating = config, pool, updating
         self._controller, self._returned = controller, returned
         self._ended: EngineOrder | None = None
+        self._draining: dict[Member, asyncio.Task[None]] = {}
+        self._left: set[str] = set()
         self._gatherings = Gatherings(config.cluster.heartbeat_timeout_s, controller)
 
     async def handle(self, request: MembershipRequest) -> EngineJoined | EngineOrder | EngineNodes | Done:
@@ -122,6 +124,8 @@ class Membership:
             case EngineJoin():
                 await self._join(request)
                 return EngineJoined(self._controller)
+            case EngineAlive() | EngineLeave() if request.name in self._left:  # with another of its nodes, before it could hear of it
+                return EngineOrder(finished=True) if isinstance(request, EngineAlive) else Done()
             case EngineAlive():
                 return await self._remote(self._member(request.name)).ask(request.wait_s)
             case EngineLeave():
@@ -187,6 +191,7 @@ class Membership:
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
         member = self._pool.join(engine)
+        self._left.discard(request.name)
         self._gatherings.joined(request.name)
         if request.served:
             if why := await self._return(member, request.served):
@@ -210,13 +215,21 @@ class Membership:
             remote.gone(why)
             self._pool.fence(member, why)
             return
+        # All nodes of an engine may ask for it at once.
+        if (draining := self._draining.get(member)) is None:
+            draining = self._draining[member] = asyncio.create_task(self._drain(member, remote))
+            draining.add_done_callback(lambda _: self._draining.pop(member))
+        await asyncio.shield(draining)
+
+    async def _drain(self, member: Member, remote: RemoteEngine) -> None:
         member.leaving = True
         until = time.monotonic() + self._config.rollout.request_timeout_s
         while (member.in_flight or self._updating(member)) and member.fenced is None and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         member.fenced = member.fenced or LEFT
-        if not member.in_flight:
+        if not member.in_flight and member in self._pool.members:
             self._pool.remove(member)
+            self._left.add(member.engine.name)
             await remote.client.close()
         remote.tell(EngineOrder(finished=True))
         log.info("%s has left", member.engine.name)
@@ -224,12 +237,10 @@ class Membership:
     async def _node_ended(self, request: EngineNodeEnd) -> None:
         """End the engine whose node ends: in order if the node was asked to, else at once."""
         member = next((one for one in self._pool.present if one.engine.name == request.name), None)
-        if not request.why and member is not None and not member.leaving:
+        if not request.why and member is not None and self._gatherings.has(request.name, request.start):
             await self._leave(member, "")
         elif self._gatherings.end_start(request.name, request.start, request.why or "it was stopped") and member is not None:
-            why = self._gatherings.lost(request.name)
-            self._remote(member).gone(why)
-            self._pool.fence(member, why)
+            self._pool.fence_dead()
 
     def _member(self, name: str) -> Member:
         for member in self._pool.members:

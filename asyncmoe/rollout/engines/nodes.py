@@ -7,6 +7,7 @@ every forward pass.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +85,9 @@ def reserve(host: str, wanted: int) -> socket.socket:
         reserved.bind((host, wanted))
     except OSError as error:
         reserved.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            hint = "see cluster.network and ASYNCMOE_HOST"
+            raise UserError(f"address {host}", got=error.strerror, expected="an address of this machine", hint=hint) from error
         hint = "choose another engines.port, or 0 for any"
         raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", hint=hint) from error
     return reserved

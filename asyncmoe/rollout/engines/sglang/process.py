@@ -139,8 +139,12 @@ class SGLangProcess:
         requests are left and then kills its processes itself (`sigterm_watchdog`).
         """
         await self.client.close()
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """As `stop`, of a server that was sent no request."""
         self._reserved.close()
-        await asyncio.to_thread(self._child.end, 0.0)
+        self._child.end(0.0)
         self._scratch.remove()
 
     def kill(self) -> None:
@@ -223,8 +227,9 @@ def environment(config: Config, index: int, host: str = "", place: NodePlace | N
     given |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     if config.engines.tp > 1:
         # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
-        first = devices.engine_gpu(config, index, 0 if place is None else place.node, several=True)
-        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), first, config.engines.ranks_per_node)
+        each, node = config.engines.ranks_per_node, 0 if place is None else place.node
+        first = index * each if address.several(config.cluster.network) else index * config.engines.tp + node * each
+        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), first, each)
     if place is not None:
         given |= _between_nodes(host, place)
     family = {} if config.model.family == "auto" else {FAMILY_VARIABLE: config.model.family}

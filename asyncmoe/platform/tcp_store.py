@@ -1,0 +1,32 @@
+"""torch's store of ranks that meet at an address, listening on that address alone.
+
+By itself torch listens on every interface of the first rank's machine (`TCPStore` without `master_listen_fd`), and answers whoever reaches
+it: no key is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+
+def open_store(host_name: str, port: int, *, is_master: bool = False, **named: Any) -> Any:
+    """Open a `TCPStore`, with its arguments.
+
+    Raises:
+        OSError: the address is not of this machine, or the port is taken.
+    """
+    if is_master:
+        family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
+        named["master_listen_fd"] = socket.create_server((host_name, port), family=family).detach()
+    c10d: Any = dist
+    return c10d.TCPStore(host_name, port, is_master=is_master, **named)
+
+
+def install() -> None:
+    """Open the stores of this process's `tcp://` addresses in the same way."""
+    module: Any = importlib.import_module("torch.distributed.rendezvous")
+    module.TCPStore = open_store

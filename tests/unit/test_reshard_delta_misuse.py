@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_reshard_delta import large, matrix
 
+import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import PADDING, DeltaReceiver, LayoutBuilder, expected_digest, plan
 from asyncmoe.reshard.delta_format import HEADER_BYTES
@@ -96,6 +97,29 @@ def test_what_is_checked_is_what_is_kept(data: st.DataObject) -> None:
     assert receiver.staged_bytes == 0
 
 
+def test_what_is_overwritten_after_the_checks_is_not_what_is_kept() -> None:
+    ranks = changed()
+    receiver = ranks.receivers[1]
+    slots = [message.copy() for message in ranks.senders[0].messages(1)]
+    one = receiver._incoming[0]
+    table: Any = one.table
+
+    class ThenOverwritten:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(table, name)
+
+        def fault(self, *payload: int) -> str | None:
+            found: str | None = table.fault(*payload)
+            for slot in slots:
+                slot[HEADER_BYTES:] = 254
+            return found
+
+    one.table = ThenOverwritten()  # type: ignore[assignment]
+    receiver.stage(0, slots[0])
+    kept = one.staged[0][1].tobytes()
+    assert kept == ranks.senders[0].messages(1)[0].tobytes()
+
+
 def test_a_staged_message_that_changes_in_memory_is_an_error_of_the_transfer() -> None:
     ranks = changed()
     ranks.stage(1)
@@ -166,3 +190,29 @@ def test_padding_that_is_not_zero_is_found() -> None:
         receiver.adopt(2)
     got[5, 2] = 0
     assert receiver.adopt(2) == ranks.expected(1)
+
+
+# ---------------------------------------------------------------- tables of the compiled half
+
+
+def test_a_table_of_other_rows_than_the_program_is_refused_before_anything_is_written() -> None:
+    """Sizes in another order, with equal totals; and equal sizes at other places."""
+    sizes, seed, firsts = [128 << 10, 1 << 10], np.zeros(1, np.int64), np.array([0, 2], np.int64)
+
+    def box_rows(sizes: list[int], begins: list[int]) -> np.ndarray:
+        """Rows of csrc/copy.h: `sizes` bytes each, at `begins` of the message."""
+        return np.array([[0, at, 0, at, 1, 1, 1, 1, n, 0, 0, 0, 1, 0, 0, 0, 1] for n, at in zip(sizes, begins, strict=True)], np.int64)
+
+    source, base = np.arange(129 << 10, dtype=np.uint32).astype(np.uint8), np.zeros(129 << 10, np.uint8)
+    sources = np.array([source.ctypes.data], np.int64)
+    pack = _C.Program(box_rows(sizes[::-1], [0, 1 << 10]), firsts, "destination")
+    wrong = [(box_rows(sizes, [0, 128 << 10]), "row 0 has 131072 bytes"), (box_rows(sizes[::-1], [0, 1 << 20]), "row 1 does not follow")]
+    for rows_of_table, words in wrong:
+        table = _C.DeltaTable(rows_of_table, firsts, seed)
+        with pytest.raises(ValueError, match=words):
+            _C.encode_delta(table, pack, 0, sources, base.ctypes.data, 0, 0)
+        with pytest.raises(ValueError, match=words):
+            _C.fill_delta_base(table, pack, 0, sources, base.ctypes.data)
+        assert not base.any()
+    _C.fill_delta_base(_C.DeltaTable(box_rows(sizes[::-1], [0, 1 << 10]), firsts, seed), pack, 0, sources, base.ctypes.data)
+    np.testing.assert_array_equal(base, source)

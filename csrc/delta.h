@@ -66,7 +66,8 @@ class DeltaTable {
 
     // Returns the new terms less the old ones of the elements in a payload without a fault, the old ones as they lie
     // in memory; with `write`, writes the elements, too. Throws std::invalid_argument for too few or null bases, and
-    // for a payload with a fault (which may then be partly written: call `fault` first).
+    // for a payload of which a length or position does not fit (which may then be partly written). Reads and writes
+    // nothing outside payload and rows, whatever the payload; `fault` refuses more: call it first.
     uint64_t apply(int64_t chunk, const std::byte* payload, int64_t nbytes, const std::vector<int64_t>& bases,
                    bool write, int threads) const;
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #include "delta.h"
 #include "delta_walk.h"
@@ -12,10 +13,35 @@
 namespace asyncmoe {
 namespace {
 
+// Whether a row's elements lie one after another in the message, from byte `at`.
+bool lies_at(const DeltaTable::Row& row, int64_t at) {
+    int64_t step = row.run * row.item;
+    for (int k = row.count - 1; k >= 0; --k) {
+        const Dim& dim = row.dims[static_cast<size_t>(k)];
+        if (dim.destination_stride != step) return false;
+        step *= dim.extent;
+    }
+    return row.place == at;
+}
+
+// All that is written and read by offsets of the table must lie within what the program packs: every row is compared.
 void check_rows(const DeltaTable& table, const Program& pack, int64_t chunk, const std::vector<int64_t>& sources) {
     pack.check(chunk, sources, {0});
-    if (table.firsts() != pack.firsts() || table.bytes(chunk) != pack.bytes(chunk))
-        throw std::invalid_argument("delta of a program: got a table of other rows, expected those of the program");
+    const auto wrong = [](const std::string& what) {
+        return std::invalid_argument("delta of a program: got a table of other " + what +
+                                     ", expected those of the program");
+    };
+    if (table.firsts() != pack.firsts() || table.bytes(chunk) != pack.bytes(chunk)) throw wrong("rows");
+    const auto first = static_cast<size_t>(chunk);
+    int64_t at = 0;
+    for (int64_t i = table.firsts()[first]; i < table.firsts()[first + 1]; ++i) {
+        const DeltaTable::Row& row = table.row(i);
+        const int64_t bytes = row.elements * row.item;
+        if (bytes != pack.descriptors()[static_cast<size_t>(i)].copy.bytes())
+            throw wrong("rows: row " + std::to_string(i) + " has " + std::to_string(bytes) + " bytes");
+        if (!lies_at(row, at)) throw wrong("places: row " + std::to_string(i) + " does not follow the one before");
+        at += bytes;
+    }
 }
 
 // Memory of one thread, of which only what is used is touched.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -18,17 +19,31 @@ inline int threads_for(int asked, int64_t bytes) {
     return static_cast<int>(std::clamp<int64_t>(bytes / kWorthAThread, 1, asked));
 }
 
-// Calls task(0) ... task(tasks - 1) on `threads` threads, including the caller's.
+// Calls task(0) ... task(tasks - 1) on up to `threads` threads, including the caller's: on fewer where the system
+// starts no more. The first exception of a task is thrown when all threads have ended; tasks that had not begun are
+// left out.
 template <typename Task>
 void run_on_threads(int threads, int64_t tasks, const Task& task) {
     std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;
     auto work = [&] {
-        for (int64_t i = next.fetch_add(1); i < tasks; i = next.fetch_add(1)) task(i);
+        try {
+            for (int64_t i = next.fetch_add(1); i < tasks && !failed; i = next.fetch_add(1)) task(i);
+        } catch (...) {
+            if (!failed.exchange(true)) error = std::current_exception();
+        }
     };
     std::vector<std::thread> others;
-    for (int t = 1; t < threads; ++t) others.emplace_back(work);
+    others.reserve(static_cast<size_t>(std::max(threads - 1, 0)));  // nothing may throw while threads run
+    try {
+        for (int t = 1; t < threads; ++t) others.emplace_back(work);
+    } catch (const std::exception&) {
+        // Those that did start share the tasks.
+    }
     work();
     for (auto& thread : others) thread.join();
+    if (error) std::rethrow_exception(error);
 }
 
 }  // namespace asyncmoe

@@ -27,23 +27,43 @@ _STEPS = 256
 """Parts of a transfer whose arrival is told apart."""
 
 
-def in_order_of_arrival(transfer: Transfer, second: Plan, first: Plan) -> Transfer:
-    """Return a transfer of the second round with its boxes in the order in which they arrive at its source in the first round, given that
-    all transfers to it begin and end together. Both ends of the transfer compute the same order.
+def in_order_of_arrival(second: Plan, first: Plan) -> tuple[Transfer, ...]:
+    """Return the transfers of the second round with their boxes in the order in which they arrive at their source in the first round,
+    given that all transfers to it begin and end together. Both ends of a transfer compute the same order.
 
     In any other order, the boxes of one source would wait until another source, which sends at the same time, had been forwarded.
 
     Args:
-        second: the plan of the transfer.
-        first: the part of the first round's plan of the transfer's source.
+        second: the plan of the transfers.
+        first: the part of the first round's plan of the transfers' sources.
     """
-    rank = transfer.source
-    wanted, incoming = first.destinations.get(rank, {}), [t for t in first.transfers if t.destination == rank != t.source]
-    if rank == transfer.destination or not incoming:
-        return transfer
+    ordered: dict[int, Transfer] = {}
+    of_source: dict[int, list[int]] = {}
+    for number, transfer in enumerate(second.transfers):
+        of_source.setdefault(transfer.source, []).append(number)
+    incoming: dict[int, list[Transfer]] = {rank: [] for rank in of_source}
+    for transfer in first.transfers:
+        if transfer.destination in incoming and transfer.destination != transfer.source:
+            incoming[transfer.destination].append(transfer)
+    for rank, numbers in of_source.items():
+        begin, written = _arrivals(first, rank, incoming[rank])
+        for number in numbers:
+            transfer = second.transfers[number]
+            alone = rank == transfer.destination or not incoming[rank]
+            ordered[number] = transfer if alone else _ordered(transfer, second, begin, written)
+    return tuple(ordered[number] for number in range(len(second.transfers)))
+
+
+def _arrivals(first: Plan, rank: int, incoming: Sequence[Transfer]) -> tuple[dict[str, int], np.ndarray]:
+    """Return where each storage of a rank begins in the count of `spans`, and the spans that arrive there, numbered by their step."""
+    wanted = first.destinations.get(rank, {})
     begin = dict(zip(wanted, np.cumsum([0, *(storage.nbytes for storage in wanted.values())]).tolist(), strict=False))
     steps = [cut_transfer(first, t, 2 * t.nbytes + 4096, _STEPS) for t in incoming]
-    written = spans(steps, begin, wanted, (DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES))
+    return begin, spans(steps, begin, wanted, (DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES))
+
+
+def _ordered(transfer: Transfer, second: Plan, begin: Mapping[str, int], written: np.ndarray) -> Transfer:
+    rank = transfer.source
     copies = cut_boxes(transfer.copies, max(1, transfer.nbytes // _STEPS))
     forwarded = Chunks(rank, transfer.destination, copies, np.array([0, len(copies)], np.int64), (transfer.nbytes,))
     read = spans([forwarded], begin, second.sources[rank], (SOURCE, SOURCE_OFFSET, SOURCE_STRIDES))

@@ -81,15 +81,26 @@ def expected_digest(plan: Plan, destination: int, contributions: Iterable[int]) 
 
     Args:
         contributions: of every rank that sends to it (and its own, if it copies from itself): `DeltaSender.contribution`.
+
+    Raises:
+        LayoutError: the rank is no destination of the plan.
     """
-    table = plan.match.side.table(destination)
+    table = table_of(plan, destination)
     empty = np.zeros(len(table.names), np.int64)
     return (padding_table(plan, destination, table.names).read(0, empty, 1) + sum(contributions)) & WORD
 
 
+def table_of(plan: Plan, destination: int) -> Table:
+    """Return the pieces of a destination rank; raise LayoutError if the plan has no such destination."""
+    ranks = plan.match.side.ranks
+    if destination not in ranks:
+        raise LayoutError("rank of a destination of deltas", got=destination, expected=f"one of the {len(ranks)} of the plan")
+    return plan.match.side.table(destination)
+
+
 def padding_table(plan: Plan, destination: int, storages: Iterable[str]) -> _C.DeltaTable:
     """Return the padding of a destination rank as one chunk; `storages` are the names of the bases."""
-    tensors, table = plan.match.sources.tensors, plan.match.side.table(destination)
+    tensors, table = plan.match.sources.tensors, table_of(plan, destination)
     rows = piece_copies(tensors, table, table.pieces[:, TENSOR] == NO_TENSOR)
     place = {name: i for i, name in enumerate(storages)}
     rows[:, DESTINATION] = [place[table.names[i]] for i in rows[:, DESTINATION].tolist()]

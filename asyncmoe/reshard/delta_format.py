@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import asyncmoe.reshard._C as _C
+from asyncmoe.errors import LayoutError
 
 _MAGIC = b"amdelta1"
 _HEADER = struct.Struct("<8sQIIQQQQQ")
@@ -38,6 +39,28 @@ class DeltaHeader:
     before: int
     after: int
     payload: int
+
+
+def check_version(version: object) -> None:
+    """Raise LayoutError unless a version is an int that fits the header."""
+    if not isinstance(version, int) or not 0 <= version < 1 << 64:
+        raise LayoutError("version of a delta", got=repr(version), expected="a number of 64 bits")
+
+
+def check_limit(limit_bytes: int | None) -> None:
+    """Raise LayoutError for a limit below 0."""
+    if limit_bytes is not None and limit_bytes < 0:
+        raise LayoutError("limit_bytes of a delta", got=limit_bytes, expected="at least 0, or None")
+
+
+def byte_row(message: object) -> np.ndarray:
+    """Return a message as contiguous uint8[n], a copy only if it is not; raise LayoutError unless it is an array of uint8."""
+    if not isinstance(message, np.ndarray) or message.dtype != np.uint8:
+        got = f"an array of {message.dtype}" if isinstance(message, np.ndarray) else type(message).__name__
+        raise LayoutError(
+            "message of a delta", got=got, expected="an array of uint8", hint="np.frombuffer(..., np.uint8) makes one of bytes"
+        )
+    return np.ascontiguousarray(message).reshape(-1)
 
 
 def seal(frame: np.ndarray, header: DeltaHeader) -> np.ndarray:

@@ -10,7 +10,16 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError
 from asyncmoe.reshard.delta_digest import WORD, host_addresses, padding_table, seeds
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, DeltaHeader, frame_fault, read_header
+from asyncmoe.reshard.delta_format import (
+    FRAME_BYTES,
+    HEADER_BYTES,
+    DeltaHeader,
+    byte_row,
+    check_limit,
+    check_version,
+    frame_fault,
+    read_header,
+)
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
@@ -49,12 +58,13 @@ class DeltaReceiver:
         threads: threads that read and write; 0: as many as the machine has, at most 4.
 
     Raises:
-        LayoutError: `message_bytes` is less than the largest element.
+        LayoutError: `message_bytes` is less than the largest element, `limit_bytes` less than 0, or the rank is no destination of the plan.
     """
 
     def __init__(
         self, plan: Plan, rank: int, *, message_bytes: int = MESSAGE_BYTES, limit_bytes: int | None = None, threads: int = 0
     ) -> None:
+        check_limit(limit_bytes)
         self.rank, self._threads = rank, threads
         self._storages = plan.destinations.get(rank, {})
         seed = seeds(plan.match.sources.tensors, ())
@@ -101,7 +111,9 @@ class DeltaReceiver:
 
         Raises:
             TransferError: they have another digest, or padding that is not zero; no version is held then.
+            LayoutError: `version` is no number of 64 bits.
         """
+        check_version(version)
         self._check_bound()
         self.forget()
         self._check_padding()
@@ -117,28 +129,35 @@ class DeltaReceiver:
 
         Raises:
             TransferError: as `stage`, as far as the header shows it; nothing remains staged.
+            LayoutError: `header` is no array of uint8.
         """
-        found = self._header(source, header)
+        found = self._header(source, byte_row(header))
         return FRAME_BYTES + found.payload
 
     def stage(self, source: int, message: np.ndarray) -> None:
-        """Check and keep (as a copy) a message, uint8[n], from a source rank. Nothing is written to the destination.
+        """Keep a copy of a message, uint8[n], from a source rank, and check that copy: the caller's memory may be written meanwhile, as a
+        slot is that both ends share. Nothing is written to the destination.
 
         Raises:
+            LayoutError: `message` is no array of uint8.
             TransferError: it is truncated, damaged, repeated, of another plan, lane or version, made from another base than the one held,
                 or too large; or its numbers or positions do not fit the plan. Nothing remains staged.
         """
-        message = np.ascontiguousarray(message).reshape(-1).view(np.uint8)
-        header = self._header(source, message)
+        theirs = byte_row(message)
+        expected = FRAME_BYTES + self._header(source, theirs).payload
+        if len(theirs) != expected:
+            raise self._refusal(source, f"message of a delta: got {len(theirs)} bytes, expected {expected}")
+        kept = theirs.copy()
+        header = self._header(source, kept)  # again: what was read before may have been overwritten
         one = self._incoming[source]
-        wrong = frame_fault(message, header)
+        wrong = frame_fault(kept, header)
         if wrong is None:
-            wrong = one.table.fault(header.number, int(message.ctypes.data) + HEADER_BYTES, header.payload, self._threads)
+            wrong = one.table.fault(header.number, int(kept.ctypes.data) + HEADER_BYTES, header.payload, self._threads)
         if wrong is not None:
             raise self._refusal(source, f"message {header.number + 1} of a delta: {wrong}")
-        one.staged[header.number] = header, message.copy()
-        self.staged_bytes += len(message)
-        self._staging, self._proven = header.version, False
+        one.staged[header.number] = header, kept
+        self.staged_bytes += len(kept)
+        self._staging = header.version
 
     @property
     def missing(self) -> list[tuple[int, int]]:
@@ -228,7 +247,10 @@ class DeltaReceiver:
             for i in range(len(one.lane)):
                 header, message = one.staged[i]
                 payload = int(message.ctypes.data) + HEADER_BYTES
-                change = one.table.apply(i, payload, header.payload, self._places, write, self._threads)
+                try:
+                    change = one.table.apply(i, payload, header.payload, self._places, write, self._threads)
+                except ValueError as error:  # it was whole when it was staged
+                    raise self._lost(source, f"message {i + 1} of {len(one.lane)} of a delta changed in memory: {error}") from None
                 if (one.sums[i] + change) & WORD != header.after:
                     what = f"message {i + 1} of {len(one.lane)} of a delta does not make version {header.version} of what lies in memory"
                     raise self._lost(source, what)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import InvariantBroken, LayoutError
+from asyncmoe.errors import InvariantBroken
 from asyncmoe.reshard.delta_digest import WORD, host_addresses, seeds
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES, DeltaHeader, seal
+from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES, DeltaHeader, check_limit, check_version, seal
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
@@ -138,8 +138,10 @@ class DeltaSender:
 
         Raises:
             InvariantBroken: there is no base, a version is pending, or no arrays are bound.
+            LayoutError: `version` or `limit_bytes` is out of range.
         """
         self._begin(version)
+        check_limit(limit_bytes)
         if self.base is None or version == self.base:
             raise InvariantBroken(f"rank {self.rank}: got delta {self.base} -> {version}, expected a base and another version after it")
         nbytes = changed = blocks = 0
@@ -165,8 +167,13 @@ class DeltaSender:
         """Return the sum of the terms of all elements that this rank sends to a destination, in the pending version, else in the base.
 
         `asyncmoe.reshard.delta_digest.expected_digest` makes the digest of the destination's shard of those of all its senders.
+
+        Raises:
+            InvariantBroken: no version is pending, and there is no base.
         """
         pending = self._pending is not None
+        if not pending and self.base is None:
+            raise InvariantBroken(f"rank {self.rank}: got no version to digest for rank {destination}, expected full before it")
         mine = [stream for stream in self._streams if destination in stream.destinations]
         return sum(sum(stream.after if pending else stream.sums) for stream in mine) & WORD
 
@@ -175,14 +182,18 @@ class DeltaSender:
 
         Raises:
             InvariantBroken: nothing is pending; or the base, or the messages, changed in memory since they were compared: there is no base
-                then.
+                then, and nothing is pending, so that the next update must be full.
         """
         if self._pending is None:
             raise InvariantBroken(f"rank {self.rank}: got a commit without a version, expected encode or full before it")
         version, self.base = self._pending, None
         if not self._pending_full:
-            for stream in self._streams:
-                self._advance(stream)
+            try:
+                for stream in self._streams:
+                    self._advance(stream)
+            except InvariantBroken:
+                self._drop()
+                raise
         for stream in self._streams:
             stream.sums = stream.after
         self.base = version
@@ -208,8 +219,7 @@ class DeltaSender:
             raise InvariantBroken(f"rank {self.rank}: version {version} was begun while {self._pending} was pending; commit or abandon it")
         if self._bound is None and self._streams:
             raise InvariantBroken(f"rank {self.rank}: version {version} was begun without arrays; call bind first")
-        if not 0 <= version <= WORD:
-            raise LayoutError("version of a delta", got=version, expected="a number of 64 bits")
+        check_version(version)
 
     def _code(self, stream: _Stream, number: int, version: int) -> tuple[np.ndarray, int, int, int]:
         """Return a message, the sum of the terms after it, its changed elements and its dense blocks."""

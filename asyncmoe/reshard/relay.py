@@ -71,8 +71,7 @@ def relay(
     made = [assemble(match, wanted) for match in matches]
     if len(made) == 2 and made[1].transfers:
         arriving = assemble(matches[0], {transfer.source for transfer in made[1].transfers})
-        forwarded = tuple(in_order_of_arrival(transfer, made[1], arriving) for transfer in made[1].transfers)
-        made[1] = replace(made[1], transfers=forwarded)
+        made[1] = replace(made[1], transfers=in_order_of_arrival(made[1], arriving))
     return tuple(made)
 
 

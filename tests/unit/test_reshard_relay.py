@@ -12,10 +12,10 @@ from test_reshard_plan import Case
 from test_reshard_random import Shapes, cases
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.reshard import PADDING, Box, LayoutBuilder, RankLayout, plan, relay
-from asyncmoe.reshard.chunks import cut_transfer, spread
+from asyncmoe.reshard import PADDING, Box, LayoutBuilder, Plan, RankLayout, arrival, plan, relay
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, spread
 from asyncmoe.reshard.layout import rows, whole
-from asyncmoe.reshard.plan import COLUMNS, DESTINATION, EXTENTS, ITEM, SOURCE
+from asyncmoe.reshard.plan import COLUMNS, DESTINATION, EXTENTS, ITEM, SOURCE, Transfer
 from asyncmoe.reshard.relay import relay_matches
 from asyncmoe.reshard.relay_exchange import needed_rounds
 from benchmarks.published import REAL
@@ -191,3 +191,17 @@ def test_few_messages_are_spread_over_all_rounds(rows: int, rounds: int) -> None
         done = sum(1 for n in found.nbytes[: number + 1] if n)
         assert done <= (number + 1) * len(chunks) / len(found), "a message comes before its share of the rounds"
     assert found.nbytes[-1]
+
+
+def test_what_arrives_at_a_rank_is_computed_once_for_all_that_it_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each transfer: that is most of the time of planning with many replicas."""
+    cuts: list[tuple[int, int]] = []
+
+    def counted(made: Plan, transfer: Transfer, *how: int) -> Chunks:
+        cuts.append((transfer.source, transfer.destination))
+        return cut_transfer(made, transfer, *how)
+
+    monkeypatch.setattr(arrival, "cut_transfer", counted)
+    first, second = relay(*halves(4096, 4))
+    assert len(second.transfers) > 4
+    assert sorted(cuts) == sorted((t.source, t.destination) for t in first.transfers)

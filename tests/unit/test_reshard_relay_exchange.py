@@ -112,6 +112,30 @@ def test_nothing_is_passed_on_before_it_is_there_and_not_all_is_waited_for() -> 
     assert mine.index(2) < len(mine) - 1 - mine[::-1].index(1)  # the first forwarding before the last arrival
 
 
+def test_a_short_transfer_is_forwarded_in_the_course_of_all_rounds() -> None:
+    """Its few messages would otherwise all be due in the first rounds, and hold up what is ready."""
+    shapes = {"w": (4096, 64), "v": (400, 64)}
+    source = LayoutBuilder(0, "int32")
+    source.stack("w", [("w", whole(shapes["w"]))])
+    source.stack("v", [("v", whole(shapes["v"]))])
+    large, small = LayoutBuilder(1, "int32"), LayoutBuilder(3, "int32")
+    large.stack("w", [("w", whole(shapes["w"]))])
+    small.stack("v", [("v", whole(shapes["v"]))])
+    destination = [large.build(), large.build().at(2), small.build(), small.build().at(4)]
+    plans = relay(shapes, [source.build()], destination)
+    counts = {}
+    for rank in (1, 3):
+        with RelayExchanger(plans, [ThreadTransport(rank, Wires()) for _ in plans], bucket_bytes=20000, threads=1) as exchanger:
+            assert exchanger._second is not None
+            (chunks,) = exchanger._second.outgoing
+            counts[rank] = len(chunks), sum(1 for nbytes in chunks.nbytes if nbytes), chunks.nbytes[-1] > 0
+    rounds = counts[1][0]
+    assert counts[1] == (rounds, rounds, True)
+    assert counts[3][0] == rounds
+    assert 0 < counts[3][1] < rounds
+    assert counts[3][2]
+
+
 @given(cases(), st.integers(2, 3), st.sampled_from([12, 40, 200]))
 @settings(max_examples=100, deadline=None)
 def test_a_message_waits_for_all_it_is_made_of(case: Case, replicas: int, limit: int) -> None:

@@ -128,6 +128,7 @@ def test_what_does_not_come_is_named(nodes: Nodes) -> None:
     assert controller.gone()
 
 
+@pytest.mark.thorough
 def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes: Nodes) -> None:
     """Beside one of one node, with every version of both checked against the trainer's weights."""
     patient = ("engines.start_timeout_s=600", "cluster.heartbeat_timeout_s=20", "trainer.timeout_s=600", "engines.hang_timeout_s=300", ROOM)
@@ -154,6 +155,8 @@ def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes
     nodes.wait("the loss of the engine", 60, lambda: nodes.said("controller").count("engine.a is fenced") == 2)
     steps = len(metrics(nodes.run))
     nodes.wait("steps without it", 120, lambda: len(metrics(nodes.run)) > steps + 3)
+    # So that it hears of the run's end: one that comes later waits for another controller.
+    nodes.wait("node 0, to begin anew", 120, lambda: nodes.said("controller").count("node 0 of engine.a has come") == 3)
     controller.process.send_signal(signal.SIGINT)
     for command in (controller, trainer, plain, head):
         assert command.process.wait(120) == 0, nodes.said("a0") + logs(nodes.run)

@@ -230,7 +230,9 @@ class Gatherings:
             self.end(request.name, found.meeting, EngineOrder(why=why, again=True))
             found = None
         if not request.met or found is None or found.meeting == request.met:  # else its engine was lost, and the others have come anew
-            self._now[request.name] = arrive(found, request, time.monotonic(), self._limit_s)
+            came = self._now[request.name] = arrive(found, request, time.monotonic(), self._limit_s)
+            if found is None or all(seat.start != request.start for seat in found.seats.values()):
+                log.info("node %d of %s has come from %s; missing: %s", request.node, request.name, request.who, came.missing or "none")
 
     def _watch(self, name: str) -> None:
         """End the nodes of an engine if one of them is silent."""

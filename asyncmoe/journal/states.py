@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -76,6 +76,12 @@ class _Entry:
     urgent: bool = False
     ask: Callable[[sqlite3.Connection], Any] | None = None
     done: Future[Any] | None = None
+
+    def claimed(self) -> _Entry:
+        """Return the entry without its question if nobody waits for the answer any more; else its future can no longer be cancelled."""
+        if self.done is None or self.done.set_running_or_notify_cancel():
+            return self
+        return replace(self, ask=None, done=None)
 
 
 class States:
@@ -202,7 +208,7 @@ class States:
             if entry is None:
                 self._inbox.put(None)  # the end comes after what is before it
                 return entries
-            entries.append(entry)
+            entries.append(entry.claimed())
             wait_s = 0.0 if entry.urgent else _LAZY_S
             until = min(until or float("inf"), time.monotonic() + wait_s)
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from asyncmoe.config import transports
-from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section
+from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch
+from asyncmoe.errors import ConfigError
+
+Staging = Literal["full", "delta", "none"]
+"""What of a version waits outside an engine's parameters until its commit: all of it, a coded delta only, or nothing."""
+
+
+def no_deltas_on_gpus() -> ConfigError:
+    """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, which deltas are not read from."""
+    return ConfigError("sync.staging", got="delta", expected="auto, full or none on GPUs, where every update is full", hint="leave it out")
+
+
+def _former(value: Any) -> Any:
+    # What true and false meant before there were deltas.
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class SyncSection(Section):
@@ -19,10 +33,23 @@ class SyncSection(Section):
         "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
     )
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
-    staging: bool = Field(
-        True,
-        description="true: engines receive a version into staging memory, as large as their shard, while they generate. false: reshard "
-        "writes their parameters in place while they are paused; set it if the second copy does not fit.",
+    staging: Annotated[Literal["auto", "full", "delta", "none"], BeforeValidator(_former)] = Field(
+        "auto",
+        description="What waits outside an engine's parameters while it generates. full (or true): a whole version, as large as the "
+        "engine's shard. delta: coded deltas only, a few percent of it; a full update is written in place while engines are paused, and "
+        "one that breaks off fences them. none (or false): nothing; every update is written in place. auto: full.",
+    )
+    delta: Annotated[Literal["auto", "off"], Switch] = Field(
+        "off",
+        description="auto: send only the elements that changed since the version before, where that is supported (reshard between CPUs, "
+        "weights, sync.staging not none) and takes at most half of everything; each trainer rank keeps a copy of what it sent last, and "
+        "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. off: "
+        "send everything.",
+    )
+    audit_every: NonNegative = Field(
+        20,
+        description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find what "
+        "somebody else wrote there; the version then goes out in full. 0: never.",
     )
     every: Positive = Field(
         1,
@@ -44,3 +71,8 @@ class SyncSection(Section):
         "An engine whose weights somebody else wrote meanwhile is fenced. It computes the checksums twice, between two forward passes.",
     )
     timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")
+
+    @property
+    def stages(self) -> Staging:
+        """What `staging` comes to."""
+        return "full" if self.staging == "auto" else self.staging

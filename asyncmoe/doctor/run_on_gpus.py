@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from asyncmoe.config.devices import Devices, Wanted, counted, named, place
+from asyncmoe.config.sync import no_deltas_on_gpus
 from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor import cards, verdict
@@ -27,6 +28,8 @@ def transport(machine: Machine) -> Verdict:
         return asked
     if asked.transport is None:
         return verdict.ok("weights are broadcast over NCCL")
+    if asked.staging == "delta":
+        return verdict.refused(no_deltas_on_gpus())
     several = machine.run is not None and machine.run.several_machines
     shared = any(wanted.share for wanted in asked.places)
     try:

@@ -9,9 +9,10 @@ its format. A weight's path in the worker:
 3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport
    that the terms name; NCCL communicators are reused from earlier meetings (`communicators.py`).
 4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their
-   digests and sets `staged(N, rank)`. No parameter is written.
+   digests and sets `staged(N, rank)`. No parameter is written. Of a delta it keeps the coded bytes, and proves that they make the version
+   of what lies in the parameters (`deltas.py`; `delta_messages.py` has what is agreed before).
 5. The controller pauses the engine and sends a `CommitCommand`: `worker.py`, in the worker's main thread, makes the staged tensors the
-   parameters (`weight_buffers.py`), and the engine serves the version.
+   parameters (`weight_buffers.py`), or writes the delta into them, and the engine serves the version.
 
 `protocol.py` defines all keys and messages, `failing.py` the reports of failures; `asyncmoe.trainer.weight_sync` lists the trainer's side.
 Needs only numpy, msgspec and torch besides this package, and of SGLang only its ranks and settings (`handshake.py`).

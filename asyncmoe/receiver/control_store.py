@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from asyncmoe.errors import WaitTimeout, WeightSyncError
 from asyncmoe.platform.file_store import open_store
+from asyncmoe.receiver import delta_messages
 from asyncmoe.receiver.hosting import Hosted, is_held
 from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, moved, over, sent, staged, update_failed
 from asyncmoe.rpc.address import LOOPBACK, towards
@@ -150,9 +151,9 @@ class Store:
         found = self._ask(lambda: self._store.multi_get([key.name for key in keys])) if keys else []
         return {key: msgspec.msgpack.decode(value, type=key.type) for key, value in zip(keys, found, strict=True)}
 
-    def fail(self, update: int, key: Key[Outcome], why: str) -> None:
+    def fail(self, update: int, key: Key[Outcome], why: str, doubtful: bool = False) -> None:
         """Report that this rank's part of an update failed."""
-        self.put(key, Outcome(why))
+        self.put(key, Outcome(why, doubtful))
         self.put(update_failed(update), Outcome())
 
     def resign(self, update: int, why: str) -> None:
@@ -173,7 +174,13 @@ class Store:
     def forget(self, update: int, terms: Terms) -> None:
         """Delete the keys of an update that every rank has finished with."""
         # Headers stay: a receiver that was suspended finds the newest update by them.
-        done: list[Key[Any]] = [update_failed(update), end(update), over(update), *moved(update, terms)]
+        done: list[Key[Any]] = [
+            update_failed(update),
+            end(update),
+            over(update),
+            *moved(update, terms),
+            *delta_messages.keys(update, terms),
+        ]
         for key in done:
             self._store.delete_key(key.name)
 

@@ -6,9 +6,9 @@ is a set of trainer and engine ranks that have agreed on a plan; if the set of e
 
 Meeting     rank 0 sets `TERMS`; every other rank answers `ready(rank)`; rank 0 compares all answers and sets `VERDICT`
 Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each rank makes its end of the channel,
-            and the same exchange is repeated with "make"
+            and the same exchange is repeated with "make", and, once they are connected for deltas, if there may be any, with "carry"
 Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)` after the commit, and
-            `over(N)` when the trainer is done with the version
+            `over(N)` when the trainer is done with the version. With deltas, offers come before the header (`delta_messages.py`)
 Leaving     trainer ranks set `left(rank)`; then rank 0 may close the store
 
 A message with a failure says why its sender cannot continue. `FAILED` ends the whole meeting; `channel_failed(E, stage)` and
@@ -22,11 +22,12 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import TransportName
 from asyncmoe.errors import ReportedFailure
 
 T = TypeVar("T", bound=msgspec.Struct)
-ChannelStage = Literal["arrive", "make"]
+ChannelStage = Literal["arrive", "make", "carry"]
 ELSEWHERE = "another rank has failed"
 """The failure reported by a rank that only waited for the failed rank (`asyncmoe.receiver.failing.cause`)."""
 
@@ -59,7 +60,9 @@ class Terms(msgspec.Struct, frozen=True):
         dtype, engine_dtype: dtypes of the weights in the trainer and in the engines.
         transport: the transport of the weights.
         session: unique name of this meeting on its host.
-        staging: whether engines receive into staging memory; otherwise they receive directly into their parameters.
+        staging: where engines receive full updates: into staging memory ("full"), or directly into their parameters.
+        delta: whether updates may be deltas, so that every version is proven by a canonical digest.
+        audit_every: `sync.audit_every`.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
     """
@@ -72,10 +75,12 @@ class Terms(msgspec.Struct, frozen=True):
     engine_dtype: str
     transport: TransportName
     session: str
-    staging: bool
+    staging: Staging
     bucket_bytes: int
     timeout_s: float
     max_ctas: int = 0
+    delta: bool = False
+    audit_every: int = 0
 
     @property
     def world(self) -> int:
@@ -134,17 +139,27 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """An update begins over channel `epoch`, or has failed before it began."""
+    """An update begins over channel `epoch`, or has failed before it began.
+
+    Attributes:
+        base: the version that the update changes, if it is a delta; None: it is full.
+    """
 
     version: int
     epoch: int
     failure: str = ""
+    base: int | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Success, or a description of the failure."""
+    """Success, or a description of the failure.
+
+    Attributes:
+        doubtful: what the rank holds, or was sent, is not what the delta needs; a full update may succeed.
+    """
 
     failure: str = ""
+    doubtful: bool = False
 
     def check(self) -> None:
         """Raise ReportedFailure, a WeightSyncError, if the outcome is a failure."""

@@ -15,12 +15,13 @@ import torch
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ReportedFailure, WaitTimeout
 from asyncmoe.process import yield_cores
-from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan
+from asyncmoe.receiver import channel, command, delta_messages, failing, handshake, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of, wait_idle
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.channel_end import opener
 from asyncmoe.receiver.command import FAMILY_VARIABLE, CommitCommand, JoinCommand
 from asyncmoe.receiver.control_store import Store, StoreGone
+from asyncmoe.receiver.deltas import DeltaRefused, DeltaStaging
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan, device_threads
@@ -62,11 +63,13 @@ class _Staged:
 
     Attributes:
         tensors: the tensors to swap in; None if the target was written directly.
+        delta: a delta is staged, which the commit writes into the target.
     """
 
     version: int
     update: int
     tensors: dict[str, torch.Tensor] | None
+    delta: bool = False
 
 
 class Receiver:
@@ -85,6 +88,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
         self._spare: dict[str, torch.Tensor] = {}
+        self._deltas: DeltaStaging | None = None
         self._left = threading.Event()
         self._device = next(model.parameters()).device
         self._former = former
@@ -114,12 +118,13 @@ class Receiver:
         self._terms = terms
         if terms.adapter is not None:
             self._target, self._obstacles = AdapterMemory(self._model), ()
-        if terms.staging:
+        if terms.staging != "none":
             yield_cores()  # the worker generates meanwhile
         plan = self._plan(store, terms)
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         outcome = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         if not outcome.failure:
+            self._deltas = DeltaStaging(plan, self._join.rank, terms) if terms.delta else None
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:
@@ -154,10 +159,19 @@ class Receiver:
             # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
             # the recorded pause is the real one.
             wait_idle(self._device, _COMMIT_S)
-            self._spare = self._target.commit(staged.tensors)
+            self._write(staged)
             wait_idle(self._device, _COMMIT_S)
             if staged.tensors is not None and self._side is not None:
                 self._side.follow()
+
+    def _write(self, staged: _Staged) -> None:
+        if staged.delta and self._deltas is not None:
+            self._deltas.commit(staged.version)
+            self._target.commit(None)
+            return
+        self._spare = self._target.commit(staged.tensors)
+        if self._deltas is not None:
+            self._deltas.moved(self._target.tensors())
 
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = protocol.ready(self._join.rank)
@@ -178,7 +192,7 @@ class Receiver:
         the senders' memory, message buffers. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
         messages = 0 if TRANSPORTS[terms.transport].reads_sender else 2 * terms.bucket_bytes
-        return min(messages, 2 * room) + (room if terms.staging else 0)
+        return min(messages, 2 * room) + (room if terms.staging == "full" else 0)
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0
@@ -212,23 +226,43 @@ class Receiver:
             if exchanger is None:
                 arrays = functools.partial(self._arrays, terms)
                 exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
-            else:
+            elif header.base is None:
                 exchanger.bind(*self._arrays(terms))
-            tensors = self._arrays(terms)[1]
-            exchanger.run(terms.timeout_s)
-            if terms.staging:
-                self._target.received(tensors)
+            staged = self._receive(store, terms, number, header, exchanger)
         except Exception as error:
-            store.fail(number, key, failing.said(error, terms, self._join.rank, self._device))
+            why = failing.said(error, terms, self._join.rank, self._device)
+            store.fail(number, key, why, doubtful=isinstance(error, DeltaRefused))
             if not isinstance(error, AsyncmoeError):
                 log.exception("update %d of rank %d", number, self._join.rank)
             if exchanger is not None:
                 exchanger.close()  # peers that wait for this rank notice
             return None
         with self._lock:
-            self._staged, self._spare = _Staged(header.version, number, tensors if terms.staging else None), {}
+            self._staged = staged
+            if staged.tensors is not None:
+                self._spare = {}
         store.put(key, Outcome())
         return exchanger
+
+    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> _Staged:
+        """Receive the weights, or the delta, of an update."""
+        deltas, coming = self._deltas, None
+        if deltas is not None:
+            coming = store.get(delta_messages.coming(number, self._join.rank), terms.timeout_s)
+        if header.base is not None:
+            if deltas is None or coming is None:
+                raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")
+            deltas.receive(exchanger, header, coming)
+            return _Staged(header.version, number, None, delta=True)
+        if deltas is not None:
+            deltas.forget()
+        tensors = self._arrays(terms)[1]
+        exchanger.run(terms.timeout_s)
+        if terms.staging == "full":
+            self._target.received(tensors)
+        if deltas is not None and coming is not None:
+            deltas.adopt(tensors, header.version, coming)
+        return _Staged(header.version, number, tensors if terms.staging == "full" else None)
 
     def _drop(self) -> None:
         """Discard the staged update, if any, and reuse its memory."""
@@ -236,10 +270,12 @@ class Receiver:
             staged, self._staged = self._staged, None
             if staged is not None and staged.tensors is not None:
                 self._spare = staged.tensors
+        if staged is not None and not staged.delta and self._deltas is not None:
+            self._deltas.forget()  # a new delta takes the place of one that was dropped
 
     def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
         """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""
-        return None, self._staging(terms) if terms.staging else self._target.tensors()
+        return None, self._staging(terms) if terms.staging == "full" else self._target.tensors()
 
     def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
         """Return staging memory for an update: after a swap, the memory the parameters occupied before."""

@@ -94,9 +94,17 @@ class DeltaReceiver:
         Raises:
             LayoutError: an array is missing, does not match its storage, or is not in host memory.
         """
+        self.rebind(destination_arrays)
+        self.forget()
+
+    def rebind(self, destination_arrays: Mapping[str, Array]) -> None:
+        """Set other arrays, into which the caller has put the same bits. Forgets nothing; `prove` and `audit` read the new arrays.
+
+        Raises:
+            LayoutError: as `bind`.
+        """
         self._places = host_addresses(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
         self._bound = destination_arrays
-        self.forget()
 
     def forget(self) -> None:
         """Hold no version: call before anything else writes to the arrays, as a full update does."""
@@ -163,6 +171,14 @@ class DeltaReceiver:
     def missing(self) -> list[tuple[int, int]]:
         """(source rank, number) of the messages that are not staged."""
         return [(source, i) for source, one in self._incoming.items() for i in range(len(one.lane)) if i not in one.staged]
+
+    @property
+    def staged_digest(self) -> int:
+        """The canonical digest that the shard will have when what is staged is written."""
+        staged = (
+            one.staged[i][0].after if i in one.staged else one.sums[i] for one in self._incoming.values() for i in range(len(one.lane))
+        )
+        return (self._padding_sum + sum(staged)) & WORD
 
     def prove(self, version: int) -> None:
         """Check that the staged messages, applied to what lies in memory now, give the version that their senders have. Writes nothing.

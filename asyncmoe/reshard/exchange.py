@@ -15,6 +15,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
+from asyncmoe.reshard.carry import Carrier, Take
 from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, trailer_offset
 from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
 from asyncmoe.reshard.layout import Storage
@@ -112,6 +113,7 @@ class Exchanger:
         self._runs = 0
         self._until = math.inf
         self._broken = self._closed = False
+        self._carrier: Carrier | None = None
         self._transport = transport
         out, into = [_lane(c, c.destination) for c in self._outgoing], [_lane(c, c.source) for c in self._incoming]
         self.buffer_bytes = sum(lane.slot_bytes * min(buffers, len(lane.message_bytes)) for lane in (*out, *into))
@@ -176,6 +178,25 @@ class Exchanger:
         self._broken = False
         return moved
 
+    def open_carrier(self) -> None:
+        """Connect to the same ranks for `carry`. All ranks call it, when all of them have made their exchanger, and before it runs.
+
+        Raises:
+            WaitTimeout, TransferError: as `Carrier`.
+        """
+        ranks = [chunks.destination for chunks in self._outgoing], [chunks.source for chunks in self._incoming]
+        self._carrier = Carrier(self._transport, *ranks, timeout_s=self._timeout_s, watch=self._watch)
+
+    def carry(
+        self, outgoing: Mapping[int, Sequence[np.ndarray]], incoming: Mapping[int, Sequence[int]], take: Take, timeout_s: float
+    ) -> None:
+        """Carry other messages, in host memory, between two runs; see `Carrier.run`. After an error this exchanger cannot be used again."""
+        if self._broken or self._carrier is None:
+            raise InvariantBroken(f"rank {self.rank}: messages were given to an exchanger that failed, or has no carrier")
+        self._broken = True
+        self._carrier.run(outgoing, incoming, take, timeout_s)
+        self._broken = False
+
     def close(self) -> None:
         """Free the message buffers and the transport's resources; after a failed run, end its pending messages."""
         idle, self._broken = not self._broken, True
@@ -183,6 +204,8 @@ class Exchanger:
             end(idle, self._runs)  # before the buffers are freed
         self._closed = True
         self._link.close()
+        if self._carrier is not None:
+            self._carrier.close()
 
     def __enter__(self) -> Self:
         return self

@@ -261,6 +261,13 @@ class Step(Learning, frozen=True, kw_only=True):
             plot=Plot("Weight updates", "Engines' pause for an update", colour="red", from_zero=True),
         ),
     ] = None
+    sync_bytes: Annotated[
+        int | None, Metric("Bytes sent to all engines for that version. Measured where updates may be deltas (`sync.delta`).", "bytes")
+    ] = None
+    sync_changed: Annotated[
+        float | None,
+        Metric("Share of weights whose bits, as engines store them, changed since the version before. Absent if it was sent in full."),
+    ] = None
 
     # Throughput
     tokens: Annotated[int | None, Metric("Trained tokens, prompt and response, over all ranks.", "tokens")] = None

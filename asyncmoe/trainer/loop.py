@@ -324,5 +324,7 @@ def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
         return ReshardPublisher(config, built, client, checksums)
     if built.adapter is not None:
         return AdapterFiles(config, built, client)
+    if config.sync.delta != "off" and built.mesh.rank == 0:
+        log.info("updates of weights are full, although sync.delta is auto: sync.method is broadcast")
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s, quantised=True)
     return BroadcastPublisher(config, gatherer, client, built.mesh, checksums)

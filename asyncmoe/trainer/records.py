@@ -70,6 +70,8 @@ def step_record(
         sync_wait_seconds=waited,
         sync_seconds=published.seconds if published else None,
         pause_ms=published.pause_ms if published else None,
+        sync_bytes=published.traffic.nbytes if published and published.traffic else None,
+        sync_changed=published.traffic.changed if published and published.traffic else None,
         version=step,
         lineage=leased.lineage,
         replay_drift=replay_drift,

@@ -61,10 +61,13 @@ class Merged(Oracle):
         return largest_difference(logprobs, self.logprobs(prompt, response, temperature))
 
 
-def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05) -> Oracle:
-    """The same model with other weights, saved at `path`."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {name: w + scale * torch.randn(w.shape, generator=generator) for name, w in oracle.weights.items()}
+def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05, share: float = 1.0) -> Oracle:
+    """The same model with other weights, or a share of them, saved at `path`."""
+    generator, chosen = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
+    weights = {
+        name: w + scale * torch.randn(w.shape, generator=generator) * (torch.rand(w.shape, generator=chosen) < share)
+        for name, w in oracle.weights.items()
+    }
     path.mkdir()
     for file in oracle.path.iterdir():
         if file.suffix != ".safetensors":

@@ -257,6 +257,33 @@ def test_every_way_ends_at_the_same_parameters(stages: Stages, engine: str, sync
     print(f"{engine} {sync}: pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]}")
 
 
+@pytest.mark.parametrize("staging", [pytest.param("full", marks=pytest.mark.thorough), "delta"])
+def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, staging: str) -> None:
+    """One that arrives damaged is followed by everything; so is the first of another trainer."""
+    stage = stages.pair
+    a = stage.checkpoints[1]
+    few = [perturbed(a, tmp_path / "few1", 3, share=0.01)]
+    few += [perturbed(few[0], tmp_path / "few2", 4, share=0.05)]
+    versions = stage.versions(6)
+    several = list(zip((a, few[0], few[1], a, few[0], few[0]), versions, strict=True))
+    sync = {"delta": "auto", "staging": staging, "audit_every": 1, "verify_every": 1}
+    found = stage.rig.run(stage.publish(4, {"tp=2,ep=2": several[:3], "pp=2,ep=2": several[3:]}, {2: (1, "damaged")}, sync=sync))
+    assert not found.failed, found.failed
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 6
+    want = {oracle: stage.expected(oracle) for oracle in (a, *few)}
+    assert not any(names for oracle, version in several for names in wrong(found.arrived[version], want[oracle]))
+    held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
+    assert not any(names for engine_held in held for names in wrong(engine_held, want[few[0]]))
+    assert difference(stage.rig.run(generate(stage)), few[0]) < 1e-4
+    (whole, _), (_, sparse), resent, again, (nbytes, _), (nothing, none) = [outcome["traffic"] for outcome in found.outcomes[0]]
+    assert resent == [whole, None]
+    assert again == [whole, None]
+    assert 0.008 < sparse < 0.012
+    assert nbytes < whole / 10
+    assert (nothing < nbytes / 10, none) == (True, 0.0)
+    print(f"{staging}: of {whole} bytes {nbytes} at 1 %, pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]}")
+
+
 def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stages: Stages) -> None:
     stage = stages.one
     _, old, new = stage.checkpoints

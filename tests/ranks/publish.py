@@ -45,23 +45,23 @@ class Faulty(Sender):
 
     fault: ClassVar[str | None] = None
 
-    def _send(self) -> None:
-        getattr(self, self.fault or "_nothing")()
+    def _send(self, version: int, base: int | None) -> None:
+        getattr(self, self.fault or "_nothing")(version, base)
 
-    def _nothing(self) -> None:
-        super()._send()
+    def _nothing(self, version: int, base: int | None) -> None:
+        super()._send(version, base)
 
-    def slow(self) -> None:
+    def slow(self, version: int, base: int | None) -> None:
         """It takes its time, but not too much."""
         time.sleep(4.0)
-        super()._send()
+        super()._send(version, base)
 
-    def stall(self) -> None:
+    def stall(self, version: int, base: int | None) -> None:
         """It is not heard of within the time an update has."""
         time.sleep(self._sync.timeout_s + 2.0)
-        super()._send()
+        super()._send(version, base)
 
-    def killed(self) -> None:
+    def killed(self, version: int, base: int | None) -> None:
         """It dies with a part of its messages sent."""
         real, calls = Exchanger._pack_round, 0
 
@@ -73,9 +73,9 @@ class Faulty(Sender):
             real(exchanger, number, moved)
 
         Exchanger._pack_round = pack_round  # type: ignore[method-assign]
-        super()._send()
+        super()._send(version, base)
 
-    def corrupt(self) -> None:
+    def corrupt(self, version: int, base: int | None) -> None:
         """A bit of a message is another when it arrives."""
         real = Exchanger._sealed
 
@@ -84,9 +84,24 @@ class Faulty(Sender):
 
         Exchanger._sealed = sealed  # type: ignore[method-assign]
         try:
-            super()._send()
+            super()._send(version, base)
         finally:
             Exchanger._sealed = real  # type: ignore[method-assign]
+
+    def damaged(self, version: int, base: int | None) -> None:
+        """A bit of a coded delta is another when it arrives."""
+        real = Exchanger.carry
+
+        def carry(exchanger: Exchanger, outgoing: Mapping[int, Any], *how: Any) -> None:
+            outgoing = {rank: [message.copy() for message in messages] for rank, messages in outgoing.items()}
+            next(iter(outgoing.values()))[0][-20] ^= 1
+            real(exchanger, outgoing, *how)
+
+        Exchanger.carry = carry  # type: ignore[method-assign]
+        try:
+            super()._send(version, base)
+        finally:
+            Exchanger.carry = real  # type: ignore[method-assign]
 
 
 def main(result: Path, job: dict[str, Any]) -> None:
@@ -128,7 +143,8 @@ def publish(sender: ReshardPublisher, version: int) -> dict[str, Any]:
         return {"error": str(error), "seconds": time.monotonic() - begin}
     if published is None:
         return {"error": None, "left_out": True, "seconds": time.monotonic() - begin}
-    return {"error": None, "seconds": published.seconds, "pause_ms": published.pause_ms}
+    traffic = None if published.traffic is None else [published.traffic.nbytes, published.traffic.changed]
+    return {"error": None, "seconds": published.seconds, "pause_ms": published.pause_ms, "traffic": traffic}
 
 
 if __name__ == "__main__":

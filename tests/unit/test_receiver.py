@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import torch
 
+from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import (
     AsyncmoeError,
@@ -57,7 +58,7 @@ HF = {
 }
 
 
-def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", staging: bool = True, **trainer: int) -> Terms:
+def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", staging: Staging = "full", **trainer: int) -> Terms:
     sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, "dp": 1, "te": False} | trainer
     return Terms(HF, None, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), staging, 20_000, 20.0)
 
@@ -471,7 +472,7 @@ class Sending:
 
 @pytest.fixture
 def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
-    transport, staging = getattr(request, "param", ("shm", True))
+    transport, staging = getattr(request, "param", ("shm", "full"))
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
     zero, where = keep()
@@ -497,7 +498,7 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     sending.end()
 
 
-BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", True), ("gloo", True)], indirect=True, ids=["shm", "gloo"])
+BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", "full"), ("gloo", "full")], indirect=True, ids=["shm", "gloo"])
 
 
 @BOTH_TRANSPORTS
@@ -530,7 +531,7 @@ def test_what_is_staged_is_committed_once_and_nothing_else_is(receiving: Sending
     assert receiving.norm == 3
 
 
-@pytest.mark.parametrize("receiving", [("shm", False), ("gloo", False)], indirect=True, ids=["shm", "gloo"])
+@pytest.mark.parametrize("receiving", [("shm", "none"), ("gloo", "none")], indirect=True, ids=["shm", "gloo"])
 def test_without_staging_memory_the_parameters_are_written_where_they_are(receiving: Sending) -> None:
     places = {name: value.data_ptr() for name, value in receiving.model.named_parameters()}
     for number in (1, 2):

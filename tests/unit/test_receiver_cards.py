@@ -36,7 +36,7 @@ H100 = Card(
     "/venv/libnccl.so.2",
 )
 TERMS = Terms(
-    {}, None, {}, (EngineRanks("engine.0", 2, 1, 3), EngineRanks("engine.1", 1, 1, 5)), "bfloat16", "bfloat16", "nccl", "s", True, 1, 1.0
+    {}, None, {}, (EngineRanks("engine.0", 2, 1, 3), EngineRanks("engine.1", 1, 1, 5)), "bfloat16", "bfloat16", "nccl", "s", "full", 1, 1.0
 )
 
 

@@ -18,6 +18,7 @@ from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
+from asyncmoe.reshard.carry import BUFFERED_BYTES
 from asyncmoe.rpc import address
 
 T = TypeVar("T")
@@ -95,6 +96,8 @@ def with_files(run: RunFacts, config: Config) -> RunFacts:
     item = 2 if config.trainer.dtype == "bfloat16" else 4
     over_shm = config.sync.method == "reshard" and TRANSPORTS[resolved(config.sync.transport, gpu=False)].in_shm
     under_way = 2 * min(config.trainer.ranks * config.sync.bucket_bytes, config.engines.count * found_model.weights_bytes)
+    if config.sync.delta != "off":
+        under_way += BUFFERED_BYTES * config.trainer.ranks * config.engines.count * config.engines.tp
     return replace(run, checkpoint_bytes=found_model.parameters * (item + _OPTIMIZER_BYTES), shm_bytes=under_way if over_shm else 0)
 
 
@@ -143,6 +146,7 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
         engine_parts=engine.parts,
         bfloat16=engine_dtype == "bfloat16" or not trainer_float32,
         transport=config.sync.transport if config.sync.method == "reshard" else None,
+        staging=config.sync.stages,
         megatron=config.trainer.megatron.model_dump(),
         features=run_features(hf, config, models.trainer_parallel(config), trainer_float32),
         trainer_nodes=config.cluster.trainer_nodes,

@@ -7,8 +7,9 @@ A version on its way from the optimizer step to serving, with `sync.method: resh
    checkpoint if the version is verified (`gather.py`), and starts the sending thread.
 3. `rendezvous.py`: for the first version, and if the set of engines has changed, the controller starts receivers in the engines; all
    trainer and engine ranks meet and compare plans (`TERMS`, `ready(rank)`, `VERDICT`).
-4. `sender.py`: rank 0 asks the controller to stage the version and sets `header(N)`; every rank connects channel E if it has none and
-   sends its shards (`sent(N, rank)`) while the next step computes. `trainer/loop.py` calls `wait_sent` before it changes the weights.
+4. `sender.py`: with `sync.delta`, every rank codes what changed, and rank 0 decides whether a delta is sent (`deltas.py`). Rank 0 asks the
+   controller to stage the version and sets `header(N)`; every rank connects channel E if it has none and sends its shards (`sent(N, rank)`)
+   while the next step computes. `trainer/loop.py` calls `wait_sent` before it changes the weights.
 5. `sender.py`: when all ranks have reported `sent` and `staged`, rank 0 asks the controller to commit. `rollout/engines/weight_updates/`
    pauses the engines (`driver.py`), has them swap (`reshard.py`), compares their checksums with the expected ones
    (`expected_checksums.py`) and resumes them (`coordinator.py`); rank 0 sets `end(N)`.

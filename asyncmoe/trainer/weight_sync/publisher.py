@@ -39,17 +39,32 @@ def device_of(engines: Engines) -> str:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What an update took.
+
+    Attributes:
+        nbytes: bytes that all trainer ranks sent to all engine ranks.
+        changed: share of the elements whose stored bits changed since the version before; None: it was not measured, the update was full.
+    """
+
+    nbytes: int
+    changed: float | None = None
+
+
+@dataclass(frozen=True)
 class Published:
     """The cost of publishing a version.
 
     Attributes:
         seconds: from the start of the last attempt until every engine served the version.
         pause_ms: the longest pause of any engine, on rank 0; 0 on all other ranks.
+        traffic: what went to the engines, on rank 0 of a run whose updates may be deltas; else None.
     """
 
     version: int
     seconds: float
     pause_ms: float
+    traffic: Traffic | None = None
 
 
 class Publisher(Protocol):

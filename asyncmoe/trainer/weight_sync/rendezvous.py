@@ -26,6 +26,7 @@ from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsJoin
+from asyncmoe.trainer.weight_sync.deltas import unsupported
 from asyncmoe.trainer.weight_sync.publisher import device_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         raise NotMet(verdict.failure, roster)
     assert plan is not None
     if rank == 0:
-        log.info("weights travel over %s to %s", terms.transport, ", ".join(engine.name for engine in terms.engines))
+        whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
+        log.info("weights travel over %s to %s, %s; staging: %s", terms.transport, whom, how, terms.staging)
     return Meeting(roster, store, terms, plan, device)
 
 
@@ -239,10 +241,12 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         engine_dtype=engine_dtype(model.hf, config.engines),
         transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines), config.engines.share_gpus),
         session=secrets.token_hex(8),
-        staging=sync.staging,
+        staging=sync.stages,
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
+        delta=sync.delta != "off" and not unsupported(config, model.mesh.device),
+        audit_every=sync.audit_every,
     )
     store.put(protocol.TERMS, terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)

@@ -11,8 +11,9 @@ engines that received it are gone and new ones have joined: without a version th
 another. If the next optimizer step is already changing the weights, the version is abandoned instead; the version after that step goes to
 all engines present.
 
-Without staging memory (`sync.staging: false`) the engines are paused for the whole transfer, and an engine that holds a part of a failed
-version is fenced.
+With `sync.staging: delta` or `none`, engines are paused for the whole transfer of a full update, and an engine that holds a part of a
+failed version is fenced. With `sync.delta`, updates are deltas where that is supported; a version whose delta an engine rank refuses is
+sent again in full, or if the weights are already changing, abandoned for the next.
 
 With `train: lora` only the adapter is sent, into the engines' adapter memory, from a copy, so the optimizer never waits.
 """
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
+from asyncmoe.config.sync import no_deltas_on_gpus
 from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
 from asyncmoe.models import engine_dtype
@@ -43,6 +45,7 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.weight_sync.deltas import unsupported
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier, unverified
 from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
@@ -69,6 +72,8 @@ class ReshardPublisher:
         self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
         self._rank = model.mesh.rank
         _check(config, model)
+        if self._rank == 0 and (why := unsupported(config, model.mesh.device)):
+            log.info("updates of weights are full, although sync.delta is auto: %s", why)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._sender: Sender | None = None
         self._updates = 0
@@ -148,7 +153,7 @@ class ReshardPublisher:
             raise WaitTimeout("this rank's sender of weights", what, limit)
 
     def _run(self, result: Future[Published | None], version: int, expected: Expected) -> None:
-        if self._sync.staging:
+        if self._sync.stages != "none":
             yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
         published = self._publish(version, expected)
         self._sent.set()
@@ -174,17 +179,19 @@ class ReshardPublisher:
             begin = time.perf_counter()
             try:
                 pause_ms = sender.send(version, expected)
-                published, why = Published(version, time.perf_counter() - begin, pause_ms), "all its engines are gone"
+                published = Published(version, time.perf_counter() - begin, pause_ms, sender.traffic)
+                why = "all its engines are gone"
                 if not sender.needed_again(self._settling):
                     return published
             except AsyncmoeError as error:
                 sender.leave()
-                if not self._others(sender.met.roster):
+                if not sender.doubted and not self._others(sender.met.roster):
                     raise
                 why = str(error)
             again = self._still_has()
+            happened = "the delta is refused" if sender.doubted else "engines changed"
             then = "sending it again to the current engines" if again else "the current engines get the next version"
-            log.warning("engines changed during version %d; %s: %s", version, then, why)
+            log.warning("%s during version %d; %s: %s", happened, version, then, why)
             if not again:
                 return published
 
@@ -256,6 +263,8 @@ class ReshardPublisher:
 
 def _check(config: Config, model: Model) -> None:
     opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
+    if config.sync.staging == "delta" and model.mesh.device.type != "cpu":
+        raise no_deltas_on_gpus()
     ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
     if theirs not in (ours, "bfloat16"):
         hint = f"set engines.dtype={ours} or sync.method=broadcast"

@@ -9,7 +9,7 @@ A version reaches the engines in one of three ways. By broadcast, while they are
 Shard to shard, while they generate, through the receivers inside them (`reshard.py`, `asyncmoe.receiver`):
 
     WeightsStage    only check that all engines are present; the sender and the receivers do the rest.
-                    Without staging memory: close the gate; every engine: pause, begin_update
+                    In place, without staging memory: close the gate; every engine: pause, begin_update
     WeightsCommit   close the gate; every engine: pause, begin_update, swap, end_update, compare checksums, resume; then open the gate
 
 Adapters, as files that the engine loads (`adapter_files.py`, `asyncmoe.rollout.engines.adapter_slots`):

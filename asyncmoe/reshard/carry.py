@@ -1,0 +1,174 @@
+"""Carry messages whose sizes both ends know beforehand, and which differ from run to run, in pieces through buffers of bounded size."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.memory import memory_of
+from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
+
+PIECE_BYTES = 1 << 20
+_SLOTS = 2
+BUFFERED_BYTES = _SLOTS * PIECE_BYTES
+"""Bytes of the buffers for each pair of ranks, unless `piece_bytes` is given."""
+Take = Callable[[int, np.ndarray], None]
+"""Called with the source rank and a whole message, uint8[n], which it may keep."""
+
+
+class Carrier:
+    """One rank's end of a way for messages in host memory, besides those of an exchange. All ranks of the way make one.
+
+    Memory: two buffers of at most `piece_bytes` for each peer, and during a run one incoming message of each source.
+
+    Args:
+        transport: nothing else is under way over it while the carrier is made, or runs.
+        destinations, sources: the ranks to which, and from which, messages may go.
+        piece_bytes: the same on all ranks.
+        timeout_s: how long to wait for a peer to connect.
+        watch: as for `Exchanger`.
+
+    Raises:
+        WaitTimeout, TransferError: a peer did not connect, or there is no memory to connect in.
+    """
+
+    def __init__(
+        self,
+        transport: Transport | SharedTransport,
+        destinations: Sequence[int],
+        sources: Sequence[int],
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        timeout_s: float = 300.0,
+        watch: Watch = nothing_to_watch,
+    ) -> None:
+        self._piece_bytes, self._watch = piece_bytes, watch
+        self._destinations, self._sources = list(destinations), list(sources)
+        self._transport: Transport | None = None
+        self._shared: Link | None = None
+        if isinstance(transport, SharedTransport):
+            out, into = ([Lane(rank, (piece_bytes,) * _SLOTS, piece_bytes) for rank in ranks] for ranks in (destinations, sources))
+            self._shared = transport.connect(out, into, _SLOTS, timeout_s)
+        else:
+            self._transport = transport
+
+    def run(
+        self, outgoing: Mapping[int, Sequence[np.ndarray]], incoming: Mapping[int, Sequence[int]], take: Take, timeout_s: float = 300.0
+    ) -> None:
+        """Send and receive messages; those of a pair of ranks arrive in order. All ranks that have messages for each other call it.
+
+        Args:
+            outgoing: messages, uint8[n] with n > 0, by destination rank. They are not written.
+            incoming: the sizes in bytes, which the caller has bounded, by source rank.
+            take: what it raises ends the run. After any error the carrier cannot be used again.
+            timeout_s: bound of the run, though a piece that was begun in time may take as long again.
+
+        Raises:
+            TransferError: a peer is gone.
+            WaitTimeout: a peer made no progress in time.
+            LayoutError: a size is less than 1, or a rank is none of those that the carrier was made for.
+        """
+        until = time.monotonic() + timeout_s
+        _check({*outgoing} - {*self._destinations} | {*incoming} - {*self._sources})
+        out = {rank: [part for one in several for part in _parts(one, self._piece_bytes)] for rank, several in outgoing.items()}
+        into = {rank: _Arriving(rank, sizes, self._piece_bytes, take) for rank, sizes in incoming.items()}
+        out, into = {rank: one for rank, one in out.items() if one}, {rank: one for rank, one in into.items() if one.pieces}
+        if self._transport is None:
+            if self._shared is not None:
+                self._move(self._shared, self._destinations, self._sources, out, into, until)
+            return
+        lanes = [_lane(rank, [len(piece) for piece in pieces]) for rank, pieces in out.items()]
+        link = MessageLink(self._transport, lanes, [_lane(rank, one.pieces) for rank, one in into.items()], _SLOTS, True, self._watch)
+        try:
+            self._move(link, list(out), list(into), out, into, until)
+        finally:
+            link.close()
+
+    def close(self) -> None:
+        """Release the memory. Peers that still wait notice."""
+        if self._shared is not None:
+            self._shared.close()
+
+    def _move(
+        self,
+        link: Link,
+        destinations: list[int],
+        sources: list[int],
+        out: Mapping[int, list[np.ndarray]],
+        into: Mapping[int, _Arriving],
+        until: float,
+    ) -> None:
+        """Move all pieces; lane i of the link goes to the i-th destination, or comes from the i-th source."""
+
+        def left() -> float:
+            return max(0.001, until - time.monotonic())
+
+        def at(number: int) -> int:
+            return number if self._shared is None else number % _SLOTS  # a shared link has as many messages as slots, again and again
+
+        rounds, ahead = max([0, *map(len, out.values()), *(len(one.pieces) for one in into.values())]), _SLOTS - 1
+        for number in range(rounds + ahead if rounds else 0):
+            for lane, rank in enumerate(destinations):
+                if number < len(out.get(rank, ())):
+                    piece = out[rank][number]
+                    _bytes_of(link.pack_into(lane, at(number), left()))[: len(piece)] = piece
+                    link.post(lane, at(number))
+            if number < rounds:
+                link.close_round(at(number), left())
+            for lane, rank in enumerate(sources):
+                if rank in into and 0 <= number - ahead < len(into[rank].pieces):
+                    into[rank].piece(number - ahead, _bytes_of(link.unpack_from(lane, at(number - ahead), left())))
+                    link.release(lane, at(number - ahead))
+        link.finish(left())
+
+
+class _Arriving:
+    """The messages of one source rank, put together from their pieces.
+
+    Attributes:
+        pieces: bytes of each piece of all messages.
+    """
+
+    def __init__(self, source: int, sizes: Sequence[int], piece_bytes: int, take: Take) -> None:
+        self._source, self._sizes, self._take = source, list(sizes), take
+        self.pieces = [end - start for size in self._sizes for start, end in _edges(size, piece_bytes)]
+        self._message, self._filled = np.empty(0, np.uint8), 0
+
+    def piece(self, number: int, buffer: np.ndarray) -> None:
+        """Take a piece from the beginning of a buffer."""
+        if self._filled == 0:
+            self._message = np.empty(self._sizes.pop(0), np.uint8)
+        begin, self._filled = self._filled, self._filled + self.pieces[number]
+        self._message[begin : self._filled] = buffer[: self.pieces[number]]
+        if self._filled == len(self._message):
+            message, self._message, self._filled = self._message, np.empty(0, np.uint8), 0
+            self._take(self._source, message)
+
+
+def _check(strangers: set[int]) -> None:
+    if strangers:
+        raise LayoutError("ranks of messages", got=f"rank {min(strangers)}", expected="ranks that the carrier was made for")
+
+
+def _parts(message: np.ndarray, piece_bytes: int) -> list[np.ndarray]:
+    return [message[start:end] for start, end in _edges(len(message), piece_bytes)]
+
+
+def _edges(nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:
+    if nbytes < 1:
+        raise LayoutError("bytes of a message", got=nbytes, expected="at least 1")
+    return [(start, min(nbytes, start + piece_bytes)) for start in range(0, nbytes, piece_bytes)]
+
+
+def _lane(peer: int, sizes: Sequence[int]) -> Lane:
+    return Lane(peer, tuple(sizes), max(sizes))
+
+
+def _bytes_of(buffer: Buffer) -> np.ndarray:
+    """Return a message buffer in host memory as uint8[n]."""
+    memory = memory_of(buffer, "message buffer", write=True)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.address))

@@ -1,0 +1,232 @@
+"""Trainer ranks and engine ranks of a weight meeting, as threads of one process: the real senders and receivers, without SGLang."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from reshard_ranks import filled
+
+from asyncmoe.config.sync import Staging
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.models import MegatronParallel
+from asyncmoe.models.payload import Payload
+from asyncmoe.receiver import command, hosting, protocol, transfer_plan, worker
+from asyncmoe.receiver.control_store import Store
+from asyncmoe.receiver.protocol import EngineRanks, Outcome, Terms
+from asyncmoe.reshard import RankLayout
+from asyncmoe.rpc.messages import (
+    Committed,
+    Done,
+    EngineInfo,
+    Engines,
+    EnginesAsk,
+    Reply,
+    Request,
+    WeightsAbort,
+    WeightsCommit,
+    WeightsStage,
+)
+from asyncmoe.trainer.weight_sync.rendezvous import Meeting
+from asyncmoe.trainer.weight_sync.sender import Sender
+
+HF = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+TRAINER = {"tp": 2, "pp": 1, "ep": 1, "etp": 2, "dp": 1, "te": False}
+
+
+class Worker(torch.nn.Module):
+    """The parameters of an engine's rank."""
+
+    refreshed = 0
+
+    def post_load_weights(self) -> None:
+        self.refreshed += 1
+
+
+def tensors_of(layout: RankLayout, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """What the storages of a layout in bfloat16 hold; `values` are bits, int16."""
+    return {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in filled(layout, values, np.int16).items()}
+
+
+@dataclass
+class Rig:
+    """A meeting, and what the controller was asked in it.
+
+    Attributes:
+        values: bits of the canonical tensors, as the trainer has them.
+        asked: requests of rank 0 that the controller gets.
+        workers: by rank in the meeting.
+        senders: by trainer rank.
+    """
+
+    terms: Terms
+    values: dict[str, np.ndarray]
+    sources: list[dict[str, torch.Tensor]]
+    workers: dict[int, Worker]
+    senders: list[Sender] = field(default_factory=list)
+    asked: list[Request] = field(default_factory=list)
+    before_commit: Callable[[], None] = lambda: None
+
+    def change(self, share: float, seed: int = 0, but: str = "") -> None:
+        """Change the bits of a share of the elements, at least one of each tensor but one, on all trainer ranks."""
+        generator = np.random.default_rng(seed)
+        for tensor in (tensor for name, tensor in self.values.items() if name != but):
+            flat = tensor.reshape(-1)
+            chosen = generator.choice(flat.size, max(1, round(share * flat.size)), replace=False)
+            flat[chosen] ^= generator.integers(1, 1 << 15, len(chosen), np.int16)
+        self.refill()
+
+    def refill(self) -> None:
+        """Put the values into the sources of all trainer ranks."""
+        for rank, sources in enumerate(self.sources):
+            for name, tensor in tensors_of(self.layout(rank), self.values).items():
+                sources[name].copy_(tensor)
+
+    def layout(self, rank: int) -> RankLayout:
+        return Payload(HF).weights_of_trainer(MegatronParallel(**TRAINER), rank, "bfloat16")  # type: ignore[arg-type]
+
+    def send(self, version: int) -> list[Any]:
+        """All ranks send a version; return each rank's result or error."""
+
+        def part(sender: Sender) -> Any:
+            try:
+                return sender.send(version, lambda _: ())
+            except AsyncmoeError as error:
+                sender.leave()
+                return error
+
+        with ThreadPoolExecutor(len(self.senders)) as threads:
+            return list(threads.map(part, self.senders))
+
+    def ask(self, request: Request, timeout_s: float) -> tuple[Reply, Sequence[bytes]]:
+        """The controller's answer to rank 0."""
+        if isinstance(request, EnginesAsk):
+            return Engines(tuple(EngineInfo(e.name, e.tp, e.ep, 1, 0) for e in self.terms.engines), 1, 1), ()
+        self.asked.append(request)
+        if not isinstance(request, WeightsCommit):
+            return Done(), ()
+        self.before_commit()
+        for model in self.workers.values():
+            worker.obey(model, msgspec.json.encode(command.CommitCommand(request.version, request.update)).decode())
+        return Committed(request.version, (1.0,) * len(self.terms.engines)), ()
+
+    @property
+    def wrong(self) -> list[str]:
+        """Parameters that are not, bit by bit, what the layouts say of the trainer's values."""
+        layouts = {layout.rank: layout for layout in transfer_plan.engine_layouts(self.terms)}
+        return [
+            f"{name} of rank {rank}"
+            for rank, model in self.workers.items()
+            for name, tensor in tensors_of(layouts[rank], self.values).items()
+            if not model.get_parameter(name).view(torch.int16).equal(tensor.view(torch.int16))
+        ]
+
+    def kinds(self) -> list[str]:
+        """How the updates so far began, in order: full, in place, delta."""
+        found = []
+        for number in range(1, self.senders[0]._number + 1):
+            header = self.senders[0].met.store.get(protocol.header(number), 1.0)
+            found.append("failed" if header.failure else "full" if header.base is None else f"delta of {header.base}")
+        return found
+
+    def staged_in_place(self) -> list[bool]:
+        return [request.in_place for request in self.asked if isinstance(request, WeightsStage)]
+
+    def aborted(self) -> list[str]:
+        return [request.why for request in self.asked if isinstance(request, WeightsAbort)]
+
+    def end(self) -> None:
+        for sender in self.senders:
+            sender.leave()
+        receivers = [worker._receivers[model] for model in self.workers.values()]
+        for receiver in receivers:
+            receiver.leave()
+        self.senders.clear()
+        for receiver in receivers:
+            receiver.join(5.0)
+
+
+def meet(
+    transport: Literal["shm", "gloo"] = "shm",
+    staging: Staging = "full",
+    audit_every: int = 0,
+    timeout_s: float = 20.0,
+    workers: dict[int, Worker] | None = None,
+) -> Rig:
+    """A trainer of two tensor-parallel ranks meets an engine of two ranks and one of a single rank. Stub `handshake` before.
+
+    Args:
+        workers: of an earlier meeting.
+    """
+    engines = (EngineRanks("engine.0", 2, 2, 2), EngineRanks("engine.1", 1, 1, 4))
+    terms = Terms(
+        HF,
+        None,
+        dict(TRAINER),
+        engines,
+        "bfloat16",
+        "bfloat16",
+        transport,
+        secrets.token_hex(8),
+        staging,
+        20_000,
+        timeout_s,
+        delta=True,
+        audit_every=audit_every,
+    )
+    hosted = hosting.host("loopback")
+    where = hosting.place(hosted)
+    stores = [Store("test", 0, *where, 5.0, hosted), Store("test", 1, *where, 5.0)]
+    stores[0].put(protocol.TERMS, terms)
+    generator = np.random.default_rng(1)
+    values = {name: generator.integers(-1 << 15, 1 << 15, shape, np.int16) for name, shape in Payload(HF).tensors().items()}
+    workers = dict(workers or {})
+    for layout in transfer_plan.engine_layouts(terms):
+        workers.setdefault(layout.rank, _worker(layout))
+        worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
+        assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
+    stores[0].put(protocol.VERDICT, Outcome())
+    rig = Rig(terms, values, [], workers)
+    sync = SimpleNamespace(timeout_s=timeout_s)
+    config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
+    for rank, store in enumerate(stores):
+        rig.sources.append(tensors_of(rig.layout(rank), values))
+        mesh = SimpleNamespace(rank=rank, device=torch.device("cpu"), world=2)
+        met = Meeting(1, store, terms, transfer_plan.route(terms, rank))
+        event: Any = SimpleNamespace(set=lambda: None)
+        rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], None, event))  # type: ignore[arg-type]
+    return rig
+
+
+def _worker(layout: RankLayout) -> Worker:
+    model = Worker()
+    for name, storage in layout.storages.items():
+        *path, last = name.split(".")
+        inner: torch.nn.Module = model
+        for part in path:
+            if not hasattr(inner, part):
+                inner.add_module(part, torch.nn.Module())
+            inner = getattr(inner, part)
+        parameter = torch.nn.Parameter(torch.zeros(storage.shape, dtype=torch.bfloat16), requires_grad=False)
+        inner.register_parameter(last, parameter)
+    return model

@@ -1,0 +1,343 @@
+"""Updates that are deltas, from real senders to real receivers: bit by bit what full updates bring, and full where anything is in doubt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from delta_meeting import Rig, meet
+
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import ConfigError, TransferError, WeightSyncError
+from asyncmoe.receiver import handshake, protocol, worker
+from asyncmoe.receiver.delta_messages import Coming, Offer, Part
+from asyncmoe.receiver.deltas import DeltaStaging
+from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base, unsupported
+
+Meet = Callable[..., Rig]
+NORM = "final_norm"
+"""A tensor of 32 elements; in engines model.norm.weight."""
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
+    monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
+    monkeypatch.setattr(handshake, "obstacles", lambda _: [])
+    rigs: list[Rig] = []
+
+    def make(**how: Any) -> Rig:
+        rigs.append(meet(**how))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.end()
+
+
+def fine(found: list[Any]) -> bool:
+    return all(isinstance(one, float) for one in found)
+
+
+@pytest.mark.parametrize(("transport", "staging"), [("shm", "full"), ("shm", "delta"), ("gloo", "full"), ("gloo", "delta")])
+def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: str, staging: str) -> None:
+    rig = meeting(transport=transport, staging=staging)
+    assert fine(rig.send(1))
+    assert rig.wrong == []
+    places = {rank: [one.data_ptr() for one in model.parameters()] for rank, model in rig.workers.items()}
+    for version, share in ((2, 0.01), (3, 0.0), (4, 0.1), (5, 1.0), (6, 0.01)):
+        rig.change(share, version)
+        assert rig.wrong, "nothing is written before"
+        found = rig.send(version)
+        assert fine(found), found
+        assert rig.wrong == []
+        assert all(model.refreshed == version for model in rig.workers.values())
+        if version == 2:
+            assert places == {rank: [one.data_ptr() for one in model.parameters()] for rank, model in rig.workers.items()}
+    assert rig.kinds() == ["full", "delta of 1", "delta of 2", "delta of 3", "full", "delta of 5"]
+    assert rig.staged_in_place() == [staging == "delta", False, False, False, staging == "delta", False]
+
+
+def test_a_delta_is_staged_while_the_old_weights_stay(meeting: Meet) -> None:
+    rig = meeting(staging="delta")
+    rig.send(1)
+    rig.change(0.01)
+    held = {rank: [one.clone() for one in model.parameters()] for rank, model in rig.workers.items()}
+    seen: list[bool] = []
+
+    def look() -> None:
+        same = (
+            a.view(torch.int16).equal(b.view(torch.int16))
+            for r, m in rig.workers.items()
+            for a, b in zip(held[r], m.parameters(), strict=True)
+        )
+        seen.append(all(same))
+
+    rig.before_commit = look
+    assert fine(rig.send(2))
+    assert seen == [True]
+    assert rig.wrong == []
+
+
+# ---------------------------------------------------------------- what is in doubt
+
+
+def staging_of(rig: Rig, rank: int) -> DeltaStaging:
+    found = worker._receivers[rig.workers[rank]]._deltas
+    assert found is not None
+    return found
+
+
+def doubted(rig: Rig, version: int, said: str) -> None:
+    """The version is refused as a delta, with the same words on every trainer rank and nothing written; then it goes out in full."""
+    before = {rank: [one.clone() for one in model.parameters()] for rank, model in rig.workers.items()}
+    found = rig.send(version)
+    assert len({str(one) for one in found}) == 1
+    assert re.search(said, str(found[0])), found[0]
+    assert [sender.doubted for sender in rig.senders] == [True, True]
+    assert len(rig.aborted()) == 1
+    for rank, model in rig.workers.items():
+        assert all(a.view(torch.int16).equal(b.view(torch.int16)) for a, b in zip(before[rank], model.parameters(), strict=True))
+    found = rig.send(version)
+    assert fine(found), found
+    assert rig.wrong == []
+    assert rig.kinds()[-2:] == [f"delta of {version - 1}", "full"]
+    rig.change(0.01, 99)
+    assert fine(rig.send(version + 1))
+    assert rig.wrong == []
+    assert rig.kinds()[-1] == f"delta of {version}"
+
+
+def flip(rig: Rig, rank: int, name: str = "model.norm.weight") -> None:
+    rig.workers[rank].get_parameter(name).data.view(torch.int16)[3] ^= 1
+
+
+def test_an_engine_that_missed_a_version_gets_everything(meeting: Meet) -> None:
+    rig = meeting()
+    rig.send(1)
+    staging_of(rig, 3)._held.version = 0
+    rig.change(0.01)
+    doubted(rig, 2, r"a delta of version 1 came, but this rank holds version 0 \(engine.0 rank 1 on .*, cpu\)")
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_damaged_delta_is_followed_by_everything(meeting: Meet, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    rig = meeting(transport=transport)
+    rig.send(1)
+    rig.change(0.01)
+    real = DeltaStaging._stage
+
+    def damaged(self: DeltaStaging, source: int, message: np.ndarray) -> None:
+        if self is staging_of(rig, 4):
+            message[len(message) // 2] ^= 4
+        real(self, source, message)
+
+    monkeypatch.setattr(DeltaStaging, "_stage", damaged)
+    found = rig.send(2)
+    assert "from trainer rank" in str(found[0])
+    assert "to engine.1 rank 0: message 1 of a delta: it arrived with another digest than it was sent with" in str(found[0])
+    monkeypatch.setattr(DeltaStaging, "_stage", real)
+    assert [sender.doubted for sender in rig.senders] == [True, True]
+    assert fine(rig.send(2))
+    assert rig.wrong == []
+    assert rig.kinds() == ["full", "delta of 1", "full"]
+
+
+def test_a_changed_bit_under_an_element_that_changes_is_found(meeting: Meet) -> None:
+    rig = meeting(staging="delta")
+    rig.send(1)
+    flip(rig, 4)
+    rig.values[NORM][3] ^= 2
+    rig.refill()
+    doubted(rig, 2, "message 1 of 1 of a delta does not make version 2 of what lies in memory")
+
+
+@pytest.mark.parametrize("staging", ["full", "delta"])
+def test_a_byte_that_no_delta_touches_is_found_by_the_audit(meeting: Meet, staging: str) -> None:
+    rig = meeting(staging=staging, audit_every=2)
+    rig.send(1)
+    rig.change(0.001, 2, but=NORM)
+    assert fine(rig.send(2))
+    assert rig.wrong == []
+    flip(rig, 4)
+    rig.change(0.001, 3, but=NORM)
+    assert fine(rig.send(3)), "no delta touches it"
+    assert rig.wrong == ["model.norm.weight of rank 4"]
+    rig.change(0.001, 4, but=NORM)
+    doubted(rig, 4, r"what message 1 of 1 wrote has digest \w+, expected \w+; the next update of this rank must be full")
+
+
+def test_without_an_audit_that_byte_stays_as_somebody_wrote_it(meeting: Meet) -> None:
+    rig = meeting(audit_every=0)
+    rig.send(1)
+    flip(rig, 4)
+    for version in range(2, 5):
+        rig.change(0.001, version, but=NORM)
+        assert fine(rig.send(version))
+        assert rig.wrong == ["model.norm.weight of rank 4"]
+
+
+def test_memory_that_changes_between_proof_and_commit_ends_the_worker(meeting: Meet) -> None:
+    rig = meeting()
+    rig.send(1)
+    rig.values[NORM][3] ^= 2
+    rig.refill()
+    rig.before_commit = lambda: flip(rig, 4)
+    with pytest.raises(TransferError, match="does not make version 2"):  # SGLang then fails the request, and the engine is fenced
+        raise rig.send(2)[0]
+    assert [sender.doubted for sender in rig.senders] == [False, False]
+
+
+def test_a_full_update_that_brings_something_else_is_no_version(meeting: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages are whole, but a sender's bits are not those of which it says the digest."""
+    rig = meeting()
+    real = DeltaSource.offer
+
+    def offer(self: DeltaSource, version: int) -> Offer:
+        made = real(self, version)
+        rig.sources[self._sender.rank]["decoder.final_layernorm.weight"].view(torch.int16)[3] ^= 1
+        return made
+
+    monkeypatch.setattr(DeltaSource, "offer", offer)
+    found = rig.send(1)
+    assert re.search("version 1 has digest .*, but its senders have", str(found[0]))
+    assert [sender.doubted for sender in rig.senders] == [False, False]
+    assert rig.wrong, "nothing was committed"
+
+
+def test_an_engine_that_is_gone_is_no_doubt(meeting: Meet) -> None:
+    rig = meeting(timeout_s=4.0)
+    rig.send(1)
+    gone = worker._receivers[rig.workers[4]]
+    gone.leave()
+    rig.senders[0].met.store.put(protocol.header(2), protocol.Header(2, 1, "ends it"))
+    gone.join(5.0)
+    rig.senders[0]._number = rig.senders[1]._number = 2
+    rig.change(0.01)
+    found = rig.send(2)
+    assert "engine.1 rank 0 is gone" in str(found[0])
+    assert [sender.doubted for sender in rig.senders] == [False, False]
+
+
+def test_a_rank_that_cannot_code_says_why_on_every_rank(meeting: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = meeting()
+    rig.send(1)
+    real = DeltaSource.offer
+
+    def offer(self: DeltaSource, version: int) -> Offer:
+        if self._sender.rank == 1:
+            raise MemoryError("no room for the messages")
+        return real(self, version)
+
+    monkeypatch.setattr(DeltaSource, "offer", offer)
+    found = rig.send(2)
+    assert len({str(one) for one in found}) == 1
+    assert str(found[0]).startswith("out of memory: no room for the messages")
+    assert "trainer rank 1" in str(found[0])
+    monkeypatch.setattr(DeltaSource, "offer", real)
+    rig.change(0.01)
+    assert fine(rig.send(2))
+    assert rig.kinds() == ["full", "failed", "full"]
+    assert rig.wrong == []
+
+
+def test_a_commit_that_failed_is_followed_by_everything(meeting: Meet) -> None:
+    """Some engines have the version then, others do not."""
+    rig = meeting()
+    rig.send(1)
+    rig.change(0.01)
+
+    def refuse() -> None:
+        raise WeightSyncError("publishing version 2: checksums differ")
+
+    rig.before_commit = refuse
+    assert "checksums differ" in str(rig.send(2)[0])
+    rig.before_commit = lambda: None
+    rig.change(0.01, 3)
+    assert fine(rig.send(3))
+    assert rig.kinds() == ["full", "delta of 1", "full"]
+    assert rig.wrong == []
+
+
+def test_an_engine_that_joins_meets_all_anew_and_all_get_everything(meeting: Meet) -> None:
+    first = meeting()
+    first.send(1)
+    first.change(0.01)
+    assert fine(first.send(2))
+    second = meeting(workers=first.workers)
+    second.change(0.01)
+    assert fine(second.send(3))
+    assert second.kinds() == ["full"]
+    assert second.wrong == []
+
+
+# ---------------------------------------------------------------- the decision
+
+
+PART = Part(1000, (), 1)
+
+
+@pytest.mark.parametrize(
+    ("offers", "base"),
+    [
+        ([Offer(base=3, parts={2: Part(1000, (100, 200), 1)}), Offer(base=3, parts={2: Part(500, (300,), 1)})], 3),
+        ([Offer(base=3, parts={2: Part(1000, (100, 351), 1)}), Offer(base=3, parts={2: Part(500, (300,), 1)})], None),
+        ([Offer(base=3, parts={2: Part(1000, (1,), 1), 3: Part(100, (51,), 1)})], None),
+        ([Offer(base=3, parts={2: Part(1000, (1,), 1)}), Offer(parts={2: PART})], None),
+        ([Offer(base=3, parts={2: Part(1000, (1,), 1)}), Offer(base=2, parts={2: Part(1000, (1,), 1)})], None),
+        ([Offer(parts={2: PART}), Offer(parts={2: PART})], None),
+        ([Offer(base=0, parts={2: Part(1000, (1,), 1)}), Offer(base=0)], 0),
+    ],
+)
+def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: list[Offer], base: int | None) -> None:
+    assert common_base(dict(enumerate(offers))) == base
+
+
+def test_an_engine_rank_is_told_what_comes_from_whom() -> None:
+    offers = {
+        0: Offer(base=3, parts={2: Part(9, (4, 5), (1 << 64) - 1), 3: Part(9, (1,), 7)}),
+        1: Offer(base=3, parts={2: Part(9, (6,), 3)}),
+    }
+    assert comings(offers, {2: "a", 3: "b"}, 3) == {2: Coming({0: (4, 5), 1: (6,)}, 2), 3: Coming({0: (1,)}, 7)}
+    assert comings(offers, {2: "a", 3: "b"}, None) == {2: Coming({}, 2), 3: Coming({}, 7)}
+
+
+def config(**values: Any) -> Config:
+    return parse({"run": {"dir": "runs/x", "steps": 3}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "device", "said"),
+    [
+        ({}, "cpu", ""),
+        ({"sync": {"delta": "auto"}}, "cpu", ""),
+        ({"sync": {"delta": "auto"}}, "cuda", "weights on a GPU are sent whole"),
+        ({"sync": {"delta": "auto", "staging": False}}, "cpu", "sync.staging is none"),
+        ({"sync": {"delta": "auto"}, "train": "lora"}, "cpu", "adapters are sent whole"),
+    ],
+)
+def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], device: str, said: str) -> None:
+    assert unsupported(config(**values), torch.device(device)).startswith(said)
+    assert bool(said) == bool(unsupported(config(**values), torch.device(device)))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"sync": {"staging": "delta"}}, "got delta, expected auto, full or none because sync.delta is off"),
+        ({"sync": {"staging": "delta", "delta": "auto"}, "train": "lora"}, "got delta, expected auto, full or none because train is lora"),
+    ],
+)
+def test_staging_of_deltas_where_there_are_none_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"sync.staging: {said}"):
+        config(**values)
+
+
+@pytest.mark.parametrize(("given", "meant"), [(True, "full"), (False, "none"), ("full", "full"), ("none", "none"), ("auto", "full")])
+def test_staging_has_its_former_values_too(given: Any, meant: str) -> None:
+    found = config(sync={"staging": given})
+    assert found.sync.stages == meant
+    assert found.survives_controller == (meant == "full")

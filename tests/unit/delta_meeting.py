@@ -20,6 +20,7 @@ from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.receiver import command, hosting, protocol, transfer_plan, worker
 from asyncmoe.receiver.control_store import Store
+from asyncmoe.receiver.hosting import MeetingFile
 from asyncmoe.receiver.protocol import EngineRanks, Outcome, Terms
 from asyncmoe.reshard import RankLayout
 from asyncmoe.rpc.messages import (
@@ -83,6 +84,8 @@ class Rig:
     values: dict[str, np.ndarray]
     sources: list[dict[str, torch.Tensor]]
     workers: dict[int, Worker]
+    hosted: MeetingFile
+    receivers: list[worker.Receiver]
     senders: list[Sender] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
     before_commit: Callable[[], None] = lambda: None
@@ -158,11 +161,10 @@ class Rig:
     def end(self) -> None:
         for sender in self.senders:
             sender.leave()
-        receivers = [worker._receivers[model] for model in self.workers.values()]
-        for receiver in receivers:
+        for receiver in self.receivers:
             receiver.leave()
-        self.senders.clear()
-        for receiver in receivers:
+        self.hosted._lock.close()  # as when rank 0 has ended; the folder goes with the rig
+        for receiver in self.receivers:
             receiver.join(5.0)
 
 
@@ -194,7 +196,7 @@ def meet(
         delta=True,
         audit_every=audit_every,
     )
-    hosted = hosting.host("loopback")
+    hosted = MeetingFile()
     where = hosting.place(hosted)
     stores = [Store("test", 0, *where, 5.0, hosted), Store("test", 1, *where, 5.0)]
     stores[0].put(protocol.TERMS, terms)
@@ -206,7 +208,7 @@ def meet(
         worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
     stores[0].put(protocol.VERDICT, Outcome())
-    rig = Rig(terms, values, [], workers)
+    rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
     sync = SimpleNamespace(timeout_s=timeout_s)
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
     for rank, store in enumerate(stores):

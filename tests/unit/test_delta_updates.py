@@ -13,9 +13,10 @@ from delta_meeting import Rig, meet
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, TransferError, WeightSyncError
-from asyncmoe.receiver import handshake, protocol, worker
+from asyncmoe.receiver import delta_messages, handshake, protocol, worker
 from asyncmoe.receiver.delta_messages import Coming, Offer, Part
 from asyncmoe.receiver.deltas import DeltaStaging
+from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base, unsupported
 
 Meet = Callable[..., Rig]
@@ -47,6 +48,9 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
     rig = meeting(transport=transport, staging=staging)
     assert fine(rig.send(1))
     assert rig.wrong == []
+    whole = rig.senders[0].traffic
+    assert whole is not None
+    assert whole.nbytes > 2 * sum(tensor.nbytes for tensor in rig.values.values())
     places = {rank: [one.data_ptr() for one in model.parameters()] for rank, model in rig.workers.items()}
     for version, share in ((2, 0.01), (3, 0.0), (4, 0.1), (5, 1.0), (6, 0.01)):
         rig.change(share, version)
@@ -56,9 +60,15 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
         assert rig.wrong == []
         assert all(model.refreshed == version for model in rig.workers.values())
         if version == 2:
+            sparse = rig.senders[0].traffic
+            assert sparse is not None
+            assert sparse.nbytes < whole.nbytes / 4
+            assert 0.005 < (sparse.changed or 0.0) < 0.03
             assert places == {rank: [one.data_ptr() for one in model.parameters()] for rank, model in rig.workers.items()}
     assert rig.kinds() == ["full", "delta of 1", "delta of 2", "delta of 3", "full", "delta of 5"]
     assert rig.staged_in_place() == [staging == "delta", False, False, False, staging == "delta", False]
+    store = rig.senders[0].met.store
+    assert [any(store.has(key) for key in delta_messages.keys(number, rig.terms)) for number in range(1, 7)] == [False] * 4 + [True] * 2
 
 
 def test_a_delta_is_staged_while_the_old_weights_stay(meeting: Meet) -> None:
@@ -267,11 +277,31 @@ def test_an_engine_that_joins_meets_all_anew_and_all_get_everything(meeting: Mee
     first.send(1)
     first.change(0.01)
     assert fine(first.send(2))
+    first.end()
     second = meeting(workers=first.workers)
     second.change(0.01)
     assert fine(second.send(3))
     assert second.kinds() == ["full"]
     assert second.wrong == []
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_without_room_for_the_way_of_deltas_ends_the_others(meeting: Meet, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    rig = meeting(timeout_s=5.0)
+    real = Exchanger.open_carrier
+
+    def full(self: Exchanger) -> None:
+        real(self)
+        if self.rank == rank:
+            raise MemoryError("no room for messages")
+
+    monkeypatch.setattr(Exchanger, "open_carrier", full)
+    found = rig.send(1)
+    assert len({str(one) for one in found}) == 1
+    assert str(found[0]).startswith("out of memory: no room for messages")
+    monkeypatch.setattr(Exchanger, "open_carrier", real)
+    assert fine(rig.send(1))
+    assert rig.wrong == []
 
 
 # ---------------------------------------------------------------- the decision

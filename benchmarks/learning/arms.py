@@ -88,6 +88,18 @@ def chosen(names: Sequence[str]) -> tuple[Arm, ...]:
     return tuple(known[name] for name in names) or ARMS
 
 
+def numbers(seeds: str) -> tuple[int, ...]:
+    """Return seeds separated by commas, each once.
+
+    Raises:
+        UserError: the text is something else.
+    """
+    found = tuple(dict.fromkeys(int(seed) for seed in seeds.split(",") if seed.isascii() and seed.isdigit()))
+    if not found or len(found) < len(seeds.split(",")):
+        raise UserError("--seeds", got=seeds, expected="different whole numbers, separated by commas: 0,1,2")
+    return found
+
+
 def overrides(arm: Arm, seed: int, run_dir: Path, steps: int) -> list[str]:
     """Return the arguments of `asyncmoe run` after the configuration. Later ones win."""
     return [f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={arm.model}", *_COMMON, *arm.settings]

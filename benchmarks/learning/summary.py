@@ -11,8 +11,8 @@ from benchmarks.learning.curves import band, reached
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Records by the name of their arm."""
-BASES = {"dense": "dense-async", "moe": "moe"}
-"""What the name of an arm begins with -> the arm that the others are compared with."""
+BASES = {"dense": "dense-async", "moe": "moe", "moe-small-steps": "moe-small-steps"}
+"""What the name of an arm begins with -> the arm that it is compared with; the longest counts."""
 
 
 def _step_seconds(run: Mapping[str, Any]) -> float:
@@ -59,7 +59,7 @@ def summary(by_arm: Runs, level: float) -> dict[str, dict[str, Any]]:
         told["never"] = to["samples"].count(None)
         found[name] = told
     for name, told in found.items():
-        base = BASES[name.partition("-")[0]]
+        base = BASES[max((front for front in BASES if name.startswith(front)), key=len)]
         if base in by_arm and base != name and (against := differences(by_arm[name], by_arm[base], level)):
             told["against"] = against
     return found

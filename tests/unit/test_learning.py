@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("arm", arms.ARMS, ids=lambda arm: arm.name)
 def test_every_arm_is_a_valid_configuration_that_differs(arm: arms.Arm) -> None:
     config = configuration.load(ROOT / arms.CONFIGURATION, arms.overrides(arm, 1, Path("runs/x"), 60))
-    assert config.rollout.batch == 32
-    assert (config.run.seed, config.run.steps, config.model.path) == (1, 60, arm.model)
-    different = {(other.model, other.settings, tuple(other.environment), other.trl) for other in arms.ARMS}
+    assert (config.rollout.batch * arm.split, config.evaluation.every) == (32, 6 * arm.split)
+    assert (config.run.seed, config.run.steps, config.model.path) == (1, 60 * arm.split, arm.model)
+    different = {(other.model, other.settings, tuple(other.environment), other.trl, other.split) for other in arms.ARMS}
     assert len(different) == len(arms.ARMS)
 
 
@@ -205,6 +205,10 @@ def test_arms_are_summed_up_and_compared_seed_by_seed() -> None:
     assert "against" not in one
     assert "kl" not in one
     assert other["against"] == {"seeds": 2, "after": [0.15, 0.6353], "curve": [0.075, 0.31765], "seconds_to": [2.0, 0.0]}
+    small = [told(f"moe-small-steps{more}", 0, [0.1, 0.2, last], 1.0) for more, last in (("", 0.5), ("-eta-64", 0.4))]
+    both = summary(figures.by_arm([told("moe", 0, [0.1, 0.9, 0.9], 1.0), *small]), level=0.4)
+    assert "against" not in both["moe-small-steps"]
+    assert both["moe-small-steps-eta-64"]["against"]["after"] == [-0.1, 0.0]
     never = summary(figures.by_arm(runs), level=0.85)
     assert never["dense-async"]["never"] == 2
     assert "samples_to" not in never["dense-async"]

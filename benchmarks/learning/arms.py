@@ -17,6 +17,8 @@ _COMMON = (
 )
 _EVERY, _GROUPS = 6, 4
 _UNCORRECTED = "objective.correction.weight=none"
+_TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait sleep: if they spin, a step that trains during an evaluation takes ten times as long."""
 _MIXTURE = ("keep.routing=true", "queue.staleness.max_staleness=1")
 
 
@@ -50,7 +52,7 @@ ARMS = (
         ("trainer.ranks=2",),
     ),
     Arm("dense-sync", DENSE, "engine and trainer in turn, one core each", ("run.mode=sync",)),
-    Arm("dense-sync-both-cores", DENSE, "engine and trainer in turn, each on both cores", ("run.mode=sync",), {"OMP_NUM_THREADS": "2"}),
+    Arm("dense-sync-both-cores", DENSE, "engine and trainer in turn, each on both cores", ("run.mode=sync",), _TWO_THREADS),
     Arm("dense-trl", DENSE, "TRL's GRPOTrainer with transformers' own generation, each on both cores", trl=True),
     Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), tokens are up to one version old", _MIXTURE),
     Arm("moe-routing-off", MIXTURE, "routes are not replayed", (*_MIXTURE, "keep.routing=false")),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.errors import UserError
@@ -17,8 +17,6 @@ _COMMON = (
 )
 _EVERY, _GROUPS = 6, 4
 _UNCORRECTED = "objective.correction.weight=none"
-_TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads that wait sleep: if they spin, a step that trains during an evaluation takes ten times as long."""
 _MIXTURE = ("keep.routing=true", "queue.staleness.max_staleness=1")
 
 
@@ -28,7 +26,6 @@ class Arm:
 
     Attributes:
         settings: overrides of the configuration.
-        environment: variables of the run.
         about: what it is, for the page.
         trl: TRL trains it, not asyncmoe.
         split: a step has this part of the samples, and there are as many times as many, so that tokens can get as many versions old.
@@ -38,7 +35,6 @@ class Arm:
     model: Path
     about: str
     settings: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     trl: bool = False
     split: int = 1
 
@@ -52,7 +48,12 @@ ARMS = (
         ("trainer.ranks=2",),
     ),
     Arm("dense-sync", DENSE, "engine and trainer in turn, one core each", ("run.mode=sync",)),
-    Arm("dense-sync-both-cores", DENSE, "engine and trainer in turn, each on both cores", ("run.mode=sync",), _TWO_THREADS),
+    Arm(
+        "dense-sync-both-cores",
+        DENSE,
+        "two engines and two trainer ranks in turn, each on both cores",
+        ("run.mode=sync", "trainer.ranks=2", "engines.count=2"),
+    ),
     Arm("dense-trl", DENSE, "TRL's GRPOTrainer with transformers' own generation, each on both cores", trl=True),
     Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), tokens are up to one version old", _MIXTURE),
     Arm("moe-routing-off", MIXTURE, "routes are not replayed", (*_MIXTURE, "keep.routing=false")),

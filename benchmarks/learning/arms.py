@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncmoe.errors import UserError
@@ -26,6 +26,7 @@ class Arm:
 
     Attributes:
         settings: overrides of the configuration.
+        environment: variables of the run.
         about: what it is, for the page.
         trl: TRL trains it, not asyncmoe.
         split: a step has this part of the samples, and there are as many times as many, so that tokens can get as many versions old.
@@ -35,6 +36,7 @@ class Arm:
     model: Path
     about: str
     settings: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     trl: bool = False
     split: int = 1
 
@@ -48,12 +50,7 @@ ARMS = (
         ("trainer.ranks=2",),
     ),
     Arm("dense-sync", DENSE, "engine and trainer in turn, one core each", ("run.mode=sync",)),
-    Arm(
-        "dense-sync-both-cores",
-        DENSE,
-        "two engines and two trainer ranks in turn, each on both cores",
-        ("run.mode=sync", "trainer.ranks=2", "engines.count=2"),
-    ),
+    Arm("dense-sync-both-cores", DENSE, "engine and trainer in turn, each on both cores", ("run.mode=sync",), {"OMP_NUM_THREADS": "2"}),
     Arm("dense-trl", DENSE, "TRL's GRPOTrainer with transformers' own generation, each on both cores", trl=True),
     Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), tokens are up to one version old", _MIXTURE),
     Arm("moe-routing-off", MIXTURE, "routes are not replayed", (*_MIXTURE, "keep.routing=false")),

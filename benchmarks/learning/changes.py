@@ -65,11 +65,11 @@ def measure(name: str, rate: float, steps: int) -> dict[str, list[float]]:
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     (arm,) = arms.chosen([name])
     kept = ["trainer.checkpoint_every=1", f"trainer.keep_checkpoints={steps + 1}", "evaluation.every=0", f"trainer.optimizer.lr={rate:g}"]
-    runner.finish(run_dir, ["-m", "asyncmoe", "run", str(arms.CONFIGURATION), *arms.overrides(arm, 0, run_dir, steps), *kept])
+    runner.finish(run_dir, ["-m", "asyncmoe", "run", str(arms.CONFIGURATION), *arms.overrides(arm, 0, run_dir, steps), *kept], {})
     exports = [runner.ROOT / arm.model]
     for step in range(1, steps + 1):
         exports.append(run_dir / f"export-{step}")
-        runner.finish(run_dir, ["-m", "asyncmoe", "export", str(run_dir), str(exports[-1]), "--step", str(step)])
+        runner.finish(run_dir, ["-m", "asyncmoe", "export", str(run_dir), str(exports[-1]), "--step", str(step)], {})
     found = shares(exports)
     shutil.rmtree(run_dir)
     return found

@@ -88,7 +88,7 @@ def _curves(arm: Arm, seed: int, steps: int) -> dict[str, Any]:
     if arm.trl:
         return _of_trl(run_dir, seed, steps)
     given = overrides(arm, seed, run_dir, steps)
-    finish(run_dir, ["-m", "asyncmoe", "run", str(CONFIGURATION), *given])
+    finish(run_dir, ["-m", "asyncmoe", "run", str(CONFIGURATION), *given], arm.environment)
     found = curves.of_run(run_dir, configuration.of_run(run_dir).rollout.batch)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     return found
@@ -100,13 +100,13 @@ def _of_trl(run_dir: Path, seed: int, steps: int) -> dict[str, Any]:
     out = run_dir.with_suffix(".json")
     path = os.pathsep.join([str(TRL), str(ROOT)])
     command = ["-m", "benchmarks.learning.with_trl", str(seed), str(steps), str(out)]
-    finish(run_dir, command, PYTHONPATH=path, OMP_NUM_THREADS="2", HF_HUB_OFFLINE="1")
+    finish(run_dir, command, {"PYTHONPATH": path, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"})
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
-def finish(run_dir: Path, command: Sequence[str], **environment: str) -> None:
-    """Run Python with `command` to its end, with more variables in its environment."""
+def finish(run_dir: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run Python with `command` to its end."""
     log = run_dir.with_suffix(".log")
     with log.open("ab") as output:
         given = {**os.environ, **environment}

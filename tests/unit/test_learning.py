@@ -26,7 +26,7 @@ def test_every_arm_is_a_valid_configuration_that_differs(arm: arms.Arm) -> None:
     config = configuration.load(ROOT / arms.CONFIGURATION, arms.overrides(arm, 1, Path("runs/x"), 60))
     assert (config.rollout.batch * arm.split, config.evaluation.every) == (32, 6 * arm.split)
     assert (config.run.seed, config.run.steps, config.model.path) == (1, 60 * arm.split, arm.model)
-    different = {(other.model, other.settings, other.trl, other.split) for other in arms.ARMS}
+    different = {(other.model, other.settings, tuple(other.environment), other.trl, other.split) for other in arms.ARMS}
     assert len(different) == len(arms.ARMS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -49,13 +50,16 @@ tokens that the trainer's router would send elsewhere, and age."""
 
 def summary(by_arm: Runs, level: float) -> dict[str, dict[str, Any]]:
     """Return for each arm {"seeds", a figure: [mean, half of its 95 % interval] ..., "samples_to", "seconds_to": where accuracy first
-    reaches `level`, "never": seeds that do not, "against": see `differences`}. A figure that a seed lacks is left out."""
+    reaches `level`, "training_to": see `training_to`, "never": seeds that do not, "against": see `differences`}. A figure that a seed
+    lacks is left out."""
     found: dict[str, dict[str, Any]] = {}
     for name, runs in by_arm.items():
         told: dict[str, Any] = {"seeds": len(runs)}
         told |= {figure: _band(values) for figure, of in FIGURES.items() if (values := _all([of(run) for run in runs]))}
         to = {axis: [to_level(run, axis, level) for run in runs] for axis in ("samples", "seconds")}
         told |= {f"{axis}_to": _band(there) for axis, values in to.items() if (there := [one for one in values if one is not None])}
+        if there := [one for run in runs if (one := training_to(run, level)) is not None]:
+            told["training_to"] = _band(there)
         told["never"] = to["samples"].count(None)
         found[name] = told
     for name, told in found.items():
@@ -67,7 +71,7 @@ def summary(by_arm: Runs, level: float) -> dict[str, dict[str, Any]]:
 
 def differences(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]], level: float) -> dict[str, list[float]]:
     """Return what an arm changes, seed by seed, for the seeds that both have: {"seeds", "after", "curve": mean difference of the accuracy
-    and half of its 95 % interval, "seconds_to": the same of how many times as long it takes to `level`}."""
+    and half of its 95 % interval, "seconds_to", "training_to": the same of how many times as long it takes to `level`}."""
     of_base = {one["seed"]: one for one in base}
     pairs = [(one, of_base[one["seed"]]) for one in runs if one["seed"] in of_base]
     if not pairs:
@@ -76,15 +80,28 @@ def differences(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, A
     for figure in ("after", "curve"):
         of = FIGURES[figure]
         found[figure] = _band([(of(one) or 0.0) - (of(other) or 0.0) for one, other in pairs])
-    times = [(to_level(one, "seconds", level), to_level(other, "seconds", level)) for one, other in pairs]
-    if ratios := [mine / theirs for mine, theirs in times if mine is not None and theirs]:
-        found["seconds_to"] = _band(ratios)
+    for figure, of_run in (
+        ("seconds_to", partial(to_level, axis="seconds", level=level)),
+        ("training_to", partial(training_to, level=level)),
+    ):
+        times = [(of_run(one), of_run(other)) for one, other in pairs]
+        if ratios := [mine / theirs for mine, theirs in times if mine is not None and theirs]:
+            found[figure] = _band(ratios)
     return found
 
 
 def to_level(run: Mapping[str, Any], axis: str, level: float) -> float | None:
     """Return where a run's accuracy first reaches `level`, in samples or seconds; None if it does not."""
     return reached(run["evaluations"][axis], run["evaluations"]["accuracy"], level)
+
+
+def training_to(run: Mapping[str, Any], level: float) -> float | None:
+    """Return the seconds of as many steps of median length as it takes to `level`: without the start, and without the evaluations, which
+    take the same cores. None if the run does not reach it."""
+    samples = to_level(run, "samples", level)
+    if samples is None or len(run.get("seconds", ())) < 2:
+        return None
+    return samples / run["samples"][0] * _step_seconds(run)
 
 
 def _all(values: Sequence[float | None]) -> list[float]:

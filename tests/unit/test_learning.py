@@ -190,7 +190,15 @@ def test_the_kind_of_a_tensor(name: str, kind: str) -> None:
 def told(arm: str, seed: int, accuracy: list[float], step: float) -> dict[str, object]:
     seconds = [step * number for number in range(1, 5)]
     evaluations = {"samples": [0, 100, 200], "seconds": [0.0, 10 * step, 20 * step], "accuracy": accuracy}
-    return {"arm": arm, "seed": seed, "seconds": seconds, "tokens_per_s": 40.0, "ess": [1.0, 0.5, None], "evaluations": evaluations}
+    return {
+        "arm": arm,
+        "seed": seed,
+        "samples": [25, 50, 75, 100],
+        "seconds": seconds,
+        "tokens_per_s": 40.0,
+        "ess": [1.0, 0.5, None],
+        "evaluations": evaluations,
+    }
 
 
 def test_arms_are_summed_up_and_compared_seed_by_seed() -> None:
@@ -202,9 +210,16 @@ def test_arms_are_summed_up_and_compared_seed_by_seed() -> None:
     assert (one["seeds"], one["never"], one["before"], one["ess"], one["ess_least"]) == (2, 0, [0, 0], [0.75, 0], [0.5, 0])
     assert one["step_seconds"][0] == 1.5
     assert one["samples_to"][0] == 90.0, "100 and 80"
+    assert one["training_to"][0] == 5.2, "4 steps of 1 s and 3.2 of 2 s"
     assert "against" not in one
     assert "kl" not in one
-    assert other["against"] == {"seeds": 2, "after": [0.15, 0.6353], "curve": [0.075, 0.31765], "seconds_to": [2.0, 0.0]}
+    assert other["against"] == {
+        "seeds": 2,
+        "after": [0.15, 0.6353],
+        "curve": [0.075, 0.31765],
+        "seconds_to": [2.0, 0.0],
+        "training_to": [2.0, 0.0],
+    }
     small = [told(f"moe-small-steps{more}", 0, [0.1, 0.2, last], 1.0) for more, last in (("", 0.5), ("-eta-64", 0.4))]
     both = summary(figures.by_arm([told("moe", 0, [0.1, 0.9, 0.9], 1.0), *small]), level=0.4)
     assert "against" not in both["moe-small-steps"]

@@ -100,11 +100,14 @@ def learning_(
 ) -> None:
     """A real model learns to add: arms that differ in one thing, with three seeds each. Hours; the same command goes on."""
     from benchmarks.learning import arms as known
+    from benchmarks.learning import figures, runner
     from benchmarks.learning import page as pages
-    from benchmarks.learning import runner
+    from benchmarks.learning.summary import summary
 
     chosen = known.chosen([name for name in arms.split(",") if name])
-    runner.run(chosen, [int(seed) for seed in seeds.split(",")], steps, results, minutes, typer.echo)
+    runner.run(chosen, known.numbers(seeds), steps, results, minutes, typer.echo)
+    if runs := runner.read(results)["runs"]:
+        runner.write(results, runs, level={"accuracy": level}, arms=summary(figures.by_arm(runs), level))
     if page is not None:
         page.write_text(pages.html(runner.read(results), level))
     if pictures is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,7 @@ from asyncmoe import config as configuration
 from asyncmoe.checkpoints import intact
 from asyncmoe.errors import AsyncmoeError, DataError, UserError
 from asyncmoe.launch.local_trainer import trainer_command
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT
+from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.process import Child
 
@@ -47,7 +48,7 @@ def export(
         raise intact.refused(checkpoint, fault)
     step = int(checkpoints.facts(checkpoint)["step"])
     command = trainer_command(config, run_dir, "asyncmoe.trainer.export", str(step), str(out), form)
-    child = Child("export", command, out.with_name(f"{out.name}.log"), TRAINER_ENVIRONMENT)
+    child = Child("export", command, out.with_name(f"{out.name}.log"), trainer_environment(os.environ))
     try:
         if not child.wait(timeout_s):
             raise AsyncmoeError(f"export took longer than {timeout_s:.0f} s; its log is {child.log}")

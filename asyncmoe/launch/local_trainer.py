@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.launch.prepared import Prepared
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, free_port, torchrun
+from asyncmoe.launch.torchrun import free_port, torchrun, trainer_environment
 from asyncmoe.process import Child
 from asyncmoe.rpc.environment import TRAINER_EPOCH
 from asyncmoe.telemetry import processes
@@ -54,7 +54,7 @@ class LocalTrainer:
     def _started(self, more: Mapping[str, str]) -> Child:
         command = self._command(self._config, self._file)
         log = self._config.run.dir / "logs" / "trainer.log"
-        return Child("trainer", command, log, {**TRAINER_ENVIRONMENT, **more}, self._config.telemetry.logs.bounds)
+        return Child("trainer", command, log, {**trainer_environment(os.environ), **more}, self._config.telemetry.logs.bounds)
 
     def stop(self) -> None:
         """End all ranks, those that stand by too."""

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
@@ -19,8 +19,17 @@ from asyncmoe.process import KILLED, say
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.scratch import Scratch
 
-TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """One OpenMP thread per rank, because ranks that outnumber the cores would spin against each other and against the engines."""
+
+
+def trainer_environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a trainer's ranks.
+
+    Args:
+        ours: the starting process's; the user's values take precedence.
+    """
+    return {name: ours.get(name, value) for name, value in _ENVIRONMENT.items()}
 
 
 def torchrun(ranks: int, master: tuple[str, int], module: str, *arguments: str, node: int = 0, nodes: int = 1) -> list[str]:

@@ -11,11 +11,12 @@ from asyncmoe.errors import UserError
 CONFIGURATION = Path("examples/real/sums.yaml")
 DENSE, MIXTURE = Path("runs/models/smollm2"), Path("runs/models/smollm2-moe")
 _COMMON = (
-    "trainer.checkpoint_every=20",
     "objective.kl.coefficient=0",
     "evaluation.max_concurrent=64",
     "telemetry.live=off",
 )
+_EVERY, _GROUPS = 6, 4
+_UNCORRECTED = "objective.correction.weight=none"
 _MIXTURE = ("keep.routing=true", "queue.staleness.max_staleness=1")
 
 
@@ -28,6 +29,7 @@ class Arm:
         environment: variables of the run.
         about: what it is, for the page.
         trl: TRL trains it, not asyncmoe.
+        split: a step has this part of the samples, and there are as many times as many, so that tokens can get as many versions old.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Arm:
     settings: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     trl: bool = False
+    split: int = 1
 
 
 ARMS = (
@@ -51,8 +54,7 @@ ARMS = (
     Arm("dense-trl", DENSE, "TRL's GRPOTrainer with transformers' own generation, each on both cores", trl=True),
     Arm("moe", MIXTURE, "the mixture: routes replayed, tokens weighted (TIS, cap 2), tokens are up to one version old", _MIXTURE),
     Arm("moe-routing-off", MIXTURE, "routes are not replayed", (*_MIXTURE, "keep.routing=false")),
-    Arm("moe-uncorrected", MIXTURE, "no importance weights", (*_MIXTURE, "objective.correction.weight=none")),
-    Arm("moe-eta-64", MIXTURE, "tokens are up to 64 versions old", (*_MIXTURE, "queue.staleness.max_staleness=64")),
+    Arm("moe-uncorrected", MIXTURE, "no importance weights", (*_MIXTURE, _UNCORRECTED)),
     Arm(
         "moe-lora",
         MIXTURE,
@@ -65,14 +67,18 @@ ARMS = (
         "no importance weights; responses whose ratio is outside [0.5, 2] are rejected",
         (*_MIXTURE, "objective.correction={weight: none, sequence_band: [0.5, 2.0]}"),
     ),
-    Arm(
-        "moe-eta-64-uncorrected",
-        MIXTURE,
-        "tokens are up to 64 versions old, no importance weights",
-        (*_MIXTURE, "queue.staleness.max_staleness=64", "objective.correction.weight=none"),
+    *(
+        Arm(
+            f"moe-small-steps{name}", MIXTURE, f"four times as many steps of a quarter of the samples; {about}", (*_MIXTURE, *more), split=4
+        )
+        for name, about, more in (
+            ("", "tokens are up to one version old", ()),
+            ("-eta-64", "tokens are up to 64 versions old", ("queue.staleness.max_staleness=64",)),
+            ("-eta-64-uncorrected", "up to 64, no importance weights", ("queue.staleness.max_staleness=64", _UNCORRECTED)),
+            ("-eta-16", "tokens are up to 16 versions old", ("queue.staleness.max_staleness=16",)),
+            ("-eta-4", "tokens are up to 4 versions old", ("queue.staleness.max_staleness=4",)),
+        )
     ),
-    Arm("moe-eta-16", MIXTURE, "tokens are up to 16 versions old", (*_MIXTURE, "queue.staleness.max_staleness=16")),
-    Arm("moe-eta-4", MIXTURE, "tokens are up to 4 versions old", (*_MIXTURE, "queue.staleness.max_staleness=4")),
 )
 
 
@@ -88,6 +94,24 @@ def chosen(names: Sequence[str]) -> tuple[Arm, ...]:
     return tuple(known[name] for name in names) or ARMS
 
 
+def numbers(seeds: str) -> tuple[int, ...]:
+    """Return seeds separated by commas, each once.
+
+    Raises:
+        UserError: the text is something else.
+    """
+    found = tuple(dict.fromkeys(int(seed) for seed in seeds.split(",") if seed.isascii() and seed.isdigit()))
+    if not found or len(found) < len(seeds.split(",")):
+        raise UserError("--seeds", got=seeds, expected="different whole numbers, separated by commas: 0,1,2")
+    return found
+
+
 def overrides(arm: Arm, seed: int, run_dir: Path, steps: int) -> list[str]:
-    """Return the arguments of `asyncmoe run` after the configuration. Later ones win."""
-    return [f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps}", f"model.path={arm.model}", *_COMMON, *arm.settings]
+    """Return the arguments of `asyncmoe run` after the configuration, for as many samples as `steps` steps have there. Later ones win."""
+    of_run = (f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps * arm.split}", f"model.path={arm.model}")
+    of_steps = (
+        f"rollout.groups_per_step={_GROUPS // arm.split}",
+        f"evaluation.every={_EVERY * arm.split}",
+        f"trainer.checkpoint_every={20 * arm.split}",
+    )
+    return [*of_run, *of_steps, *_COMMON, *arm.settings]

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from asyncmoe.simulate.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.learning.arms import ARMS
 from benchmarks.learning.curves import Point, against_seconds, together
+from benchmarks.learning.summary import Runs
 
-Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Records by the name of their arm."""
 Axis = Literal["samples", "seconds"]
 Panel = tuple[str, Axis, str]
 """Name of a figure of `curves.curves`, or "accuracy"; what it is drawn against; its title."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.learning import figures
 from benchmarks.learning.arms import ARMS
-from benchmarks.learning.curves import band, reached
-from benchmarks.learning.figures import Runs
+from benchmarks.learning.summary import Runs, summary
 
 _STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 body { color: #1f2328; background: #fff }
@@ -41,27 +40,32 @@ def _section(title: str, runs: Runs, panels: Sequence[figures.Panel]) -> str:
 
 
 def table(by_arm: Runs, level: float) -> str:
-    """Return a row for each arm: seeds, accuracy before and after, samples and seconds to `level`, tokens a second."""
-    rows = ["<tr><th>arm<th>what it is<th>seeds<th>before<th>after" + f"<th>samples to {level:g}<th>seconds to {level:g}<th>tokens/s"]
-    for name, runs in by_arm.items():
-        told = [run["evaluations"] for run in runs]
-        first, last = ([one["accuracy"][at] for one in told] for at in (0, -1))
-        to = [[reached(one[axis], one["accuracy"], level) for one in told] for axis in ("samples", "seconds")]
-        cells = [_interval(first), _interval(last), *map(_reached, to), _interval([run["tokens_per_s"] for run in runs])]
+    """Return a row for each arm: seeds, accuracy, samples and seconds to `level`, tokens a second, and what it changes, see `summary`."""
+    heads = (
+        "arm",
+        "what it is",
+        "seeds",
+        "before",
+        "after",
+        f"samples to {level:g}",
+        f"seconds to {level:g}",
+        "tokens/s",
+        "mean accuracy, difference",
+    )
+    rows = ["<tr>" + "".join(f"<th>{head}" for head in heads)]
+    for name, told in summary(by_arm, level).items():
+        never = f", {told['never']} never" if told["never"] and "samples_to" in told else ""
+        first = [_interval(told[axis]) + never if axis in told else "never" for axis in ("samples_to", "seconds_to")]
+        against = _interval(told["against"]["curve"]) if "against" in told else ""
+        cells = (_interval(told["before"]), _interval(told["after"]), *first, _interval(told["tokens_per_s"]), against)
         about = next(arm.about for arm in ARMS if arm.name == name)
-        rows.append(f"<tr><td>{escape(name)}<td>{escape(about)}<td>{len(runs)}" + "".join(f"<td>{cell}" for cell in cells))
+        rows.append(f"<tr><td>{escape(name)}<td>{escape(about)}<td>{told['seeds']}" + "".join(f"<td>{cell}" for cell in cells))
     return f"<table>{''.join(rows)}</table>"
 
 
-def _interval(values: Sequence[float]) -> str:
-    mean, half = band(values)
+def _interval(told: Sequence[float]) -> str:
+    mean, half = told
     return f"{mean:.3g} ± {half:.2g}" if half else f"{mean:.3g}"
-
-
-def _reached(values: Sequence[float | None]) -> str:
-    there = [value for value in values if value is not None]
-    missed = f", {len(values) - len(there)} never" if len(there) < len(values) else ""
-    return (_interval(there) if there else "never") + (missed if there else "")
 
 
 def pictures(results: Mapping[str, Any], folder: Path) -> None:

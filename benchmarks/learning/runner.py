@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import EngineError, UserError, WaitTimeout
+from asyncmoe.errors import DataError, EngineError, UserError, WaitTimeout
 from benchmarks.learning import curves
 from benchmarks.learning.arms import CONFIGURATION, Arm, overrides
 from benchmarks.provenance import here
@@ -46,22 +46,40 @@ def run(arms: Sequence[Arm], seeds: Sequence[int], steps: int, results: Path, mi
             say(f"{arm.name}, seed {seed}")
             record = {"arm": arm.name, "seed": seed, "steps": steps, **here(), **_curves(arm, seed, steps)}
             held["runs"].append(record)
-            _write(results, held)
+            write(results, held["runs"])
             say(f"{arm.name}, seed {seed}: {record['evaluations']['accuracy']}")
 
 
 def read(results: Path) -> dict[str, Any]:
-    """Return the records; none if the file does not exist."""
-    found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {"runs": []}
+    """Return the records; none if the file does not exist.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    if not results.exists():
+        return {"runs": []}
+    try:
+        found: Any = json.loads(results.read_text())
+    except ValueError as error:
+        raise DataError(str(results), got=f"no JSON ({error})", expected="results of bench learning") from None
+    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+        raise DataError(str(results), got="JSON without a list of runs", expected="results of bench learning")
     return found
 
 
-def _write(results: Path, held: dict[str, Any]) -> None:
-    """A line a run, so that a change of one is a change of one line."""
-    lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in held["runs"])
+def write(results: Path, runs: Sequence[Mapping[str, Any]], **more: Mapping[str, Any]) -> None:
+    """Write the records, a line a run, so that a change of one is a change of one line; `more` maps a name to entries, a line each."""
+    parts = [
+        f'"{name}": {{\n' + ",\n".join(f"{json.dumps(key)}: {_line(one)}" for key, one in of.items()) + "\n}" for name, of in more.items()
+    ]
+    parts.append('"runs": [\n' + ",\n".join(map(_line, runs)) + "\n]")
     part = results.with_suffix(".part")
-    part.write_text(f'{{"runs": [\n{lines}\n]}}\n')
+    part.write_text("{" + ",\n".join(parts) + "}\n")
     part.replace(results)
+
+
+def _line(one: object) -> str:
+    return json.dumps(one, separators=(",", ":"))
 
 
 def _curves(arm: Arm, seed: int, steps: int) -> dict[str, Any]:

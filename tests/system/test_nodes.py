@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT
+from asyncmoe.launch.torchrun import trainer_environment
 from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, wait_for
 
 pytestmark = pytest.mark.system
@@ -42,7 +42,7 @@ class Nodes:
         shared.symlink_to(self._tmp / "shared", target_is_directory=True)
         places = (f"run.dir={shared / 'run'}", f"model.path={shared / 'model'}")
         arguments = (*command, "examples/demo.yaml", *places, *SMALL, *OVERRIDES, *options)
-        self._started[node] = Command(*arguments, module=module, log=log, **TRAINER_ENVIRONMENT)
+        self._started[node] = Command(*arguments, module=module, log=log, **trainer_environment({}))
         return self._started[node]
 
     def said(self, node: str) -> str:

@@ -17,6 +17,7 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.failures import certain, failure
 from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, nodes_words, spread, strategy, wanted_words
+from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.process import Child
 
 
@@ -91,6 +92,13 @@ def test_every_node_starts_the_processes_of_its_part() -> None:
     logs = {"controller", "engine-0-joins", "engine-1-joins", "engine-2-joins", "trainer-0", "trainer-1"}
     assert {launch.log for launch in every} == {Path(f"/shared/run/logs/{name}.log") for name in logs}
     assert all(launch.environment["NCCL_DEBUG"] == "INFO" for launch in every)
+
+
+def test_a_users_number_of_threads_is_the_trainers() -> None:
+    assert trainer_environment({}) == {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    assert trainer_environment({"OMP_NUM_THREADS": "8", "HOME": "x"})["OMP_NUM_THREADS"] == "8"
+    told = [launches(SPREAD, Path("c.yaml"), bundle, ("a", 1), {"OMP_NUM_THREADS": "4"}) for bundle in bundles(SPREAD, gpus=True)]
+    assert [one[0].environment["OMP_NUM_THREADS"] for one in told] == ["4"] * 4
 
 
 def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import UserError
+from asyncmoe.errors import DataError, UserError
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
 from benchmarks.learning import arms, changes, curves, figures, page, runner
+from benchmarks.learning.summary import summary
 from examples.real.tasks import Products, Records, Sums, number, record
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +24,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("arm", arms.ARMS, ids=lambda arm: arm.name)
 def test_every_arm_is_a_valid_configuration_that_differs(arm: arms.Arm) -> None:
     config = configuration.load(ROOT / arms.CONFIGURATION, arms.overrides(arm, 1, Path("runs/x"), 60))
-    assert config.rollout.batch == 32
-    assert (config.run.seed, config.run.steps, config.model.path) == (1, 60, arm.model)
-    told = {(other.model, other.settings, tuple(other.environment), other.trl) for other in arms.ARMS}
-    assert len(told) == len(arms.ARMS)
+    assert (config.rollout.batch * arm.split, config.evaluation.every) == (32, 6 * arm.split)
+    assert (config.run.seed, config.run.steps, config.model.path) == (1, 60 * arm.split, arm.model)
+    different = {(other.model, other.settings, tuple(other.environment), other.trl, other.split) for other in arms.ARMS}
+    assert len(different) == len(arms.ARMS)
 
 
 def test_arms_are_named() -> None:
@@ -45,12 +46,12 @@ def test_curves_count_samples_and_seconds_of_rl_time() -> None:
         ),
     ]
     later = [Step(step=7, phase="rl", time=520.0, step_seconds=10.0, version=3, ages={0: 20})]
-    told = [
+    evaluations = [
         Evaluation(time=101.0, seconds=1.0, version=0, questions=4, episodes=4, reward_mean=0.2, reward_stderr=0.1),
         Evaluation(time=515.0, seconds=1.0, version=2, questions=4, episodes=4, reward_mean=0.75),
         Evaluation(time=519.0, seconds=1.0, version=3, questions=4, episodes=4),
     ]
-    found = curves.curves(RunRecords("r", [steps, later], [], [], told), batch=8)
+    found = curves.curves(RunRecords("r", [steps, later], [], [], evaluations), batch=8)
     assert found["samples"] == [8, 16, 24]
     assert found["seconds"] == [10.0, 20.0, 30.0]
     assert found["reward_mean"] == [0.25, 0.5, None]
@@ -184,3 +185,74 @@ def test_changed_weights_are_counted_as_bfloat16(tmp_path: Path) -> None:
 )
 def test_the_kind_of_a_tensor(name: str, kind: str) -> None:
     assert changes.kind_of(name) == kind
+
+
+def told(arm: str, seed: int, accuracy: list[float], step: float) -> dict[str, object]:
+    seconds = [step * number for number in range(1, 5)]
+    evaluations = {"samples": [0, 100, 200], "seconds": [0.0, 10 * step, 20 * step], "accuracy": accuracy}
+    return {
+        "arm": arm,
+        "seed": seed,
+        "samples": [25, 50, 75, 100],
+        "seconds": seconds,
+        "tokens_per_s": 40.0,
+        "ess": [1.0, 0.5, None],
+        "evaluations": evaluations,
+    }
+
+
+def test_arms_are_summed_up_and_compared_seed_by_seed() -> None:
+    """The slower arm takes twice as long with each seed, and is better by 0.1 and 0.2: 0.15, and 12.706 * 0.05 to either side."""
+    runs = [told("dense-async", seed, [0.0, 0.4 + 0.1 * seed, 0.8], 1.0 + seed) for seed in (0, 1)]
+    runs += [told("dense-sync", seed, [0.0, 0.4 + 0.1 * seed, 0.9 + 0.1 * seed], 2.0 + 2 * seed) for seed in (1, 0)]
+    found = summary(figures.by_arm(runs), level=0.4)
+    one, other = found["dense-async"], found["dense-sync"]
+    assert (one["seeds"], one["never"], one["before"], one["ess"], one["ess_least"]) == (2, 0, [0, 0], [0.75, 0], [0.5, 0])
+    assert one["step_seconds"][0] == 1.5
+    assert one["samples_to"][0] == 90.0, "100 and 80"
+    assert one["training_to"][0] == 5.2, "4 steps of 1 s and 3.2 of 2 s"
+    assert "against" not in one
+    assert "kl" not in one
+    assert other["against"] == {
+        "seeds": 2,
+        "after": [0.15, 0.6353],
+        "curve": [0.075, 0.31765],
+        "seconds_to": [2.0, 0.0],
+        "training_to": [2.0, 0.0],
+    }
+    small = [told(f"moe-small-steps{more}", 0, [0.1, 0.2, last], 1.0) for more, last in (("", 0.5), ("-eta-64", 0.4))]
+    both = summary(figures.by_arm([told("moe", 0, [0.1, 0.9, 0.9], 1.0), *small]), level=0.4)
+    assert "against" not in both["moe-small-steps"]
+    assert both["moe-small-steps-eta-64"]["against"]["after"] == [-0.1, 0.0]
+    never = summary(figures.by_arm(runs), level=0.85)
+    assert never["dense-async"]["never"] == 2
+    assert "samples_to" not in never["dense-async"]
+    assert "seconds_to" not in never["dense-sync"]["against"]
+
+
+def test_the_summary_is_kept_with_the_records(tmp_path: Path) -> None:
+    runs = [told("moe", 0, [0.1, 0.2, 0.3], 1.0)]
+    runner.write(tmp_path / "results.json", runs, level={"accuracy": 0.5}, arms=summary(figures.by_arm(runs), 0.5))
+    text = (tmp_path / "results.json").read_text()
+    assert [line.partition(":")[0] for line in text.splitlines()] == [
+        '{"level"',
+        '"accuracy"',
+        "},",
+        '"arms"',
+        '"moe"',
+        "},",
+        '"runs"',
+        '{"arm"',
+        "]}",
+    ]
+    assert runner.read(tmp_path / "results.json")["arms"]["moe"]["after"] == [0.3, 0.0]
+    (tmp_path / "results.json").write_text(text[:100])
+    with pytest.raises(DataError, match=r"results.json: got .*, expected results of bench learning"):
+        runner.read(tmp_path / "results.json")
+
+
+def test_seeds_are_different_numbers() -> None:
+    assert arms.numbers("3,0") == (3, 0)
+    for text in ("", "x", "1,1", "1,", "-1", "1 2"):
+        with pytest.raises(UserError, match=r"--seeds: got .*, expected different whole numbers"):
+            arms.numbers(text)

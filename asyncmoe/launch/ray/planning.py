@@ -11,7 +11,7 @@ from typing import Literal
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.engine_machines import engine_machines, spread
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, torchrun
+from asyncmoe.launch.torchrun import torchrun, trainer_environment
 from asyncmoe.logs import LogBounds
 from asyncmoe.rollout.engines.nodes import process_name
 from asyncmoe.rpc import address
@@ -152,7 +152,7 @@ def _launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int
         nodes = config.cluster.trainer_nodes
         arguments = torchrun(len(bundle.numbers), master, "asyncmoe.trainer", str(file), node=bundle.node, nodes=nodes)
         name = "trainer" if nodes == 1 else f"trainer.{bundle.node}"
-        return (_launch(name, arguments, logs, {**variables, **TRAINER_ENVIRONMENT}),)
+        return (_launch(name, arguments, logs, {**variables, **trainer_environment(variables)}),)
     controller = [_launch(CONTROLLER, ["-m", "asyncmoe", "rollout", str(file)], logs, variables)] if bundle.node == 0 else []
     engines, part = [], bundle.engine_node
     for index, number in enumerate(bundle.numbers):

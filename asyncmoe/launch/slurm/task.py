@@ -65,7 +65,7 @@ def run_ranks(node: int, nodes: int, ranks: int, address: str, port: int, config
         node: index of this node among `nodes`; node 0 hosts the rendezvous at `address` and `port`.
         ranks: number of ranks on this node.
     """
-    os.environ.update({name: os.environ.get(name, value) for name, value in torchrun.TRAINER_ENVIRONMENT.items()})
+    os.environ.update(torchrun.trainer_environment(os.environ))
     try:
         if node == 0:
             check_free(port)

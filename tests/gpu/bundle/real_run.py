@@ -8,6 +8,7 @@ All runs share the card, so their curves are to be read against samples, not aga
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ import yaml
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, free_port, torchrun
+from asyncmoe.launch.torchrun import free_port, torchrun, trainer_environment
 from asyncmoe.process import Child
 from benchmarks.learning import curves
 from benchmarks.learning.arms import CONFIGURATION
@@ -67,7 +68,7 @@ class Run:
         file.write_text(yaml.safe_dump(self._config.model_dump(mode="json"), sort_keys=False))
         self._controller = Child("controller", [sys.executable, "-c", tiny_run.CONTROLLER, str(file)], self._logs / "controller.log")
         command = torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(file))
-        self._trainer = Child("trainer", [sys.executable, *command], self._logs / "trainer.log", TRAINER_ENVIRONMENT)
+        self._trainer = Child("trainer", [sys.executable, *command], self._logs / "trainer.log", trainer_environment(os.environ))
 
     def going(self) -> bool:
         return self._trainer.returncode is None and self._controller.returncode in (None, 0)

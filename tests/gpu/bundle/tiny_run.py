@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from asyncmoe.config import parse
-from asyncmoe.launch.torchrun import TRAINER_ENVIRONMENT, free_port, torchrun
+from asyncmoe.launch.torchrun import free_port, torchrun, trainer_environment
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines.sglang.process import reason_in
@@ -166,7 +166,7 @@ def _run(file: Path, logs: Path, limit: float) -> None:
     controller = Child("controller", [sys.executable, "-c", CONTROLLER, str(file)], logs / "controller.log")
     try:
         command = torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(file))
-        trainer = Child("trainer", [sys.executable, *command], logs / "trainer.log", TRAINER_ENVIRONMENT)
+        trainer = Child("trainer", [sys.executable, *command], logs / "trainer.log", trainer_environment(os.environ))
         try:
             while trainer.returncode is None and controller.returncode is None and time.monotonic() < limit:
                 time.sleep(_POLL_S)

@@ -13,6 +13,8 @@ from asyncmoe.errors import ConfigError
 Staging = Literal["full", "delta", "none"]
 """What of a version waits outside an engine's parameters until its commit: all of it, a coded delta only, or nothing."""
 
+StagingChoice = Literal["auto", "full", "delta", "none"]
+
 
 def no_deltas_on_gpus() -> ConfigError:
     """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, which deltas are not read from."""
@@ -33,7 +35,7 @@ class SyncSection(Section):
         "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
     )
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
-    staging: Annotated[Literal["auto", "full", "delta", "none"], BeforeValidator(_former)] = Field(
+    staging: Annotated[StagingChoice, BeforeValidator(_former, json_schema_input_type=StagingChoice | bool)] = Field(
         "auto",
         description="What waits outside an engine's parameters while it generates. full (or true): a whole version, as large as the "
         "engine's shard. delta: coded deltas only, a few percent of it; a full update is written in place while engines are paused, and "

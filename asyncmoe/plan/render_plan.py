@@ -145,7 +145,7 @@ def yaml_keys(split: Split) -> list[str]:
         f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}}}",
         f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
         f"engines: {{{', '.join(engines)}}}",
-        *([] if engine.serving.staging else ["sync: {staging: false}"]),
+        *([] if engine.serving.staging else ["sync: {staging: none}"]),
         *([] if engine.serving.adapter is None else ["train: lora"]),
     ]
 

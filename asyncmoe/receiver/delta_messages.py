@@ -19,7 +19,7 @@ LARGEST_SHARE = 0.5
 """A delta takes at most this share of the bytes of a full update, for every engine rank; else the update is full."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class Portion(msgspec.Struct, frozen=True):
     """What a trainer rank sends to one engine rank.
 
     Attributes:
@@ -44,7 +44,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     failure: str = ""
     base: int | None = None
-    parts: dict[int, Part] = {}
+    parts: dict[int, Portion] = {}
     changed: int = 0
     elements: int = 0
 

@@ -14,7 +14,7 @@ from delta_meeting import Rig, meet
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, TransferError, WeightSyncError
 from asyncmoe.receiver import delta_messages, handshake, protocol, worker
-from asyncmoe.receiver.delta_messages import Coming, Offer, Part
+from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.reshard import Exchanger
 from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base, unsupported
@@ -307,19 +307,19 @@ def test_a_rank_without_room_for_the_way_of_deltas_ends_the_others(meeting: Meet
 # ---------------------------------------------------------------- the decision
 
 
-PART = Part(1000, (), 1)
+PART = Portion(1000, (), 1)
 
 
 @pytest.mark.parametrize(
     ("offers", "base"),
     [
-        ([Offer(base=3, parts={2: Part(1000, (100, 200), 1)}), Offer(base=3, parts={2: Part(500, (300,), 1)})], 3),
-        ([Offer(base=3, parts={2: Part(1000, (100, 351), 1)}), Offer(base=3, parts={2: Part(500, (300,), 1)})], None),
-        ([Offer(base=3, parts={2: Part(1000, (1,), 1), 3: Part(100, (51,), 1)})], None),
-        ([Offer(base=3, parts={2: Part(1000, (1,), 1)}), Offer(parts={2: PART})], None),
-        ([Offer(base=3, parts={2: Part(1000, (1,), 1)}), Offer(base=2, parts={2: Part(1000, (1,), 1)})], None),
+        ([Offer(base=3, parts={2: Portion(1000, (100, 200), 1)}), Offer(base=3, parts={2: Portion(500, (300,), 1)})], 3),
+        ([Offer(base=3, parts={2: Portion(1000, (100, 351), 1)}), Offer(base=3, parts={2: Portion(500, (300,), 1)})], None),
+        ([Offer(base=3, parts={2: Portion(1000, (1,), 1), 3: Portion(100, (51,), 1)})], None),
+        ([Offer(base=3, parts={2: Portion(1000, (1,), 1)}), Offer(parts={2: PART})], None),
+        ([Offer(base=3, parts={2: Portion(1000, (1,), 1)}), Offer(base=2, parts={2: Portion(1000, (1,), 1)})], None),
         ([Offer(parts={2: PART}), Offer(parts={2: PART})], None),
-        ([Offer(base=0, parts={2: Part(1000, (1,), 1)}), Offer(base=0)], 0),
+        ([Offer(base=0, parts={2: Portion(1000, (1,), 1)}), Offer(base=0)], 0),
     ],
 )
 def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: list[Offer], base: int | None) -> None:
@@ -328,8 +328,8 @@ def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: lis
 
 def test_an_engine_rank_is_told_what_comes_from_whom() -> None:
     offers = {
-        0: Offer(base=3, parts={2: Part(9, (4, 5), (1 << 64) - 1), 3: Part(9, (1,), 7)}),
-        1: Offer(base=3, parts={2: Part(9, (6,), 3)}),
+        0: Offer(base=3, parts={2: Portion(9, (4, 5), (1 << 64) - 1), 3: Portion(9, (1,), 7)}),
+        1: Offer(base=3, parts={2: Portion(9, (6,), 3)}),
     }
     assert comings(offers, {2: "a", 3: "b"}, 3) == {2: Coming({0: (4, 5), 1: (6,)}, 2), 3: Coming({0: (1,)}, 7)}
     assert comings(offers, {2: "a", 3: "b"}, None) == {2: Coming({}, 2), 3: Coming({}, 7)}

@@ -9,7 +9,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Part
+from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
 from asyncmoe.reshard import DeltaSender, Exchanger, Plan
 from asyncmoe.trainer.weight_sync.publisher import Traffic
 
@@ -45,9 +45,9 @@ class DeltaSource:
         self._is_full = size is None
         if size is None:
             sender.full(version)
-            return Offer(parts={rank: Part(dense, (), sender.contribution(rank)) for rank, dense in self._dense.items()})
+            return Offer(parts={rank: Portion(dense, (), sender.contribution(rank)) for rank, dense in self._dense.items()})
         parts = {
-            rank: Part(dense, tuple(len(message) for message in sender.messages(rank)), sender.contribution(rank))
+            rank: Portion(dense, tuple(len(message) for message in sender.messages(rank)), sender.contribution(rank))
             for rank, dense in self._dense.items()
         }
         return Offer(base=base, parts=parts, changed=size.changed, elements=size.elements)

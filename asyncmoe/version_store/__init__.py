@@ -14,9 +14,9 @@ A version on its way:
 `asyncmoe.reshard`. Weights are read and written in host memory.
 """
 
-from asyncmoe.version_store.files import Files, Folder
+from asyncmoe.version_store.files import Folder, StoreFiles
 from asyncmoe.version_store.geometry import Geometry
-from asyncmoe.version_store.manifest import Manifest, StoredObject, VersionId
+from asyncmoe.version_store.manifest import StoredObject, VersionId, VersionManifest
 from asyncmoe.version_store.reader import ShardReader
 from asyncmoe.version_store.remote import open_files
 from asyncmoe.version_store.retention import Retention
@@ -25,15 +25,15 @@ from asyncmoe.version_store.store import VersionStore
 from asyncmoe.version_store.writer import ShareWriter, publish
 
 __all__ = [
-    "Files",
     "Folder",
     "Geometry",
-    "Manifest",
     "Retention",
     "ShardReader",
     "ShareWriter",
+    "StoreFiles",
     "StoredObject",
     "VersionId",
+    "VersionManifest",
     "VersionStore",
     "divide",
     "open_files",

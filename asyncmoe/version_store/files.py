@@ -19,7 +19,7 @@ T = TypeVar("T")
 TEMPORARY = ".writing-"
 
 
-class Files(Protocol):
+class StoreFiles(Protocol):
     """Named files. A name is a relative path with "/". Every call ends within a bound, whatever the place does.
 
     Attributes:

@@ -54,7 +54,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class VersionManifest:
     """A version.
 
     Attributes:
@@ -136,7 +136,7 @@ def _object(digest: object, nbytes: object, slabs: object) -> StoredObject:
     return StoredObject(digest, nbytes, tuple(int(slabs[at : at + 16], 16) for at in range(0, len(slabs), 16)))
 
 
-def decode(data: bytes, where: str) -> Manifest:
+def decode(data: bytes, where: str) -> VersionManifest:
     """Return the manifest in a file.
 
     Args:
@@ -153,6 +153,6 @@ def decode(data: bytes, where: str) -> Manifest:
         ranks = tuple(objects_from_json(rank) for rank in told["ranks"])
         if not _DIGEST.fullmatch(told["geometry"]):
             raise ValueError("no geometry")
-        return Manifest(str(told["run"]), VersionId(int(told["lineage"]), int(told["step"])), told["geometry"], ranks)
+        return VersionManifest(str(told["run"]), VersionId(int(told["lineage"]), int(told["step"])), told["geometry"], ranks)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(where, got=f"{' '.join(str(error).split())[:200]}", expected="the manifest of a weight version") from error

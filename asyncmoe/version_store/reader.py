@@ -15,7 +15,7 @@ from asyncmoe.reshard.memory import Array
 from asyncmoe.version_store.digests import SlabDigests, padding_digest
 from asyncmoe.version_store.geometry import Geometry
 from asyncmoe.version_store.lanes import LANES, each
-from asyncmoe.version_store.manifest import Manifest, StoredObject, digest_of
+from asyncmoe.version_store.manifest import StoredObject, VersionManifest, digest_of
 from asyncmoe.version_store.read_plan import Range, plan_read
 from asyncmoe.version_store.share import OBJECT_BYTES
 from asyncmoe.version_store.store import VersionStore
@@ -51,7 +51,7 @@ class ShardReader:
         self._digests = SlabDigests(geometry.tensors, geometry.table, self.plan.slabs)
         self._place = {slab: i for i, slab in enumerate(self.plan.slabs)}
 
-    def read(self, manifest: Manifest, arrays: Mapping[str, Array], *, timeout_s: float = 300.0) -> int:
+    def read(self, manifest: VersionManifest, arrays: Mapping[str, Array], *, timeout_s: float = 300.0) -> int:
         """Read a version into arrays by the names of the layout's storages, in host memory; return the bytes read.
 
         After an error the arrays may hold a part of the version.
@@ -60,7 +60,7 @@ class ShardReader:
             DataError: an object is missing, cut off or altered, or the manifest does not fit the geometry; names the object.
             LayoutError: an array is missing, does not match its storage, or is not in host memory.
             WaitTimeout: the version was not read in time.
-            AsyncmoeError: see `Files`.
+            AsyncmoeError: see `StoreFiles`.
         """
         self._check(manifest)
         until = time.monotonic() + timeout_s
@@ -77,7 +77,7 @@ class ShardReader:
         self._verify(manifest, arrays)
         return found
 
-    def _range(self, number: int, manifest: Manifest, destinations: np.ndarray) -> int:
+    def _range(self, number: int, manifest: VersionManifest, destinations: np.ndarray) -> int:
         one = self.plan.ranges[number]
         stored = manifest.ranks[one.rank][one.object]
         data = self._store.files.read(stored.name, one.begin, one.nbytes)
@@ -101,14 +101,14 @@ class ShardReader:
         """Return the position of a slab in its object."""
         return slab - int(self._geometry.first_slabs[one.rank]) - int(self._geometry.ranks[one.rank].objects[one.object])
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check(self, manifest: VersionManifest) -> None:
         """Refuse a manifest whose objects are not the geometry's."""
         wanted = [list(zip(slabs.object_bytes.tolist(), np.diff(slabs.objects).tolist(), strict=True)) for slabs in self._geometry.ranks]
         if [[(one.nbytes, len(one.slabs)) for one in rank] for rank in manifest.ranks] != wanted:
             where = f"{self._store.files.shown}/{manifest.version.name}"
             raise DataError(where, got="objects of other sizes than its geometry's", expected="those of its geometry")
 
-    def _verify(self, manifest: Manifest, arrays: Mapping[str, Array]) -> None:
+    def _verify(self, manifest: VersionManifest, arrays: Mapping[str, Array]) -> None:
         """Compare the digest of the shard, read from its memory, with the sum of what the manifest says."""
         if not self.plan.each_once:
             return

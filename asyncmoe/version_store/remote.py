@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 from asyncmoe import installed
 from asyncmoe.checkpoints.copies import said, without_credentials
 from asyncmoe.errors import AsyncmoeError, StorageError, UserError, WaitTimeout
-from asyncmoe.version_store.files import Files, Folder, within
+from asyncmoe.version_store.files import Folder, StoreFiles, within
 
 T = TypeVar("T")
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "r2"))
 """fsspec's names of stores without folders."""
 
 
-def open_files(url: str, key: str, timeout_s: float = 300.0) -> Files:
+def open_files(url: str, key: str, timeout_s: float = 300.0) -> StoreFiles:
     """Return the files at a URL, or in a directory; no connection is made.
 
     Args:
@@ -48,11 +48,11 @@ def open_files(url: str, key: str, timeout_s: float = 300.0) -> Files:
         got = f"{url}: {' '.join(str(error).split())[:200]}"
         hint = "s3:// needs pip install s3fs, gs:// gcsfs, abfs:// adlfs; a directory needs nothing"
         raise UserError(key, got=got, expected="a URL that fsspec can open", hint=hint) from error
-    return Remote(files, root.rstrip("/"), url.rstrip("/"), timeout_s)
+    return RemoteFiles(files, root.rstrip("/"), url.rstrip("/"), timeout_s)
 
 
-class Remote:
-    """Files in fsspec's file system. See `Files`."""
+class RemoteFiles:
+    """StoreFiles in fsspec's file system. See `StoreFiles`."""
 
     def __init__(self, files: Any, root: str, shown: str, timeout_s: float) -> None:
         self._files, self._root, self.shown, self._timeout_s = files, root, shown, timeout_s

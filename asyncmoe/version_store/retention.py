@@ -49,7 +49,7 @@ class Retention:
     since: dict[str, float] = field(default_factory=dict)
 
     def prune(self) -> list[str]:
-        """Delete what is due; return the names. Raises what `Files` raises; what is left is deleted the next time."""
+        """Delete what is due; return the names. Raises what `StoreFiles` raises; what is left is deleted the next time."""
         files, now = self.store.files, self.clock()
         names = [*files.names("versions"), *files.names("objects")]
         needs: dict[VersionId, set[str]] = {}

@@ -34,7 +34,7 @@ OBJECT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class RankShare:
     """What a rank writes of every version.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sharing:
     """The shares of some ranks, and the tensors that all of them belong to."""
 
     tensors: Tensors
-    shares: Mapping[int, Share]
+    shares: Mapping[int, RankShare]
 
 
 def divide(
@@ -92,7 +92,7 @@ def divide(
     return Sharing(numbered, {rank: _share(plan, cells, rank, everything, slab_bytes, object_bytes) for rank in wanted})
 
 
-def _share(plan: Plan, cells: Cells, rank: int, everything: int, slab_bytes: int, object_bytes: int) -> Share:
+def _share(plan: Plan, cells: Cells, rank: int, everything: int, slab_bytes: int, object_bytes: int) -> RankShare:
     mine = [t.copies for t in plan.transfers if (t.source, t.destination) == (rank, everything)]
     copies = mine[0].copy() if mine else np.empty((0, COLUMNS), np.int64)
     numbers = np.array([int(name) for name in plan.destinations.get(everything, {})], np.int64)
@@ -109,7 +109,7 @@ def _share(plan: Plan, cells: Cells, rank: int, everything: int, slab_bytes: int
     slabs = Slabs.packed(pieces, firsts, cells.dtype[cell][firsts[:-1]], object_bytes)
     copies[:, DESTINATION], copies[:, DESTINATION_OFFSET] = 0, slabs.offsets
     copies[:, DESTINATION_STRIDES] = row_major(extent) * copies[:, ITEM][:, None]
-    return Share(rank, slabs, copies, plan.sources.get(rank, {}))
+    return RankShare(rank, slabs, copies, plan.sources.get(rank, {}))
 
 
 def _corner(index: np.ndarray, extent: np.ndarray) -> np.ndarray:

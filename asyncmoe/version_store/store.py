@@ -14,9 +14,9 @@ import json
 from asyncmoe.errors import DataError
 from asyncmoe.version_store import geometry as geometries
 from asyncmoe.version_store import manifest as manifests
-from asyncmoe.version_store.files import Files
+from asyncmoe.version_store.files import StoreFiles
 from asyncmoe.version_store.geometry import Geometry
-from asyncmoe.version_store.manifest import Manifest, VersionId, digest_of, object_name
+from asyncmoe.version_store.manifest import VersionId, VersionManifest, digest_of, object_name
 
 RUN = "run.json"
 _MOST_RUN_BYTES = 4096
@@ -29,7 +29,7 @@ class VersionStore:
         run: identity of the run.
     """
 
-    def __init__(self, files: Files, run: str) -> None:
+    def __init__(self, files: StoreFiles, run: str) -> None:
         self.files, self.run = files, run
 
     def claim(self) -> None:
@@ -37,7 +37,7 @@ class VersionStore:
 
         Raises:
             DataError: it is another run's.
-            AsyncmoeError: see `Files`.
+            AsyncmoeError: see `StoreFiles`.
         """
         if (data := self.files.read(RUN, 0, _MOST_RUN_BYTES)) is None:
             self.files.write(RUN, manifests.sealed(json.dumps({"run": self.run}).encode()))
@@ -53,13 +53,13 @@ class VersionStore:
             raise DataError(f"version store {self.files.shown}", got=f"versions of run {owner}", expected=f"of run {self.run}", hint=hint)
 
     def put(self, data: bytes | memoryview) -> str:
-        """Write an object unless it is there; return its digest. Raises what `Files` raises."""
+        """Write an object unless it is there; return its digest. Raises what `StoreFiles` raises."""
         digest = digest_of(data)
         if self.files.size(object_name(digest)) != len(data):
             self.files.write(object_name(digest), data)
         return digest
 
-    def publish(self, manifest: Manifest) -> str:
+    def publish(self, manifest: VersionManifest) -> str:
         """Write a manifest, whose objects are all there, and return the digest of its file: from now on the version exists."""
         data = manifest.encode()
         self.files.write(manifest.version.name, data)
@@ -69,7 +69,7 @@ class VersionStore:
         """Return the versions that have a manifest, ascending."""
         return sorted(found for name in self.files.names("versions") if (found := manifests.version_of(name)) is not None)
 
-    def manifest(self, version: VersionId, digest: str | None = None) -> Manifest | None:
+    def manifest(self, version: VersionId, digest: str | None = None) -> VersionManifest | None:
         """Return the manifest of a version; None if there is none.
 
         Args:
@@ -77,7 +77,7 @@ class VersionStore:
 
         Raises:
             DataError: it is damaged, is another run's, or has another digest.
-            AsyncmoeError: see `Files`.
+            AsyncmoeError: see `StoreFiles`.
         """
         where = f"{self.files.shown}/{version.name}"
         if (data := self._small(version.name, manifests.MOST_BYTES)) is None:
@@ -89,7 +89,7 @@ class VersionStore:
             raise DataError(where, got=f"{found.version} of run {found.run}", expected=f"{version} of run {self.run}")
         return found
 
-    def newest(self) -> Manifest | None:
+    def newest(self) -> VersionManifest | None:
         """Return the manifest of the newest version that has one; None if there is none. A damaged manifest is no version."""
         for version in reversed(self.versions()):
             try:
@@ -105,7 +105,7 @@ class VersionStore:
 
         Raises:
             DataError: it is missing or damaged.
-            AsyncmoeError: see `Files`.
+            AsyncmoeError: see `StoreFiles`.
         """
         name = object_name(digest)
         where = f"{self.files.shown}/{name}"

@@ -16,8 +16,8 @@ from asyncmoe.reshard.table import Tensors
 from asyncmoe.version_store.digests import SlabDigests
 from asyncmoe.version_store.geometry import Geometry, table_of
 from asyncmoe.version_store.lanes import LANES, each
-from asyncmoe.version_store.manifest import Manifest, StoredObject, VersionId
-from asyncmoe.version_store.share import Share
+from asyncmoe.version_store.manifest import StoredObject, VersionId, VersionManifest
+from asyncmoe.version_store.share import RankShare
 from asyncmoe.version_store.store import VersionStore
 
 
@@ -29,7 +29,7 @@ class ShareWriter:
         threads: threads that copy an object.
     """
 
-    def __init__(self, tensors: Tensors, share: Share, store: VersionStore, *, lanes: int = LANES, threads: int = 1) -> None:
+    def __init__(self, tensors: Tensors, share: RankShare, store: VersionStore, *, lanes: int = LANES, threads: int = 1) -> None:
         self._share, self._store, self._threads = share, store, threads
         scales = scales_of(share.storages, [share.copies])
         self._storages = {**share.storages, **scales.storages}
@@ -47,7 +47,7 @@ class ShareWriter:
 
         Raises:
             LayoutError: an array is missing, does not match its storage, or is not in host memory.
-            StorageError, WaitTimeout, AsyncmoeError: see `Files`; the store may then hold some of the objects, which nothing refers to.
+            StorageError, WaitTimeout, AsyncmoeError: see `StoreFiles`; the store may then hold some of the objects, which nothing refers to.
         """
         sources = host_addresses(self._storages, arrays, f"rank {self._share.rank}: source array", write=False)
         largest = int(self._share.slabs.object_bytes.max(initial=0))
@@ -83,7 +83,7 @@ def publish(store: VersionStore, version: VersionId, geometry: Geometry, parts: 
 
     Raises:
         LayoutError: the parts are not what the geometry says.
-        StorageError, WaitTimeout, AsyncmoeError: see `Files`; the version does not exist.
+        StorageError, WaitTimeout, AsyncmoeError: see `StoreFiles`; the version does not exist.
     """
     if len(parts) != len(geometry.ranks):
         raise LayoutError(f"{version}", got=f"parts of {len(parts)} ranks", expected=f"of {len(geometry.ranks)}")
@@ -94,5 +94,5 @@ def publish(store: VersionStore, version: VersionId, geometry: Geometry, parts: 
             raise LayoutError(
                 f"{version}: rank number {i}", got="objects of other sizes than its geometry's", expected="the same plan on all"
             )
-    manifest = Manifest(store.run, version, store.put(geometry.encode()), tuple(parts))
+    manifest = VersionManifest(store.run, version, store.put(geometry.encode()), tuple(parts))
     return store.publish(manifest)

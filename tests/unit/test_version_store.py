@@ -18,9 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, WaitTimeout
 from asyncmoe.reshard import RankLayout
-from asyncmoe.version_store import Files, Folder, Retention, ShardReader, VersionId, VersionStore, open_files
+from asyncmoe.version_store import Folder, Retention, ShardReader, StoreFiles, VersionId, VersionStore, open_files
 from asyncmoe.version_store.files import within
-from asyncmoe.version_store.manifest import Manifest
+from asyncmoe.version_store.manifest import VersionManifest
 from asyncmoe.version_store.retention import due, unneeded
 from tests.disks import mounted
 from tests.unit.doc_pages import ROOT
@@ -29,18 +29,18 @@ from tests.unit.version_stores import opened, readers, values_of, write
 
 
 @pytest.fixture(params=["directory", "memory"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreFiles]:
     yield open_files(str(tmp_path / "store") if request.param == "directory" else "memory://store", "sync.store.url", 10.0)
     MemoryFileSystem.store.clear()
 
 
-def manifest_of(store: VersionStore, step: int) -> Manifest:
+def manifest_of(store: VersionStore, step: int) -> VersionManifest:
     found = store.manifest(VersionId(0, step))
     assert found is not None
     return found
 
 
-def shard(store: VersionStore, manifest: Manifest, layout: RankLayout) -> Arrays:
+def shard(store: VersionStore, manifest: VersionManifest, layout: RankLayout) -> Arrays:
     got = blank(layout)
     ShardReader(store, store.geometry(manifest.geometry), layout).read(manifest, got)
     return got
@@ -53,7 +53,7 @@ def check(store: VersionStore, step: int) -> None:
             np.testing.assert_array_equal(got[name], expected)
 
 
-def test_versions_are_written_and_read(files: Files) -> None:
+def test_versions_are_written_and_read(files: StoreFiles) -> None:
     store = opened(files)
     store.claim()
     store.claim()
@@ -69,7 +69,7 @@ def test_versions_are_written_and_read(files: Files) -> None:
     check(store, 2)
 
 
-def test_what_is_there_already_is_not_written_again(files: Files) -> None:
+def test_what_is_there_already_is_not_written_again(files: StoreFiles) -> None:
     store = opened(files)
     write(store, VersionId(0, 1))
     before = set(files.names("objects"))
@@ -86,7 +86,7 @@ def test_what_is_there_already_is_not_written_again(files: Files) -> None:
     assert set(files.names("objects")) == before
 
 
-def test_another_run_is_refused(files: Files) -> None:
+def test_another_run_is_refused(files: StoreFiles) -> None:
     opened(files).claim()
     with pytest.raises(DataError, match="got versions of run run-a, expected of run run-b; give every run a store of its own"):
         opened(files, "run-b").claim()
@@ -95,7 +95,7 @@ def test_another_run_is_refused(files: Files) -> None:
         opened(files, "run-b").manifest(VersionId(0, 1))
 
 
-def largest(files: Files, manifest: Manifest) -> str:
+def largest(files: StoreFiles, manifest: VersionManifest) -> str:
     return max((one for rank in manifest.ranks for one in rank), key=lambda one: one.nbytes).name
 
 
@@ -107,7 +107,7 @@ def largest(files: Files, manifest: Manifest) -> str:
         ("altered", "got bytes of another digest than its name, expected the object as it was written"),
     ],
 )
-def test_an_object_that_is_not_as_written_is_named(files: Files, harm: str, said: str) -> None:
+def test_an_object_that_is_not_as_written_is_named(files: StoreFiles, harm: str, said: str) -> None:
     store = opened(files)
     write(store, VersionId(0, 1))
     manifest = manifest_of(store, 1)
@@ -158,7 +158,7 @@ def test_a_shard_that_differs_in_memory_is_found(tmp_path: Path, monkeypatch: py
     got = blank(layout)
     plain = reader._verify
 
-    def spoilt(manifest: Manifest, arrays: Any) -> None:
+    def spoilt(manifest: VersionManifest, arrays: Any) -> None:
         got["up"][3, 3] += 1
         plain(manifest, arrays)
 
@@ -180,7 +180,7 @@ def test_half_a_manifest_is_no_version(tmp_path: Path) -> None:
         store.manifest(VersionId(0, 2))
 
 
-def test_a_version_that_was_written_again_is_not_taken_for_the_first(files: Files) -> None:
+def test_a_version_that_was_written_again_is_not_taken_for_the_first(files: StoreFiles) -> None:
     store = opened(files)
     first = write(store, VersionId(0, 1))
     second = write(store, VersionId(0, 1), values_of(5))
@@ -225,7 +225,7 @@ def test_the_newest_versions_and_what_they_need_stay() -> None:
     assert due(["objects/new"], since, 10.0, 10.0) == []
 
 
-def test_an_engine_that_is_reading_is_not_cut_off(files: Files) -> None:
+def test_an_engine_that_is_reading_is_not_cut_off(files: StoreFiles) -> None:
     store, now = opened(files), [0.0]
     store.claim()
     retention = Retention(store, 2, 30.0, lambda: now[0])

@@ -16,7 +16,7 @@ from asyncmoe.reshard.layout import MAX_DIMS
 from asyncmoe.version_store import Geometry, ShardReader, ShareWriter, VersionId, divide, publish
 from asyncmoe.version_store import manifest as manifests
 from asyncmoe.version_store.geometry import decode
-from asyncmoe.version_store.manifest import Manifest
+from asyncmoe.version_store.manifest import VersionManifest
 from asyncmoe.version_store.read_plan import plan_read
 from asyncmoe.version_store.share import Sharing
 from tests.unit.reshard_ranks import blank, filled, inside, numbered
@@ -187,7 +187,7 @@ def test_a_tensor_that_the_version_lacks_is_named() -> None:
 def test_a_damaged_manifest_is_refused_and_a_damaged_geometry_raises_nothing_else(data: st.DataObject) -> None:
     """Whatever one byte is changed to, or wherever the file ends. The digest of a geometry is its name, which the store compares."""
     geometry = sharing()[1].encode()
-    manifest = Manifest("run", VersionId(0, 3), "a" * 64, ((), ())).encode()
+    manifest = VersionManifest("run", VersionId(0, 3), "a" * 64, ((), ())).encode()
     whole, read = data.draw(st.sampled_from([(geometry, decode), (manifest, manifests.decode)]))
     at = data.draw(st.integers(0, len(whole) - 1))
     changed = data.draw(st.sampled_from([whole[:at], whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout
-from asyncmoe.version_store import Files, Folder, Geometry, ShareWriter, VersionId, VersionStore, divide, publish
+from asyncmoe.version_store import Folder, Geometry, ShareWriter, StoreFiles, VersionId, VersionStore, divide, publish
 from asyncmoe.version_store.share import Sharing
 from tests.unit.reshard_ranks import Arrays, filled, numbered
 
@@ -68,7 +68,7 @@ def write(store: VersionStore, version: VersionId, values: Mapping[str, np.ndarr
     return publish(store, version, geometry, parts)
 
 
-def opened(files: Files | Path, run: str = RUN) -> VersionStore:
+def opened(files: StoreFiles | Path, run: str = RUN) -> VersionStore:
     """The store of a run."""
     return VersionStore(Folder(files, 10.0) if isinstance(files, Path) else files, run)
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints through s3fs, against moto's server of S3's protocol in a process of its own, read back by botocore."""
+"""Copies of checkpoints and weight versions through s3fs, against moto's server of S3's protocol in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from asyncmoe import checkpoints
 from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
+from asyncmoe.version_store import Retention, ShardReader, VersionId, open_files
+from tests.unit import reshard_ranks, version_stores
 
 URL = "s3://backups/asyncmoe"
 BIG = os.urandom(12 << 20)
@@ -157,3 +159,50 @@ def test_a_server_that_stops_answering_is_said_once_and_the_run_ends(
     assert len(told) == 1
     assert "step-00000001 was not copied to s3://backups/asyncmoe/run: " in told[0] or "was not copied within" in told[0]
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+# ---------------------------------------------------------------- weight versions
+
+
+@pytest.mark.usefixtures("server")
+def test_weight_versions_are_written_and_read_by_ranges() -> None:
+    """Two ranks write, two of another layout read what they hold and no more."""
+    store = version_stores.opened(open_files("s3://backups/versions", "sync.store.url", 30.0))
+    store.claim()
+    assert store.newest() is None
+    for step in (1, 2):
+        version_stores.write(store, VersionId(0, step))
+    newest = store.newest()
+    assert newest is not None
+    assert newest.version == VersionId(0, 2)
+    keys = {one["Key"].removeprefix("versions/") for one in bucket().list_objects_v2(Bucket="backups", Prefix="versions/")["Contents"]}
+    assert newest.objects < keys
+    for layout in version_stores.readers():
+        reader, got = ShardReader(store, store.geometry(newest.geometry), layout), reshard_ranks.blank(layout)
+        held = sum(storage.nbytes for storage in layout.storages.values())
+        assert held <= reader.read(newest, got) == reader.plan.nbytes < held + 8 * len(reader.plan.slabs)
+        expected = reshard_ranks.filled(layout, version_stores.values_of(2))
+        assert all((got[name] == expected[name]).all() for name in expected)
+    retention = Retention(store, 1, 0.0, time.monotonic)
+    retention.prune()
+    assert store.versions() == [VersionId(0, 2)]
+    assert set(store.files.names("objects")) == newest.objects
+
+
+@pytest.mark.usefixtures("server")
+def test_what_is_wrong_with_a_version_or_its_bucket_is_said() -> None:
+    nowhere = version_stores.opened(open_files("s3://nowhere/x", "sync.store.url", 30.0))
+    with pytest.raises(StorageError, match=r"^version store s3://nowhere/x: cannot write run\.json: .*NoSuchBucket|does not exist"):
+        nowhere.claim()
+    store = version_stores.opened(open_files("s3://backups/harmed", "sync.store.url", 30.0))
+    version_stores.write(store, VersionId(0, 1))
+    manifest = store.newest()
+    assert manifest is not None
+    reader = ShardReader(store, store.geometry(manifest.geometry), version_stores.readers()[0])
+    name = manifest.ranks[0][reader.plan.ranges[0].object].name
+    bucket().put_object(Bucket="backups", Key=f"harmed/{name}", Body=b"short")
+    with pytest.raises(AsyncmoeError, match=f"version store s3://backups/harmed|{name}"):
+        reader.read(manifest, reshard_ranks.blank(reader.plan.layout))
+    bucket().delete_object(Bucket="backups", Key=f"harmed/{name}")
+    with pytest.raises(DataError, match=f"{name} of version 1 of lineage 0: got no such object"):
+        reader.read(manifest, reshard_ranks.blank(reader.plan.layout))

@@ -49,6 +49,20 @@ class AdapterTerms(msgspec.Struct, frozen=True):
     experts: Literal["per_expert", "shared_outer"]
 
 
+class StoreTerms(msgspec.Struct, frozen=True):
+    """Versions lie as files (`asyncmoe.version_store`).
+
+    Attributes:
+        url: where, as `asyncmoe.version_store.open_files` takes it.
+        run: identity of the run that they must be of.
+        lineage: of the versions of this meeting.
+    """
+
+    url: str
+    run: str
+    lineage: int
+
+
 class Terms(msgspec.Struct, frozen=True):
     """Everything a rank needs to plan a transfer.
 
@@ -62,6 +76,8 @@ class Terms(msgspec.Struct, frozen=True):
         staging: whether engines receive into staging memory; otherwise they receive directly into their parameters.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
+        store: where engines read versions, and where all ranks meet; None: the trainer's ranks send them. Then only the trainer's rank 0
+            is in the meeting.
     """
 
     hf: dict[str, Any]
@@ -76,6 +92,7 @@ class Terms(msgspec.Struct, frozen=True):
     bucket_bytes: int
     timeout_s: float
     max_ctas: int = 0
+    store: StoreTerms | None = None
 
     @property
     def world(self) -> int:
@@ -134,11 +151,12 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """An update begins over channel `epoch`, or has failed before it began."""
+    """An update begins over channel `epoch`, or has failed before it began. `manifest`: digest of the version's manifest in a store."""
 
     version: int
     epoch: int
     failure: str = ""
+    manifest: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import CAST, EXTENTS, SOURCE, Plan, assemble
 from asyncmoe.reshard.programs import FLOAT_TO_BFLOAT, local_program, local_rows
 from asyncmoe.reshard.table import Side, tabulate
+from asyncmoe.version_store.cells import cells_of
 from asyncmoe.version_store.geometry import Geometry
 from asyncmoe.version_store.share import OBJECT_BYTES
 
@@ -91,12 +92,20 @@ def plan_read(geometry: Geometry, layout: RankLayout, *, range_bytes: int = OBJE
     ends = [place[one.last - 1] + 1 for one in ranges]
     rows, casts = local_rows([copies])
     firsts = np.searchsorted(copies[:, SOURCE], [0, *ends])
-    taken = int(copies[:, EXTENTS].prod(1).sum())
     held = sum(storage.size for storage in plan.sources.get(_STORE, {}).values())
-    once = taken == held and not copies[:, CAST].any()
+    taken = int(copies[:, EXTENTS].prod(1).sum())
+    once = not copies[:, CAST].any() and held == taken == _distinct(geometry, layout)
     program = _C.Program(rows, firsts.astype(np.int64), "none", casts)
     zeros = local_program([_copies(plan, _READER)])
     return ReadPlan(layout, ranges, program, slabs, zeros, plan.destinations.get(_READER, {}), once)
+
+
+def _distinct(geometry: Geometry, layout: RankLayout) -> int:
+    """Return how many different elements a rank holds."""
+    try:
+        return int(cells_of(geometry.tensors, tabulate(geometry.tensors, [layout])).extent.prod(1).sum())
+    except LayoutError:  # a layout that cuts a tensor in very many ways
+        return -1
 
 
 def _copies(plan: Plan, source: int) -> np.ndarray:

@@ -47,7 +47,7 @@ class ShareWriter:
 
         Raises:
             LayoutError: an array is missing, does not match its storage, or is not in host memory.
-            StorageError, WaitTimeout, AsyncmoeError: see `StoreFiles`; the store may then hold some of the objects, which nothing refers to.
+            StorageError, WaitTimeout, AsyncmoeError: see `StoreFiles`; some of the objects may then be there, without a manifest.
         """
         sources = host_addresses(self._storages, arrays, f"rank {self._share.rank}: source array", write=False)
         largest = int(self._share.slabs.object_bytes.max(initial=0))

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
-from asyncmoe.version_store import Retention, ShardReader, VersionId, open_files
+from asyncmoe.version_store import Retention, ShardReader, VersionId, of_run, open_files
+from tests.system import runs
 from tests.unit import reshard_ranks, version_stores
 
 URL = "s3://backups/asyncmoe"
@@ -187,6 +189,29 @@ def test_weight_versions_are_written_and_read_by_ranges() -> None:
     retention.prune()
     assert store.versions() == [VersionId(0, 2)]
     assert set(store.files.names("objects")) == newest.objects
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_whose_engines_pull_through_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole run of two trainer ranks and an engine that meet nowhere but in the bucket; every version's checksums are compared."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(runs.REPOSITORY), sysconfig.get_path("purelib"))))
+    directory = tmp_path / "run"
+    through = ("sync.method=store", "sync.store.url=s3://backups/run", "sync.verify_every=1", "verify.logprobs_every=1")
+    summary = runs.run(directory, *through, "warmup.steps=0")
+    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    store = version_stores.opened(open_files("s3://backups/run", "sync.store.url", 30.0), of_run.run_of(directory))
+    newest = store.newest()
+    assert newest is not None
+    assert newest.version.step >= 2
+    assert all(newest.ranks), "both trainer ranks wrote a part"
+    held = bucket().list_objects_v2(Bucket="backups", Prefix="run/")["Contents"]
+    assert newest.objects < {one["Key"].removeprefix("run/") for one in held}
+    told = "".join(
+        path.read_text() for path in directory.rglob("*") if path.is_file() and path.suffix in (".log", ".yaml", ".json", ".jsonl")
+    )
+    assert "weights travel through s3://backups/run to engine.0" in told
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "secret"
+    assert "secret" not in told
 
 
 @pytest.mark.usefixtures("server")

@@ -140,6 +140,24 @@ def test_a_layout_that_the_version_was_not_divided_for_reads_whole_slabs(tmp_pat
             np.testing.assert_array_equal(got[name], expected)
 
 
+def test_a_rank_that_holds_an_element_twice_reads_it_all_the_same(tmp_path: Path) -> None:
+    """As many elements as the slab has, but not the same ones: the digest of the shard is no sum of slabs then."""
+    made, geometry = sharing(slab_bytes=1 << 20, object_bytes=1 << 20)
+    values, store = numbered(SHAPES), opened(tmp_path)
+    parts = [ShareWriter(made.tensors, made.shares[one.rank], store).write(filled(one, values)) for one in trainers()]
+    publish(store, VersionId(0, 1), geometry, parts)
+    manifest = store.newest()
+    assert manifest is not None
+    builder = LayoutBuilder(0, "int32")
+    builder.stack("norms", [("norm", Box((0,), (4,)))])
+    builder.stack("again", [("norm", Box((0,), (4,)))])
+    layout = builder.build()
+    reader, got = ShardReader(store, geometry, layout), blank(layout)
+    assert not reader.plan.each_once
+    reader.read(manifest, got)
+    assert got["norms"].tolist() == got["again"].tolist() == values["norm"][:4].tolist()
+
+
 def odd() -> RankLayout:
     """Columns that no slab begins at."""
     builder = LayoutBuilder(0, "int32")

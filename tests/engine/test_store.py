@@ -63,6 +63,7 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stage: S
     print(f"pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]} ms, {newest.nbytes} bytes")
 
 
+@pytest.mark.thorough
 def test_a_damaged_version_costs_one_update_and_nothing_of_it_is_served(stage: Stage) -> None:
     """An object that is altered once it is there: the engine goes on with what it has, and the next version arrives."""
     _, a, b = stage.checkpoints
@@ -111,6 +112,7 @@ def test_a_killed_writer_leaves_the_engine_with_the_version_it_serves(stage: Sta
     assert not any(wrong(stage.held(), stage.expected(b)))
 
 
+@pytest.mark.thorough
 def test_a_store_of_another_run_is_refused_before_an_engine_is_asked(stage: Stage) -> None:
     other = stage.folder / "others"
     VersionStore(Folder(other), "somebody").claim()

@@ -197,7 +197,8 @@ def test_a_run_whose_engines_pull_through_s3(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(runs.REPOSITORY), sysconfig.get_path("purelib"))))
     directory = tmp_path / "run"
     through = ("sync.method=store", "sync.store.url=s3://backups/run", "sync.verify_every=1", "verify.logprobs_every=1")
-    summary = runs.run(directory, *through, "warmup.steps=0")
+    engine = f"engines.python={runs.REPOSITORY / '.venv-engine' / 'bin' / 'python'}"
+    summary = runs.run(directory, *through, engine, "warmup.steps=0")
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
     store = version_stores.opened(open_files("s3://backups/run", "sync.store.url", 30.0), of_run.run_of(directory))
     newest = store.newest()

@@ -53,7 +53,7 @@ def masks(shapes: Shapes, layouts: list[RankLayout]) -> dict[str, np.ndarray]:
 
 
 @given(cases(), SIZES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_element_that_is_read_is_written_once_by_a_rank_that_holds_it(case: Case, sizes: tuple[int, int]) -> None:
     shapes, source, destination = case
     made = divide(shapes, source, destination, slab_bytes=sizes[0], object_bytes=sizes[1])
@@ -69,7 +69,7 @@ def test_every_element_that_is_read_is_written_once_by_a_rank_that_holds_it(case
 
 
 @given(cases(), SIZES, st.sampled_from([1, 64, 4096]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_rank_reads_its_own_ranges_and_gets_every_byte_once(
     tmp_path_factory: pytest.TempPathFactory, case: Case, sizes: tuple[int, int], range_bytes: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 from asyncmoe.rpc.messages import WeightsStage
 from asyncmoe.version_store import Folder, VersionId, VersionStore, of_run
+from tests.disks import mounted
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Oracle, perturbed
 from tests.engine.test_direct import Stage, difference, generate, wrong
@@ -110,6 +112,21 @@ def test_a_killed_writer_leaves_the_engine_with_the_version_it_serves(stage: Sta
     found = stage.rig.run(stage.publish(2, {"tp=2": [(b, again)]}, sync=through(stage)))
     assert not found.failed, found.failed
     assert not any(wrong(stage.held(), stage.expected(b)))
+
+
+@pytest.mark.thorough
+def test_a_full_store_says_the_same_on_every_rank(stage: Stage, tmp_path: Path) -> None:
+    _, a, _ = stage.checkpoints
+    held = stage.held()
+    with mounted(tmp_path / "small", "1m") as place:
+        sync = through(stage) | {"store": {"url": str(place)}}
+        found = stage.rig.run(stage.publish(2, {"tp=2": [(a, stage.versions(1)[0])]}, sync=sync))
+        assert not VersionStore(Folder(place), "").versions()
+    assert not found.failed, found.failed
+    zero, one = ([outcome["error"] for outcome in several] for several in found.outcomes)
+    assert zero == one
+    assert re.fullmatch(r"the version store: cannot write .*: No space left on device .* \(trainer rank [01] on .*, cpu\)", zero[0])
+    assert stage.held() == held
 
 
 @pytest.mark.thorough

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncmoe.version_store import Folder, VersionStore, of_run
-from tests.system.runs import metrics, refused, run
+from tests.system.runs import logs, marked_pids, metrics, refused, run, start, wait_for
+from tests.system.test_journal import SHAPE, WARM, check, trained
+from tests.system.test_restarts import lose
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
@@ -32,3 +37,21 @@ def test_a_run_publishes_through_a_directory_and_another_run_is_refused_there(tm
     model = f"model.path={tmp_path / 'model'}"
     line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'other'}", model, *through)
     assert "got versions of run" in line
+
+
+def test_a_run_outlives_its_only_engine_and_a_trainer_rank(tmp_path: Path) -> None:
+    """An engine that starts again from nothing reads the version that is there; ranks of the trainer that start again go on there."""
+    directory = tmp_path / "run"
+    command = start(directory, *SHAPE, "sync.method=store", f"sync.store.url={tmp_path / 'versions'}", "trainer.checkpoint_every=0")
+    assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
+    (server,) = marked_pids(command.mark, "--random-seed 0")
+    last = metrics(directory)[-1]["step"]
+    os.kill(server, signal.SIGKILL)
+    assert wait_for(partial(trained, directory, 0, last + 2), 150), logs(directory)
+    lose(directory, command, "trainer.1", signal.SIGKILL)
+    status, _, error = command.finish()
+    assert status == 0, error[-3000:] + logs(directory)
+    assert command.gone(), command.alive()
+    check(directory)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["trainer_restarts"], summary["rejected_share"]) == (1, 0.0)

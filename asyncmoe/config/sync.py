@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from asyncmoe.config import transports
 from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch
@@ -26,14 +26,32 @@ def _former(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
+class StoreSection(Section):
+    """Weight versions as files, with sync.method store."""
+
+    url: str | None = Field(
+        None,
+        description="The run's own place for its weight versions: a directory that trainer and engines share (an absolute path), or any "
+        "URL that fsspec opens (s3://bucket/folder). Without user and password: its package reads credentials from the environment.",
+    )
+    keep: Positive = Field(2, description="Versions that stay; older ones are deleted.")
+    grace_s: Seconds = Field(
+        600.0,
+        description="Seconds for which the files of a version stay when newer ones have taken its place: an engine may be reading them.",
+    )
+
+
 class SyncSection(Section):
     """Weight sync: how new weights reach the engines."""
 
-    method: Literal["reshard", "broadcast"] = Field(
+    method: Literal["reshard", "broadcast", "store"] = Field(
         "reshard",
         description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
-        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
+        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses; "
+        "store: every trainer rank writes what it holds to sync.store.url, and every engine rank reads its own shards from there while it "
+        "generates: for engines without a path to the trainer.",
     )
+    store: StoreSection = StoreSection()
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     staging: Annotated[StagingChoice, BeforeValidator(_former, json_schema_input_type=StagingChoice | bool)] = Field(
         "auto",
@@ -78,3 +96,22 @@ class SyncSection(Section):
     def stages(self) -> Staging:
         """What `staging` comes to."""
         return "full" if self.staging == "auto" else self.staging
+
+    @model_validator(mode="after")
+    def _check_store(self) -> SyncSection:
+        if self.method == "store" and self.store.url is None:
+            raise ValueError(
+                "sync.store.url: got nothing, expected a directory or a URL because sync.method is store; name one, or set sync.method to "
+                "reshard"
+            )
+        if self.method != "store" and self.store.url is not None:
+            raise ValueError(
+                f"sync.store.url: got a value, expected nothing because sync.method is {self.method}; leave "
+                "it out, or set sync.method to store"
+            )
+        if self.method == "store" and self.stages != "full":
+            raise ValueError(
+                f"sync.staging: got {self.staging}, expected full because sync.method is store: a version is verified before an engine "
+                "serves it; leave it out"
+            )
+        return self

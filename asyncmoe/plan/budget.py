@@ -133,7 +133,7 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
 
 def is_bounded(config: Config) -> bool:
     """Whether an engine needs no bounds of its memory besides those that the user gives (see `engine_arguments`)."""
-    staging = config.sync.stages == "full" and config.sync.method == "reshard"
+    staging = config.sync.stages == "full" and config.sync.method != "broadcast"
     given = _tokens(config) is not None and _is_given(config.engines.args, _FRACTION)
     return given or not (staging or config.engines.share_gpus)
 
@@ -212,7 +212,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineM
     section = config.engines
     return EngineMemory(
         tokens=_tokens(config) or section.max_running * _conversation(config, hf),
-        staging=config.sync.stages == "full" and config.sync.method == "reshard",
+        staging=config.sync.stages == "full" and config.sync.method != "broadcast",
         prefill=_number(section.args, _PREFILL, 8192),
         running=section.max_running,
         dtype=engine_dtype(hf, section),

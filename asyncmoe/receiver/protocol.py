@@ -50,6 +50,20 @@ class AdapterTerms(msgspec.Struct, frozen=True):
     experts: Literal["per_expert", "shared_outer"]
 
 
+class StoreTerms(msgspec.Struct, frozen=True):
+    """Versions lie as files (`asyncmoe.version_store`).
+
+    Attributes:
+        url: where, as `asyncmoe.version_store.open_files` takes it.
+        run: identity of the run that they must be of.
+        lineage: of the versions of this meeting.
+    """
+
+    url: str
+    run: str
+    lineage: int
+
+
 class Terms(msgspec.Struct, frozen=True):
     """Everything a rank needs to plan a transfer.
 
@@ -65,6 +79,8 @@ class Terms(msgspec.Struct, frozen=True):
         audit_every: `sync.audit_every`.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
+        store: where engines read versions, and where all ranks meet; None: the trainer's ranks send them. Then only the trainer's rank 0
+            is in the meeting.
     """
 
     hf: dict[str, Any]
@@ -81,6 +97,7 @@ class Terms(msgspec.Struct, frozen=True):
     max_ctas: int = 0
     delta: bool = False
     audit_every: int = 0
+    store: StoreTerms | None = None
 
     @property
     def world(self) -> int:
@@ -143,12 +160,14 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         base: the version that the update changes, if it is a delta; None: it is full.
+        manifest: digest of the version's manifest in a store.
     """
 
     version: int
     epoch: int
     failure: str = ""
     base: int | None = None
+    manifest: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from asyncmoe.receiver.command import FAMILY_VARIABLE, CommitCommand, JoinComman
 from asyncmoe.receiver.control_store import Store, StoreGone
 from asyncmoe.receiver.deltas import DeltaRefused, DeltaStaging
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
+from asyncmoe.receiver.pulling import Puller
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan, device_threads
 
@@ -31,6 +32,8 @@ _MEET_S = 60.0
 _COMMIT_S = 60.0
 """Timeout of copying all of a worker's weights within its device, and of the forward pass before it."""
 _IDLE_S = 3600.0
+_LOOK_S = 5.0
+"""As `_IDLE_S`, where nothing wakes a receiver that shall leave."""
 _FORMER_S = 2.0
 _FIRST = 1
 
@@ -92,6 +95,7 @@ class Receiver:
         self._left = threading.Event()
         self._device = next(model.parameters()).device
         self._former = former
+        self._puller: Puller | None = None
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         if former is not None and former._side is not None:
             self._side = former._side  # with the communicators of the previous meeting
@@ -121,6 +125,7 @@ class Receiver:
         if terms.staging != "none":
             yield_cores()  # the worker generates meanwhile
         plan = self._plan(store, terms)
+        self._puller = None if terms.store is None else Puller(terms, terms.store, self._join.rank)
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         outcome = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         if not outcome.failure:
@@ -201,7 +206,7 @@ class Receiver:
             while not self._left.is_set():
                 self._number = number
                 try:
-                    header = store.get(protocol.header(number), _IDLE_S)
+                    header = store.get(protocol.header(number), _IDLE_S if self._puller is None else _LOOK_S)
                 except WaitTimeout:
                     continue
                 if store.has(protocol.header(number + 1)):
@@ -222,6 +227,9 @@ class Receiver:
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
         """Receive one update; return the channel, or None if it can no longer be used."""
         key = protocol.staged(number, self._join.rank)
+        if self._puller is not None:
+            self._pull(self._puller, store, terms, number, header)
+            return None
         try:
             if exchanger is None:
                 arrays = functools.partial(self._arrays, terms)
@@ -263,6 +271,22 @@ class Receiver:
         if deltas is not None and coming is not None:
             deltas.adopt(tensors, header.version, coming)
         return _Staged(header.version, number, tensors if terms.staging == "full" else None)
+
+    def _pull(self, puller: Puller, store: Store, terms: Terms, number: int, header: Header) -> None:
+        """Read one update from the version store."""
+        key = protocol.staged(number, self._join.rank)
+        try:
+            tensors = self._staging(terms)
+            puller.pull(header, tensors)
+            self._target.received(tensors)
+        except Exception as error:
+            store.fail(number, key, failing.said(error, terms, self._join.rank, self._device))
+            if not isinstance(error, AsyncmoeError):
+                log.exception("update %d of rank %d", number, self._join.rank)
+            return
+        with self._lock:
+            self._staged, self._spare = _Staged(header.version, number, tensors), {}
+        store.put(key, Outcome())
 
     def _drop(self) -> None:
         """Discard the staged update, if any, and reuse its memory."""

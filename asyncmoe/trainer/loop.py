@@ -48,6 +48,7 @@ from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.gather import Gatherer
 from asyncmoe.trainer.weight_sync.publisher import Checksums, Published, Publisher
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from asyncmoe.trainer.weight_sync.store import StorePublisher
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -320,6 +321,8 @@ def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
     def checksums(tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:
         return engine_checksums(built.hf, config.engines, tensors, device)
 
+    if config.sync.method == "store":
+        return StorePublisher(config, built, client, checksums)
     if config.sync.method == "reshard":
         return ReshardPublisher(config, built, client, checksums)
     if built.adapter is not None:

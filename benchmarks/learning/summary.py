@@ -101,7 +101,7 @@ def training_to(run: Mapping[str, Any], level: float) -> float | None:
     samples = to_level(run, "samples", level)
     if samples is None or len(run.get("seconds", ())) < 2:
         return None
-    return samples / run["samples"][0] * _step_seconds(run)
+    return samples / float(run["samples"][0]) * _step_seconds(run)
 
 
 def _all(values: Sequence[float | None]) -> list[float]:

@@ -13,6 +13,7 @@ from delta_meeting import Rig, meet
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, TransferError, WeightSyncError
+from asyncmoe.platform import gloo
 from asyncmoe.receiver import delta_messages, handshake, protocol, worker
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.receiver.deltas import DeltaStaging
@@ -28,6 +29,7 @@ NORM = "final_norm"
 def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
+    monkeypatch.setattr(gloo, "shut", lambda listeners: None)  # ranks in threads of one process would shut each other's ports
     rigs: list[Rig] = []
 
     def make(**how: Any) -> Rig:

@@ -94,7 +94,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         failure = failing.in_one_line(error, terms)
     mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
-        store.put(protocol.VERDICT, Outcome(_disagreement(store, terms, mine, wait_s, watch(config, client))))
+        store.put(protocol.VERDICT, Outcome(disagreement(store, terms, mine, wait_s, watch(config, client))))
     else:
         store.put(protocol.ready(rank), mine)
     verdict = store.get(protocol.VERDICT, 2 * wait_s)
@@ -131,7 +131,7 @@ def watch(config: Config, client: Client) -> Callable[[], None]:
     """Return a check that raises WeightSyncError if an engine of the version under way, or of the meeting, is gone. For rank 0."""
 
     def look() -> None:
-        if lost := _ask_engines(config, client).lost:
+        if lost := ask_engines(config, client).lost:
             raise WeightSyncError(f"{', '.join(lost)} is gone")
 
     return look
@@ -139,7 +139,7 @@ def watch(config: Config, client: Client) -> Callable[[], None]:
 
 def starving(config: Config, client: Client) -> bool:
     """Return whether there are engines but all of them wait for a version, so that no engine generates. For rank 0."""
-    now = _ask_engines(config, client).engines
+    now = ask_engines(config, client).engines
     return bool(now) and all(engine.waiting for engine in now)
 
 
@@ -163,7 +163,7 @@ def changed(config: Config, model: Model, client: Client, group: dist.ProcessGro
     word, failure = "", "rank 0 has failed"
     try:
         until = time.monotonic() + wait_s
-        while (now := _ask_engines(config, client).roster) == roster and time.monotonic() < until:
+        while (now := ask_engines(config, client).roster) == roster and time.monotonic() < until:
             time.sleep(_POLL_S)
         word = _OTHERS if now != roster else _THE_SAME
     except AsyncmoeError as error:
@@ -180,7 +180,7 @@ def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup
     if rank == 0:
         place, failure, roster = "", "rank 0 has failed", 0
         try:
-            engines = _some_engines(config, client)
+            engines = some_engines(config, client)
             roster, device = engines.roster, device_of(engines)
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
@@ -208,17 +208,17 @@ def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[
     return word, failure
 
 
-def _some_engines(config: Config, client: Client) -> Engines:
+def some_engines(config: Config, client: Client) -> Engines:
     """Ask for the engines and, while there is none and one will come back, ask again."""
     until = time.monotonic() + config.engines.start_timeout_s
     while True:
-        engines = _ask_engines(config, client, devices=config.sync.verify_every > 0)
+        engines = ask_engines(config, client, devices=config.sync.verify_every > 0)
         if not engines.awaited or time.monotonic() > until:
             return engines
         time.sleep(_POLL_S)
 
 
-def _ask_engines(config: Config, client: Client, devices: bool = False) -> Engines:
+def ask_engines(config: Config, client: Client, devices: bool = False) -> Engines:
     start_s = config.engines.start_timeout_s
     engines = client.ask(EnginesAsk(start_s, devices), start_s + GRACE_S)[0]
     assert isinstance(engines, Engines)
@@ -264,7 +264,7 @@ def _adapter(model: Model) -> AdapterTerms | None:
     return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
-def _disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
+def disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
     """Return why weights cannot be sent; empty if they can."""
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}

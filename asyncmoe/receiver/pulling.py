@@ -1,0 +1,48 @@
+"""Reads a worker's shards of weight versions from a version store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asyncmoe.errors import DataError
+from asyncmoe.receiver import transfer_plan
+from asyncmoe.receiver.file_keys import KEY
+from asyncmoe.receiver.protocol import Header, StoreTerms, Terms
+from asyncmoe.version_store import ShardReader, VersionId, VersionStore, open_files
+
+
+class Puller:
+    """Reads versions of one meeting.
+
+    Args:
+        rank: the worker's rank in the meeting.
+
+    Raises:
+        UserError: the store's URL cannot be opened here.
+    """
+
+    def __init__(self, terms: Terms, place: StoreTerms, rank: int) -> None:
+        self._timeout_s, self._lineage = terms.timeout_s, place.lineage
+        self._store = VersionStore(open_files(place.url, KEY, terms.timeout_s), place.run)
+        self._layout = next(layout for layout in transfer_plan.engine_layouts(terms) if layout.rank == rank)
+        self._geometry = ""
+        self._reader: ShardReader | None = None
+
+    def pull(self, header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read a version into tensors by the names of the worker's parameters, and verify it.
+
+        Raises:
+            DataError: the version or one of its objects is missing or damaged.
+            LayoutError: it lacks a parameter, or the tensors are not in host memory.
+            AsyncmoeError: the store fails, or is too slow.
+        """
+        version = VersionId(self._lineage, header.version)
+        manifest = self._store.manifest(version, header.manifest)
+        if manifest is None:
+            raise DataError(f"{self._store.files.shown}/{version.name}", got="no such file", expected=f"the manifest of {version}")
+        if self._reader is None or manifest.geometry != self._geometry:
+            self._reader = ShardReader(self._store, self._store.geometry(manifest.geometry), self._layout)
+            self._geometry = manifest.geometry
+        self._reader.read(manifest, tensors, timeout_s=self._timeout_s)

@@ -1,0 +1,135 @@
+"""The files of a version store: what it needs of the place where they lie, and a directory as such a place."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from asyncmoe import storage
+from asyncmoe.checkpoints.directories import sync_directory
+from asyncmoe.errors import AsyncmoeError, WaitTimeout
+
+T = TypeVar("T")
+TEMPORARY = ".writing-"
+
+
+class StoreFiles(Protocol):
+    """Named files. A name is a relative path with "/". Every call ends within a bound, whatever the place does.
+
+    Attributes:
+        shown: the place, without credentials, for messages.
+
+    Raises (all calls):
+        StorageError: it cannot be written.
+        AsyncmoeError: it cannot be read; one line that names the place and the cause.
+        WaitTimeout: it does not answer.
+    """
+
+    shown: str
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Write a whole file, in place of one of this name."""
+
+    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes | None:
+        """Return a part of a file, less where the file ends before; None if there is no such file."""
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None if there is no such file."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of all files below a folder."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if there is one."""
+
+
+def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
+    """Call `act` in a thread of its own, and wait no longer than `seconds`.
+
+    Raises:
+        WaitTimeout: it did not return in time; the thread is left to itself.
+    """
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(act())
+        except BaseException as error:  # noqa: BLE001  passed to the caller
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="version store", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        if answer.done():
+            raise
+        raise WaitTimeout(whom, what, seconds) from error
+
+
+class Folder:
+    """A directory, of this machine or shared. A file is written under a temporary name and renamed when it is on its disk."""
+
+    def __init__(self, path: Path, timeout_s: float = 300.0) -> None:
+        self.path, self.shown, self._timeout_s = path, str(path), timeout_s
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        def act() -> None:
+            final = self.path / name
+            with storage.writing("the version store", final):
+                storage.make_private(final.parent)
+                written = final.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+                try:
+                    with written.open("wb", buffering=0) as file:
+                        left = memoryview(data)
+                        while left:
+                            left = left[file.write(left) :]
+                        os.fsync(file.fileno())
+                    written.rename(final)
+                except OSError:
+                    with suppress(OSError):
+                        written.unlink()
+                    raise
+                sync_directory(final.parent)
+
+        within(self._timeout_s, self.shown, f"{name} to be written", act)
+
+    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes | None:
+        def act() -> bytes | None:
+            try:
+                with (self.path / name).open("rb") as file:
+                    file.seek(begin)
+                    return file.read(-1 if nbytes is None else nbytes)
+            except FileNotFoundError:
+                return None
+
+        return self._asked(name, act)
+
+    def size(self, name: str) -> int | None:
+        def act() -> int | None:
+            try:
+                return (self.path / name).stat().st_size
+            except FileNotFoundError:
+                return None
+
+        return self._asked(name, act)
+
+    def names(self, folder: str) -> list[str]:
+        def act() -> list[str]:
+            return [str(path.relative_to(self.path)) for path in (self.path / folder).rglob("*") if path.is_file()]
+
+        return self._asked(folder, act)
+
+    def delete(self, name: str) -> None:
+        self._asked(name, lambda: (self.path / name).unlink(missing_ok=True))
+
+    def _asked(self, name: str, act: Callable[[], T]) -> T:
+        try:
+            return within(self._timeout_s, self.shown, name, act)
+        except OSError as error:
+            raise AsyncmoeError(f"version store {self.shown}: {name}: {error.strerror or error}") from error

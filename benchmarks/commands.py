@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from asyncmoe.errors import UserError
+
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
@@ -93,10 +95,10 @@ def learning_(
     arms: Annotated[str, typer.Option(help="Names, separated by commas; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     steps: Annotated[int, typer.Option(min=1, help="RL steps of a run, of 32 samples.")] = 24,
-    minutes: Annotated[float, typer.Option(help="Begin no further run after so many minutes.")] = 1e9,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Begin no further run after so many minutes.")] = 1e9,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of the results; with --minutes 0, run nothing.")] = None,
     pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write learning-dense.svg and learning-moe.svg there.")] = None,
-    level: Annotated[float, typer.Option(help="Accuracy of which the page says when it was reached first.")] = 0.5,
+    level: Annotated[float, typer.Option(min=0.01, max=1.0, help="Accuracy of which the page says when it was reached first.")] = 0.5,
 ) -> None:
     """A real model learns to add: arms that differ in one thing, with three seeds each. Hours; the same command goes on."""
     from benchmarks.learning import arms as known
@@ -105,6 +107,12 @@ def learning_(
     from benchmarks.learning.summary import summary
 
     chosen = known.chosen([name for name in arms.split(",") if name])
+    if page is not None:
+        runner.check_writable(page, "--page")
+        if page.resolve() == results.resolve():
+            raise UserError("--page", got=f"{page}, which is --json too", expected="another file")
+    if pictures is not None:
+        runner.check_writable(pictures / "learning-dense.svg", "--pictures")
     runner.run(chosen, known.numbers(seeds), steps, results, minutes, typer.echo)
     if runs := runner.read(results)["runs"]:
         runner.write(results, runs, level={"accuracy": level}, arms=summary(figures.by_arm(runs), level))
@@ -112,6 +120,25 @@ def learning_(
         page.write_text(pages.html(runner.read(results), level))
     if pictures is not None:
         pages.pictures(runner.read(results), pictures)
+
+
+@bench.command("changes")
+def changes_(
+    results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds what they lack.")],
+    arm: Annotated[str, typer.Option(help="An arm of bench learning.")] = "dense-async",
+    steps: Annotated[int, typer.Option(min=2, help="RL steps of a run; each is exported.")] = 8,
+    rates: Annotated[str, typer.Option(help="Learning rates, separated by commas.")] = "2e-5,2e-6",
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw all results as SVG.")] = None,
+) -> None:
+    """Share of the bfloat16 weights that a step of a real model changes, by kind of layer and learning rate."""
+    from benchmarks.learning import arms as known
+    from benchmarks.learning import changes, runner
+
+    if picture is not None:
+        runner.check_writable(picture, "--picture")
+    found = changes.run(results, arm, steps, known.rates(rates))
+    if picture is not None:
+        changes.picture(found, picture)
 
 
 @bench.command("gpu")

@@ -106,6 +106,17 @@ def numbers(seeds: str) -> tuple[int, ...]:
     return found
 
 
+def rates(text: str) -> tuple[float, ...]:
+    """Return learning rates separated by commas. Raises UserError."""
+    try:
+        found = tuple(float(rate) for rate in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < rate < 1 for rate in found):
+        raise UserError("--rates", got=text, expected="learning rates between 0 and 1, separated by commas: 2e-5,2e-6")
+    return found
+
+
 def overrides(arm: Arm, seed: int, run_dir: Path, steps: int) -> list[str]:
     """Return the arguments of `asyncmoe run` after the configuration, for as many samples as `steps` steps have there. Later ones win."""
     of_run = (f"run.dir={run_dir}", f"run.seed={seed}", f"run.steps={steps * arm.split}", f"model.path={arm.model}")

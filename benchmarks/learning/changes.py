@@ -1,15 +1,13 @@
-"""How many bfloat16 weights a step changes, by kind of layer: python -m benchmarks.learning.changes OUT PICTURE ARM STEPS LR...
+"""How many bfloat16 weights a step changes, by kind of layer.
 
-Trains an arm at each learning rate, with a checkpoint after every step, exports each, and compares neighbours bit by bit. What an engine
-would have to receive, were only changes sent. What OUT has is not run again, and PICTURE shows all of it.
+Trains an arm at each learning rate, with a checkpoint after every step, exports each, and compares neighbours bit by bit: what an engine
+has to receive if only changes are sent.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -98,21 +96,18 @@ def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> None:
-    """Write OUT and PICTURE."""
-    out, drawn, name, steps, *rates = sys.argv[1:]
-    path = Path(out)
-    held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {**here(), "runs": []}
-    for rate in [float(rate) for rate in rates]:
-        if any((run["arm"], run["lr"]) == (name, rate) for run in held["runs"]):
+def run(results: Path, arm: str, steps: int, rates: Sequence[float]) -> Sequence[Mapping[str, Any]]:
+    """Add to `results` what it lacks; return the records of all. Raises as `runner.run`."""
+    runner.check_writable(results, "--json")
+    (chosen,) = arms.chosen([arm])
+    runner.check_model(chosen.model, arm)
+    held = runner.read(results, {"arm", "lr", "mean", "steps"})
+    for rate in rates:
+        if any((one["arm"], one["lr"]) == (arm, rate) for one in held["runs"]):
             continue
-        found = measure(name, rate, int(steps))
+        found = measure(arm, rate, steps)
         # Adam's first steps are of the size of the learning rate whatever the gradient; the later ones are what a run is made of.
-        mean = {kind: round(fmean(values[int(steps) // 2 :]), 6) for kind, values in found.items()}
-        held["runs"].append({"arm": name, "lr": rate, "mean": mean, "steps": found})
-        path.write_text(json.dumps(held) + "\n")
-    picture(held["runs"], Path(drawn))
-
-
-if __name__ == "__main__":
-    main()
+        mean = {kind: round(fmean(values[steps // 2 :]), 6) for kind, values in found.items()}
+        held["runs"].append({"arm": arm, "lr": rate, **here(), "mean": mean, "steps": found})
+        runner.write(results, held["runs"])
+    return list(held["runs"])

@@ -7,19 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import DataError, EngineError, UserError, WaitTimeout
 from benchmarks.learning import curves
-from benchmarks.learning.arms import CONFIGURATION, Arm, overrides
+from benchmarks.learning.arms import CONFIGURATION, DENSE, MIXTURE, Arm, overrides
 from benchmarks.provenance import here
 
 ROOT = Path(__file__).parents[2]
 RUNS, TRL = ROOT / "build" / "learning", ROOT / ".venv-peers" / "trl"
+MADE_BY = {DENSE: "make real-model", MIXTURE: "docs/guides/upcycling.md has the command"}
 _LIMIT_S = 7200.0
 """Of one run, from one start to its end."""
 
@@ -28,30 +30,52 @@ def run(arms: Sequence[Arm], seeds: Sequence[int], steps: int, results: Path, mi
     """Add to `results` what it lacks, seed after seed, all arms of each. Begins no further run after so many minutes.
 
     Raises:
-        UserError: a model is missing.
+        UserError: a model is missing, or `results` cannot be written.
+        DataError: `results` is something else.
         EngineError: a run failed; its output is below build/learning.
         WaitTimeout: a run did not end.
     """
-    for model in sorted({arm.model for arm in arms}):
-        if not (ROOT / model / "config.json").is_file():
-            raise UserError(str(model), got="no model", expected="a model directory", hint="docs/guides/upcycling.md says how to make it")
+    check_writable(results, "--json")
+    done = {(one["arm"], one["seed"], one["steps"]) for one in read(results)["runs"]}
+    missing = [(arm, seed) for seed in seeds for arm in arms if (arm.name, seed, steps) not in done] if minutes else []
+    for model in sorted({arm.model for arm, _ in missing}):
+        check_model(model, ",".join(sorted({arm.name for arm, _ in missing if arm.model == model})))
+    if any(arm.trl for arm, _ in missing) and not TRL.is_dir():
+        raise UserError(str(TRL.relative_to(ROOT)), got="no TRL", expected="its packages", hint="make bench-trl, or leave out dense-trl")
     until = time.monotonic() + 60 * minutes
-    for seed in seeds:
-        for arm in arms:
-            held = read(results)
-            if any((one["arm"], one["seed"], one["steps"]) == (arm.name, seed, steps) for one in held["runs"]):
-                continue
-            if time.monotonic() > until:
-                return
-            say(f"{arm.name}, seed {seed}")
-            record = {"arm": arm.name, "seed": seed, "steps": steps, **here(), **_curves(arm, seed, steps)}
-            held["runs"].append(record)
-            write(results, held["runs"])
-            say(f"{arm.name}, seed {seed}: {record['evaluations']['accuracy']}")
+    for arm, seed in missing:
+        if time.monotonic() > until:
+            return
+        held = read(results)
+        say(f"{arm.name}, seed {seed}")
+        record = {"arm": arm.name, "seed": seed, "steps": steps, **here(), **_curves(arm, seed, steps)}
+        held["runs"].append(record)
+        write(results, held["runs"])
+        say(f"{arm.name}, seed {seed}: {record['evaluations']['accuracy']}")
 
 
-def read(results: Path) -> dict[str, Any]:
+def check_model(model: Path, names: str) -> None:
+    """Raise UserError if the model of the arms of these names is not there."""
+    if not (ROOT / model / "config.json").is_file():
+        raise UserError(str(model), got="no model", expected=f"one for {names}", hint=MADE_BY[model])
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse a place for a file in which none can be written, before hours of runs. Raises UserError."""
+    if path.is_dir():
+        raise UserError(option, got=f"{path}, a folder", expected="a file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(option, got=f"{path} ({error.strerror})", expected="a file in a folder that can be written") from None
+
+
+def read(results: Path, kept: Set[str] = frozenset({"arm", "seed", "steps", "evaluations"})) -> dict[str, Any]:
     """Return the records; none if the file does not exist.
+
+    Args:
+        kept: what each record has, at least.
 
     Raises:
         DataError: it holds something else.
@@ -62,9 +86,10 @@ def read(results: Path) -> dict[str, Any]:
         found: Any = json.loads(results.read_text())
     except ValueError as error:
         raise DataError(str(results), got=f"no JSON ({error})", expected="results of bench learning") from None
-    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
-        raise DataError(str(results), got="JSON without a list of runs", expected="results of bench learning")
-    return found
+    runs = found.get("runs") if isinstance(found, dict) else None
+    if not isinstance(runs, list) or not all(isinstance(one, dict) and one.keys() >= kept for one in runs):
+        raise DataError(str(results), got="JSON without such runs", expected="results of bench learning")
+    return {**found, "runs": runs}
 
 
 def write(results: Path, runs: Sequence[Mapping[str, Any]], **more: Mapping[str, Any]) -> None:
@@ -88,15 +113,17 @@ def _curves(arm: Arm, seed: int, steps: int) -> dict[str, Any]:
     if arm.trl:
         return _of_trl(run_dir, seed, steps)
     given = overrides(arm, seed, run_dir, steps)
-    finish(run_dir, ["-m", "asyncmoe", "run", str(CONFIGURATION), *given], arm.environment)
+    whole = run_dir / "whole.json"  # of a run that has ended, which other results may take too
+    if not whole.exists():
+        resumed = run_dir.exists()
+        finish(run_dir, ["-m", "asyncmoe", "run", str(CONFIGURATION), *given], arm.environment)
+        whole.write_text(json.dumps({"resumed": True} if resumed else {}))
     found = curves.of_run(run_dir, configuration.of_run(run_dir).rollout.batch)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    return found
+    return {**found, **json.loads(whole.read_text())}
 
 
 def _of_trl(run_dir: Path, seed: int, steps: int) -> dict[str, Any]:
-    if not TRL.is_dir():
-        raise UserError(str(TRL.relative_to(ROOT)), got="no TRL", expected="its packages", hint="make bench-trl, or leave out dense-trl")
     out = run_dir.with_suffix(".json")
     path = os.pathsep.join([str(TRL), str(ROOT)])
     command = ["-m", "benchmarks.learning.with_trl", str(seed), str(steps), str(out)]

@@ -91,7 +91,10 @@ def differences(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, A
 
 
 def to_level(run: Mapping[str, Any], axis: str, level: float) -> float | None:
-    """Return where a run's accuracy first reaches `level`, in samples or seconds; None if it does not."""
+    """Return where a run's accuracy first reaches `level`, in samples or seconds; None if it does not, or if the run was stopped and went
+    on, so that its seconds lack what that cost."""
+    if axis == "seconds" and run.get("resumed"):
+        return None
     return reached(run["evaluations"][axis], run["evaluations"]["accuracy"], level)
 
 

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import DataError, EngineError, UserError
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
+from benchmarks.commands import learning_
 from benchmarks.learning import arms, changes, curves, figures, page, runner
 from benchmarks.learning.summary import summary
 from examples.real.tasks import Products, Records, Sums, number, record
@@ -193,6 +194,7 @@ def told(arm: str, seed: int, accuracy: list[float], step: float) -> dict[str, o
     return {
         "arm": arm,
         "seed": seed,
+        "steps": 4,
         "samples": [25, 50, 75, 100],
         "seconds": seconds,
         "tokens_per_s": 40.0,
@@ -256,3 +258,72 @@ def test_seeds_are_different_numbers() -> None:
     for text in ("", "x", "1,1", "1,", "-1", "1 2"):
         with pytest.raises(UserError, match=r"--seeds: got .*, expected different whole numbers"):
             arms.numbers(text)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for model in (arms.DENSE, arms.MIXTURE):
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "config.json").write_text("{}")
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "RUNS", tmp_path / "build")
+    return tmp_path
+
+
+def test_a_run_that_was_stopped_says_so_and_a_whole_one_serves_other_results(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def finish(run_dir: Path, command: list[str], environment: dict[str, str]) -> None:
+        run_dir.mkdir(exist_ok=True)
+        begun.append(run_dir.name)
+        if len(begun) == 1:
+            raise EngineError("interrupted")
+
+    monkeypatch.setattr(runner, "finish", finish)
+    monkeypatch.setattr(runner.configuration, "of_run", lambda run_dir: configuration.load(ROOT / arms.CONFIGURATION, ["run.dir=x"]))
+    monkeypatch.setattr(runner.curves, "of_run", lambda run_dir, batch: told("dense-async", 0, [0.1, 0.6, 0.8], 1.0))
+    (arm,) = arms.chosen(["dense-async"])
+    with pytest.raises(EngineError):
+        runner.run([arm], [3], 5, models / "a.json", 1e9, lambda _: None)
+    for results in ("a.json", "b.json"):
+        runner.run([arm], [3], 5, models / results, 1e9, lambda _: None)
+        (one,) = runner.read(models / results)["runs"]
+        assert one["resumed"] is True
+        assert "seconds_to" not in summary({"dense-async": [one]}, 0.5)["dense-async"]
+    assert begun == ["dense-async-3-5"] * 2
+    runner.run([arm], [4], 5, models / "b.json", 1e9, lambda _: None)
+    assert "resumed" not in runner.read(models / "b.json")["runs"][1]
+
+
+def test_what_cannot_be_kept_or_run_is_refused_before_anything_runs(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "finish", lambda *_: pytest.fail("a run has begun"))
+    (models / "file").write_text("")
+    for place in (models, models / "file" / "x.json", models / "none" / "x.json", Path("/proc/x.json")):
+        with pytest.raises(UserError, match=r"--json: got .*, expected a file"):
+            runner.run(arms.chosen(["dense-async"]), [0], 5, place, 1e9, lambda _: None)
+    monkeypatch.setattr(runner, "TRL", models / "trl")
+    with pytest.raises(UserError, match=r"got no TRL, expected its packages; make bench-trl"):
+        runner.run(arms.chosen(["dense-trl"]), [0], 5, models / "a.json", 1e9, lambda _: None)
+    (models / arms.MIXTURE / "config.json").unlink()
+    runner.run(arms.chosen([]), [0], 5, models / "a.json", 0.0, lambda _: None)
+    with pytest.raises(UserError, match=r"smollm2-moe: got no model, expected one for moe; docs/guides/upcycling.md"):
+        changes.run(models / "changes.json", "moe", 8, [1e-5])
+    with pytest.raises(UserError, match=r"--page: got .*, which is --json too"):
+        learning_(models / "a.json", page=models / "a.json", minutes=0.0)
+    for text in ("x", "", "2", "1e-5,"):
+        with pytest.raises(UserError, match=r"--rates: got "):
+            arms.rates(text)
+
+
+def test_changes_are_measured_once_for_each_rate(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[float] = []
+
+    def measure(name: str, rate: float, steps: int) -> dict[str, list[float]]:
+        measured.append(rate)
+        return {"all": [0.9, 0.9, rate, rate]}
+
+    monkeypatch.setattr(changes, "measure", measure)
+    for rates in ((1e-5,), (1e-5, 1e-6)):
+        found = changes.run(models / "changes.json", "dense-async", 4, rates)
+    assert measured == [1e-5, 1e-6]
+    assert [one["mean"]["all"] for one in found] == [1e-5, 1e-6]

@@ -44,6 +44,7 @@ from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
+from asyncmoe.trainer.weight_sync.deltas import unsupported
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.gather import Gatherer
 from asyncmoe.trainer.weight_sync.publisher import Checksums, Published, Publisher
@@ -321,13 +322,13 @@ def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
     def checksums(tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:
         return engine_checksums(built.hf, config.engines, tensors, device)
 
+    if built.mesh.rank == 0 and (why := unsupported(config, built.mesh.device)):
+        log.info("updates of weights are full, although sync.delta is auto: %s", why)
     if config.sync.method == "store":
         return StorePublisher(config, built, client, checksums)
     if config.sync.method == "reshard":
         return ReshardPublisher(config, built, client, checksums)
     if built.adapter is not None:
         return AdapterFiles(config, built, client)
-    if config.sync.delta != "off" and built.mesh.rank == 0:
-        log.info("updates of weights are full, although sync.delta is auto: sync.method is broadcast")
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s, quantised=True)
     return BroadcastPublisher(config, gatherer, client, built.mesh, checksums)

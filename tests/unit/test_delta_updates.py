@@ -349,6 +349,7 @@ def config(**values: Any) -> Config:
         ({"sync": {"delta": "auto"}}, "cuda", "weights on a GPU are sent whole"),
         ({"sync": {"delta": "auto", "staging": False}}, "cpu", "sync.staging is none"),
         ({"sync": {"delta": "auto"}, "train": "lora"}, "cpu", "adapters are sent whole"),
+        ({"sync": {"delta": "auto", "method": "broadcast"}}, "cpu", "sync.method is broadcast"),
     ],
 )
 def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], device: str, said: str) -> None:

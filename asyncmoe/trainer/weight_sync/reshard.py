@@ -45,7 +45,6 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model.gpt import Model
-from asyncmoe.trainer.weight_sync.deltas import unsupported
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier, unverified
 from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
@@ -72,8 +71,6 @@ class ReshardPublisher:
         self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
         self._rank = model.mesh.rank
         _check(config, model)
-        if self._rank == 0 and (why := unsupported(config, model.mesh.device)):
-            log.info("updates of weights are full, although sync.delta is auto: %s", why)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._sender: Sender | None = None
         self._updates = 0

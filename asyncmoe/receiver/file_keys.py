@@ -39,7 +39,7 @@ class FileKeys:
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self._files: StoreFiles = open_files(url, KEY, timeout_s)
+        self._files: StoreFiles = open_files(url, KEY, timeout_s, durable=False)  # after a power cut there is no meeting
         self._seen: dict[str, bytes] = {}
         self._next, self._pause = 0.0, _SHORTEST_PAUSE_S
 

@@ -11,10 +11,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from asyncmoe.errors import ProtocolError
 from asyncmoe.version_store import StoreFiles, open_files
 
 FOLDER = "meetings"
 KEY = "sync.store.url"
+_MOST_BYTES = 64 << 20
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -37,7 +39,7 @@ class FileKeys:
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self._files: StoreFiles = open_files(url, KEY, timeout_s)
+        self._files: StoreFiles = open_files(url, KEY, timeout_s, durable=False)  # after a power cut there is no meeting
         self._seen: dict[str, bytes] = {}
         self._next, self._pause = 0.0, _SHORTEST_PAUSE_S
 
@@ -76,6 +78,8 @@ class FileKeys:
         self._files.delete(name)
 
     def _value(self, name: str) -> bytes | None:
-        if name not in self._seen and (value := self._files.read(name)) is not None:
+        if name not in self._seen and (value := self._files.read(name, 0, _MOST_BYTES + 1)) is not None:
+            if len(value) > _MOST_BYTES:
+                raise ProtocolError(f"{name} of a meeting in {self._files.shown}: got more than {_MOST_BYTES} bytes")
             self._seen[name] = value
         return self._seen.get(name)

@@ -73,10 +73,14 @@ def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
 
 
 class Folder:
-    """A directory, of this machine or shared. A file is written under a temporary name and renamed when it is on its disk."""
+    """A directory, of this machine or shared. A file is written under a temporary name and then renamed.
 
-    def __init__(self, path: Path, timeout_s: float = 300.0) -> None:
-        self.path, self.shown, self._timeout_s = path, str(path), timeout_s
+    Args:
+        durable: a file is on its disk before it gets its name; otherwise a power cut may leave less of it.
+    """
+
+    def __init__(self, path: Path, timeout_s: float = 300.0, *, durable: bool = True) -> None:
+        self.path, self.shown, self._timeout_s, self._durable = path, str(path), timeout_s, durable
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         def act() -> None:
@@ -89,13 +93,15 @@ class Folder:
                         left = memoryview(data)
                         while left:
                             left = left[file.write(left) :]
-                        os.fsync(file.fileno())
+                        if self._durable:
+                            os.fsync(file.fileno())
                     written.rename(final)
                 except OSError:
                     with suppress(OSError):
                         written.unlink()
                     raise
-                sync_directory(final.parent)
+                if self._durable:
+                    sync_directory(final.parent)
 
         within(self._timeout_s, self.shown, f"{name} to be written", act)
 

@@ -20,12 +20,13 @@ _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "o
 """fsspec's names of stores without folders."""
 
 
-def open_files(url: str, key: str, timeout_s: float = 300.0) -> StoreFiles:
+def open_files(url: str, key: str, timeout_s: float = 300.0, *, durable: bool = True) -> StoreFiles:
     """Return the files at a URL, or in a directory; no connection is made.
 
     Args:
         key: names the URL, for errors ("sync.store.url").
         timeout_s: bound of every call.
+        durable: see `Folder`; other places decide that themselves.
 
     Raises:
         UserError: fsspec, or its package for this kind of URL, is not installed, it knows no such kind, or the URL holds a password.
@@ -35,7 +36,7 @@ def open_files(url: str, key: str, timeout_s: float = 300.0) -> StoreFiles:
         path = Path(rest if marked else url)
         if not path.is_absolute():
             raise UserError(key, got=without_credentials(url), expected="an absolute path, or a URL")
-        return Folder(path, timeout_s)
+        return Folder(path, timeout_s, durable=durable)
     if without_credentials(url) != url:
         hint = "give credentials in the environment, as its package reads them (S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         raise UserError(key, got=f"{without_credentials(url)} with a user or password", expected="a URL without them", hint=hint)

@@ -98,6 +98,7 @@ def test_a_damaged_version_costs_one_update_and_nothing_of_it_is_served(stage: S
     assert not any(wrong(found.arrived[again], stage.expected(a)))
 
 
+@pytest.mark.thorough
 def test_a_killed_writer_leaves_the_engine_with_the_version_it_serves(stage: Stage) -> None:
     """kill -9 of a rank with a part of the version written: it does not exist, and the next trainer goes on."""
     _, a, b = stage.checkpoints

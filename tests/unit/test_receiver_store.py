@@ -129,6 +129,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     ranks = iter(range(100))
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": next(ranks) % 2, "moe_ep_rank": 0})
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
+    monkeypatch.setattr(worker, "_LOOK_S", 0.3)
     made = Scene(config_of(tmp_path), Controller([Worker(0), Worker(1)]))
     yield made
     for one in made.controller.workers:

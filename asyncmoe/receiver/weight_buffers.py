@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,21 @@ from asyncmoe.receiver.protocol import Parameter
 Tensors = dict[str, torch.Tensor]
 _NOTIFIED = "on_lora_slots_updated"
 _CACHES = (".k_scale", ".v_scale")
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A received update that waits for its commit.
+
+    Attributes:
+        tensors: the tensors to swap in; None if the target was written directly.
+        delta: a delta is staged, which the commit writes into the target.
+    """
+
+    version: int
+    update: int
+    tensors: Tensors | None
+    delta: bool = False
 
 
 class Target(Protocol):

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +23,7 @@ from asyncmoe.receiver.control_store import Store, StoreGone
 from asyncmoe.receiver.deltas import DeltaRefused, DeltaStaging
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
 from asyncmoe.receiver.pulling import Puller
-from asyncmoe.receiver.weight_buffers import AdapterMemory, Target, Weights
+from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan, device_threads
 
 log = logging.getLogger(__name__)
@@ -60,21 +59,6 @@ def obey(model: torch.nn.Module, text: str) -> None:
             receiver.commit(commit.version, commit.update)
 
 
-@dataclass(frozen=True)
-class _Staged:
-    """A received update that waits for its commit.
-
-    Attributes:
-        tensors: the tensors to swap in; None if the target was written directly.
-        delta: a delta is staged, which the commit writes into the target.
-    """
-
-    version: int
-    update: int
-    tensors: dict[str, torch.Tensor] | None
-    delta: bool = False
-
-
 class Receiver:
     """Receives updates in a background thread until the sender is gone.
 
@@ -89,7 +73,7 @@ class Receiver:
         self._target: Target = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
         self._lock = threading.Lock()
-        self._staged: _Staged | None = None
+        self._staged: Staged | None = None
         self._spare: dict[str, torch.Tensor] = {}
         self._deltas: DeltaStaging | None = None
         self._left = threading.Event()
@@ -169,7 +153,7 @@ class Receiver:
             if staged.tensors is not None and self._side is not None:
                 self._side.follow()
 
-    def _write(self, staged: _Staged) -> None:
+    def _write(self, staged: Staged) -> None:
         if staged.delta and self._deltas is not None:
             self._deltas.commit(staged.version)
             self._target.commit(None)
@@ -252,7 +236,7 @@ class Receiver:
         store.put(key, Outcome())
         return exchanger
 
-    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> _Staged:
+    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> Staged:
         """Receive the weights, or the delta, of an update."""
         deltas, coming = self._deltas, None
         if deltas is not None:
@@ -261,7 +245,7 @@ class Receiver:
             if deltas is None or coming is None:
                 raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")
             deltas.receive(exchanger, header, coming)
-            return _Staged(header.version, number, None, delta=True)
+            return Staged(header.version, number, None, delta=True)
         if deltas is not None:
             deltas.forget()
         tensors = self._arrays(terms)[1]
@@ -270,7 +254,7 @@ class Receiver:
             self._target.received(tensors)
         if deltas is not None and coming is not None:
             deltas.adopt(tensors, header.version, coming)
-        return _Staged(header.version, number, tensors if terms.staging == "full" else None)
+        return Staged(header.version, number, tensors if terms.staging == "full" else None)
 
     def _pull(self, puller: Puller, store: Store, terms: Terms, number: int, header: Header) -> None:
         """Read one update from the version store."""
@@ -285,7 +269,7 @@ class Receiver:
                 log.exception("update %d of rank %d", number, self._join.rank)
             return
         with self._lock:
-            self._staged, self._spare = _Staged(header.version, number, tensors), {}
+            self._staged, self._spare = Staged(header.version, number, tensors), {}
         store.put(key, Outcome())
 
     def _drop(self) -> None:

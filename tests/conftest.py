@@ -32,9 +32,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tests of ranks compare with transformers, which in one process with what is patched for Megatron computes something else."""
-    if "asyncmoe.platform.megatron" in sys.modules and any(item.get_closest_marker("ranks") for item in session.items):
-        raise pytest.UsageError("a test module imports Megatron; only the scripts that tests/ranks/launch.py starts may")
+    """Tests compare with transformers, which in one process with what is patched for Megatron computes something else."""
+    compared = any(item.get_closest_marker("ranks") or "unit" in item.path.parts for item in session.items)
+    if "megatron.core" in sys.modules and compared:
+        raise pytest.UsageError("a test module imports Megatron; only the scripts of tests/ranks and the modules of tests/apart may")
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
@@ -16,10 +17,12 @@ from asyncmoe.receiver.file_keys import FOLDER, folder_of
 from asyncmoe.receiver.protocol import EngineRanks, Header, Outcome, Ready, StoreTerms, Terms
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Engines, Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
-from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync import rendezvous
 from asyncmoe.trainer.weight_sync.publisher import Expected, device_of
 from asyncmoe.version_store import VersionStore
+
+if TYPE_CHECKING:
+    from asyncmoe.trainer.model.gpt import Model
 
 log = logging.getLogger(__name__)
 _GROUP = "asyncmoe_weights"

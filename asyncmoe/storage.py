@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -61,20 +62,19 @@ def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
 def new_directory(what: str, out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
 
-    Missing parents of `out` are created.
+    Missing parents of `out` are created, and directories deleted that processes which were killed on this node left for the same `out`.
 
     Args:
         what: as for `writing`.
 
     Raises:
-        DataError: `out` exists.
+        DataError: `out` exists, or is where nothing can be made.
         StorageError: it cannot be created or renamed. The block wraps its own writes in `writing`.
     """
-    if out.exists():
-        raise DataError(str(out), got="an existing path", expected="a new path")
+    if os.path.lexists(out):
+        raise DataError(str(out), got="an existing path" if out.exists() else "a symbolic link to nothing", expected="a new path")
     with writing(what, out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        scratch, held = _scratch(out)
     try:
         yield scratch
         with writing(what, out):
@@ -83,6 +83,49 @@ def new_directory(what: str, out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+    finally:
+        os.close(held)
+
+
+def _scratch(out: Path) -> tuple[Path, int]:
+    """Make a directory beside `out` and lock it; return it with the lock's descriptor. What killed processes left for `out` is deleted.
+
+    A directory belongs to a living process if it is locked. Locks may hold on one node only, so its name has the node, and no other deletes
+    it.
+    The parent is locked meanwhile: a directory that is not locked yet is not seen.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    front = f".{out.name}.{socket.gethostname()}-"
+    parent = os.open(out.parent, os.O_RDONLY)
+    try:
+        if _locked(parent, fcntl.LOCK_EX):
+            _delete_left([path for path in out.parent.iterdir() if path.name.startswith(front) and path.is_dir()])
+        scratch = Path(tempfile.mkdtemp(prefix=front, dir=out.parent))
+        held = os.open(scratch, os.O_RDONLY)
+        _locked(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError as error:
+        raise DataError(str(out), got=f"{out.parent}, in which nothing can be made", expected="a path on a disk") from error
+    finally:
+        os.close(parent)
+    return scratch, held
+
+
+def _delete_left(directories: list[Path]) -> None:
+    for directory in directories:
+        with suppress(OSError):
+            tried = os.open(directory, os.O_RDONLY)
+            if _locked(tried, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(directory, ignore_errors=True)
+            os.close(tried)
+
+
+def _locked(descriptor: int, how: int) -> bool:
+    """Return whether the lock was taken; False also on file systems without locks."""
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        return False
+    return True
 
 
 def explain(error: BaseException, what: str, path: Path, then: str = "") -> StorageError | None:

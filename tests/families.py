@@ -3,6 +3,7 @@ more entry here, and is then tried in layouts, on Megatron's ranks, in memory ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _DEEPSEEK: dict[str, Any] = {
     },
 }  # fmt: skip
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e5}
 DENSE = ("qwen3", "llama")
 """Families without experts."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -91,6 +93,14 @@ def write(folder: Path, name: str) -> Path:
                 value.add_(0.05 * torch.randn_like(value))
         model.save_pretrained(folder)
     write_tokenizer(folder, CONTEXT)
+    return folder
+
+
+def write_dense(folder: Path, name: str, **changes: Any) -> Path:
+    """Write a dense model of `MODELS` with changed settings, and unscaled rotary frequencies, as Mixtral's and GLM's always are."""
+    write(folder, name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": PLAIN, **changes}))
     return folder
 
 

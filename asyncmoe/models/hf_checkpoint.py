@@ -34,6 +34,14 @@ class HFCheckpoint:
         else:
             raise DataError(str(path), got="no safetensors", expected=f"{SINGLE} or {INDEX}")
 
+    def names(self) -> set[str]:
+        """Return the names of all tensors.
+
+        Raises:
+            DataError: a file is missing or broken.
+        """
+        return set().union(*(self._open(file).keys() for file in sorted(set(self._file_of.values()))))
+
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous copy of a tensor, cast to `dtype`; a float8 tensor in blocks is multiplied by its scales.
 

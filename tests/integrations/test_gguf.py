@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -18,10 +19,12 @@ import torch
 from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.models.upcycling.distil import divergence
 from asyncmoe.models.upcycling.mixture import Upcycling
 from asyncmoe.models.upcycling.write import upcycle
+from tests.disks import mounted
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "real" / "from_gguf.py"
@@ -29,6 +32,71 @@ SCRIPT = ROOT / "examples" / "real" / "from_gguf.py"
 
 def converted(file: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), str(file), str(out)], capture_output=True, text=True, timeout=600, check=False)
+
+
+def small(
+    file: Path,
+    name: str = "llama",
+    *,
+    head: int = 16,
+    without: str = "",
+    further: dict[str, int] | None = None,
+    tokens: bool = True,
+    keys: dict[str, int | str] | None = None,
+) -> dict[str, np.ndarray]:
+    """Write a random model of two blocks, hidden size 64 and four heads. Return its tensors."""
+    writer = gguf.GGUFWriter(file, name)
+    for key, value in {
+        "context_length": 64, "block_count": 2, "feed_forward_length": 96, "embedding_length": 64, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": head, **(keys or {}),
+    }.items():  # fmt: skip
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(f"{name}.{key}", value)
+    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
+    texts = [chr(256 + n) if n < 33 or 126 < n < 161 else chr(n) for n in range(256)] + ["ab", "<s>", "</s>"]
+    if tokens:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(texts)
+        writer.add_token_types([1] * 257 + [3] * 2)
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(257)
+        writer.add_eos_token_id(258)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(texts), 64), "output_norm": (64,)}
+    sizes: dict[str, tuple[int, ...]] = {"attn_norm": (64,), "attn_q": (4 * head, 64), "attn_k": (2 * head, 64), "attn_v": (2 * head, 64)}
+    sizes |= {"attn_output": (64, 4 * head), "ffn_norm": (64,), "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    sizes |= {"attn_q_norm": (head,), "attn_k_norm": (head,)} if name != "llama" else {}
+    if name == "qwen3moe":
+        sizes = {part: size for part, size in sizes.items() if part not in ("ffn_gate", "ffn_up", "ffn_down")}
+        sizes |= {"ffn_gate_inp": (4, 64), "ffn_gate_exps": (4, 48, 64), "ffn_up_exps": (4, 48, 64), "ffn_down_exps": (4, 64, 48)}
+    shapes |= {f"blk.{block}.{part}": size for block in (0, 1) for part, size in sizes.items()}
+    shapes |= {tensor: (size,) for tensor, size in (further or {}).items()}
+    drawn = np.random.default_rng(0)
+    made = {f"{tensor}.weight": drawn.standard_normal(shape, np.float32) for tensor, shape in shapes.items() if tensor != without}
+    for tensor, values in made.items():
+        writer.add_tensor(tensor, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return made
+
+
+CONVERT = run_path(str(SCRIPT))["convert"]
+
+
+def refused(file: Path, out: Path) -> str:
+    """The line that the script ends with."""
+    with pytest.raises(AsyncmoeError) as caught:
+        CONVERT(file, out)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("error: ")]
+    return line
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +141,7 @@ def test_a_mixture_of_it_computes_the_same(dense: Path, tmp_path: Path) -> None:
     upcycle(dense, tmp_path / "mixture", Upcycling(4, 2))
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (dense, tmp_path / "mixture")]
     text = torch.randint(0, 49152, (2, 32), generator=torch.Generator().manual_seed(0))
-    assert divergence(*models, text) < 1e-6
+    assert divergence(*models, text, 2) < 1e-6
 
 
 def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
@@ -83,10 +151,67 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     (tmp_path / "text.gguf").write_text("no")
-    for name, line in (("bert.gguf", "bert"), ("text.gguf", "text.gguf"), ("none.gguf", "got no file, expected a GGUF file")):
-        done = converted(tmp_path / name, tmp_path / "out")
-        assert done.returncode == 1
-        (said,) = [one for one in done.stderr.splitlines() if one.startswith("error: ")]
-        assert line in said
-        assert "Traceback" not in done.stderr
+    for name, line in (("bert.gguf", "bert"), ("text.gguf", "begins with b'no'"), ("none.gguf", "got no file, expected a GGUF file")):
+        assert line in said(converted(tmp_path / name, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_transformers_would_change_is_refused(tmp_path: Path) -> None:
+    """It fills in what a file lacks and drops what it does not know, with status 0."""
+    file, out = tmp_path / "model.gguf", tmp_path / "out"
+    for changes, line in (
+        ({"without": "blk.1.ffn_up"}, "tensor blk.1.ffn_up.weight: got nothing, expected a tensor, as llama with 2 blocks has it"),
+        ({"further": {"rope_freqs": 8}}, "got scaled rotary frequencies (rope_freqs.weight), which transformers drops"),
+        ({"keys": {"rope.scaling.type": "yarn"}}, "got scaled rotary frequencies (yarn), which transformers drops"),
+        ({"keys": {"expert_count": 8}}, "got a mixture of 8 experts, expected a dense Llama"),
+        ({"further": {"blk.0.attn_sinks": 4}}, "tensor blk.0.attn_sinks.weight: got a tensor that transformers drops"),
+        ({"keys": {"block_count": 1}}, "tensor blk.1.attn_k.weight: got a tensor that transformers drops"),
+        ({"keys": {"rope.dimension_count": 8}}, "8 of 16 dimensions of a head are rotated"),
+        ({"tokens": False}, "got no tokenizer, expected one in tokenizer.ggml.tokens"),
+        ({"head": 32, "keys": {"attention.key_length": 16}}, "expected a model of llama that transformers reads"),
+    ):
+        small(file, **changes)
+        assert line in refused(file, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_heads_and_experts_of_any_size_are_read(tmp_path: Path) -> None:
+    moe = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
+    for name, keys in (("qwen3", {}), ("llama", {}), ("qwen3moe", moe)):
+        wanted = small(tmp_path / f"{name}.gguf", name, head=32, keys=keys)
+        CONVERT(tmp_path / f"{name}.gguf", tmp_path / name)
+        checkpoint, model = HFCheckpoint(tmp_path / name), AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.config.head_dim == 32
+        got = checkpoint.read("model.layers.1.self_attn.v_proj.weight", (64, 64), torch.bfloat16)
+        assert torch.equal(got, torch.from_numpy(wanted["blk.1.attn_v.weight"]).bfloat16())
+    for part, shape in (("gate", (48, 64)), ("up", (48, 64)), ("down", (64, 48))):
+        got = checkpoint.read(f"model.layers.1.mlp.experts.3.{part}_proj.weight", shape, torch.bfloat16)
+        assert torch.equal(got, torch.from_numpy(wanted[f"blk.1.ffn_{part}_exps.weight"][3]).bfloat16())
+
+
+def test_a_file_that_is_cut_short_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    small(file)
+    whole = file.read_bytes()
+    for size in (20, 300, len(whole) // 2, len(whole) - 32):
+        file.write_bytes(whole[:size])
+        assert "the file is cut short or damaged" in refused(file, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_stays_free(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    small(file)
+    assert "choose a path with no file among its parts" in refused(file, file / "out")
+    with mounted(tmp_path / "disk", "128k") as disk:
+        assert "No space left on device (ENOSPC)" in refused(file, disk / "out")
+        assert list(disk.iterdir()) == []
+
+
+def test_the_package_that_it_needs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_text("GGUF")
+    code = f"import runpy, sys; sys.modules['gguf'] = None; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "model.gguf", "out"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert "the package gguf: got nothing, expected an installed one; pip install gguf==0.19.0" in said(done)

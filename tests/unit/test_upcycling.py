@@ -21,16 +21,7 @@ from asyncmoe.models.upcycling.mixture import Upcycling, kind_named, settings
 from asyncmoe.models.upcycling.write import shards_of, upcycle
 from tests import families
 
-PLAIN = {"rope_type": "default", "rope_theta": 1e5}
 SMALL = Distillation(steps=30, batch=8, tokens=32, lr=1e-3, held_out=8)
-
-
-def dense(folder: Path, name: str, **changes: Any) -> Path:
-    """A small dense model; Mixtral's and GLM's rotary frequencies are never scaled."""
-    families.write(folder, name)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": PLAIN, **changes}))
-    return folder
 
 
 def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -53,7 +44,7 @@ def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_mixture_computes_what_the_dense_model_does(tmp_path: Path, name: str, wanted: Upcycling, kind: str) -> None:
-    first = dense(tmp_path / "dense", name)
+    first = families.write_dense(tmp_path / "dense", name)
     assert upcycle(first, tmp_path / "mixture", wanted) is None
     hf = load_hf_config(tmp_path / "mixture")
     assert hf["model_type"] == kind
@@ -66,7 +57,7 @@ def test_a_mixture_computes_what_the_dense_model_does(tmp_path: Path, name: str,
 
 
 def test_a_tied_model_gets_an_output_layer_of_its_own(tmp_path: Path) -> None:
-    first = dense(tmp_path / "dense", "llama", tie_word_embeddings=True)
+    first = families.write_dense(tmp_path / "dense", "llama", tie_word_embeddings=True)
     held = load_file(first / "model.safetensors")
     del held["lm_head.weight"]
     save_file(held, first / "model.safetensors", {"format": "pt"})
@@ -76,7 +67,7 @@ def test_a_tied_model_gets_an_output_layer_of_its_own(tmp_path: Path) -> None:
 
 
 def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
-    first = dense(tmp_path / "dense", "llama")
+    first = families.write_dense(tmp_path / "dense", "llama")
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         upcycle(first, tmp_path / name, Upcycling(4, 2, seed=seed), share=0.1)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
@@ -84,7 +75,7 @@ def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
 
 
 def test_experts_that_differ_learn_to_say_what_the_dense_model_says(tmp_path: Path) -> None:
-    first, said = dense(tmp_path / "dense", "qwen3"), list[str]()
+    first, said = families.write_dense(tmp_path / "dense", "qwen3"), list[str]()
     found = upcycle(first, tmp_path / "mixture", Upcycling(4, 2), share=0.3, how=SMALL, say=said.append)
     assert found is not None
     assert found.kl_after < 0.8 * found.kl_before
@@ -143,16 +134,20 @@ def test_large_checkpoints_are_split() -> None:
             "quantization_config in config.json: got a quantised model",
         ),
         ("mixtral", {}, Upcycling(4, 2), "model_type in config.json: got mixtral, a mixture of 8 experts, expected a dense model"),
+        ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, Upcycling(4, 2), "a mixture of 1 expert, expected a dense model"),
+        ("llama", {"model_type": "gpt2"}, Upcycling(4, 2), "model_type in config.json: got 'gpt2', expected llama or qwen3, a dense model"),
+        ("llama", {}, Upcycling(4, 2, kind="glm4_moe"), "--kind: got glm4_moe without --shared, expected --shared 1 or more"),
+        ("llama", {}, Upcycling(4, 2, shared=1, kind="mixtral"), "and 1 shared expert; leave --kind out"),
     ],
 )
 def test_what_cannot_be_the_same_is_refused(name: str, changes: dict[str, Any], wanted: Upcycling, line: str) -> None:
-    hf = {**families.sized(families.ENGINE, name), **({"rope_parameters": PLAIN} if name == "llama" else {}), **changes}
+    hf = {**families.sized(families.ENGINE, name), **({"rope_parameters": families.PLAIN} if name == "llama" else {}), **changes}
     with pytest.raises(ConfigError, match=line):
         settings(hf, wanted)
 
 
 def test_bad_places_and_kinds_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    first = dense(tmp_path / "dense", "llama")
+    first = families.write_dense(tmp_path / "dense", "llama")
     with pytest.raises(UserError, match="--kind: got gpt, expected auto, mixtral"):
         kind_named("gpt")
     with pytest.raises(DataError, match="got an existing path"):
@@ -166,7 +161,7 @@ def test_bad_places_and_kinds_are_refused_before_anything_is_written(tmp_path: P
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = dense(tmp_path / "dense", "llama")
+    first = families.write_dense(tmp_path / "dense", "llama")
     words = ["upcycle", str(first), str(tmp_path / "out"), "--experts", "2", "--top-k", "1"]
     app([*words, "--diversify", "0.5", "--steps", "1", "--batch", "1", "--tokens", "8"], standalone_mode=False)
     out, err = capsys.readouterr()
@@ -179,11 +174,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not (tmp_path / "other").exists()
 
 
-def test_an_odd_width_is_distilled_too(tmp_path: Path) -> None:
-    """Which transformers' grouped kernel refuses; a step that leads nowhere is refused, and leaves nothing."""
-    first, few = dense(tmp_path / "dense", "qwen3"), Distillation(steps=2, batch=1, tokens=8, held_out=2)
-    assert upcycle(first, tmp_path / "odd", Upcycling(3, 2, shared=63), share=1.0, how=few, say=lambda _: None) is not None
-    with pytest.raises(UserError, match=r"the distillation: got a KL divergence of (nan|inf).*; lower --lr = 1e\+30"):
+def test_a_small_width_is_distilled_too(tmp_path: Path) -> None:
+    """A step that leads nowhere is refused, and leaves nothing."""
+    first, few = families.write_dense(tmp_path / "dense", "qwen3"), Distillation(steps=2, batch=1, tokens=8, held_out=2)
+    assert upcycle(first, tmp_path / "odd", Upcycling(3, 2, shared=31), share=1.0, how=few, say=lambda _: None) is not None
+    with pytest.raises(UserError, match=r"the distillation: got a KL divergence of (nan|inf).*; nothing was written: lower --lr = 1e\+30"):
         upcycle(first, tmp_path / "far", Upcycling(2, 1), share=0.1, how=replace(few, lr=1e30), say=lambda _: None)
     with pytest.raises(ConfigError, match=r"--diversify: got 0\.001, less than half a neuron of 128, expected at least 0\.0078"):
         upcycle(first, tmp_path / "none", Upcycling(2, 1), share=0.001)

@@ -20,8 +20,8 @@ from asyncmoe.storage import writing
 
 _WARMUP = 0.1
 """Share of the steps in which the learning rate rises; it falls linearly to 0 in the others."""
-_SEQUENCES_AT_ONCE, _WRITTEN_AT_ONCE = 16, 64
-"""Sequences whose logits are held at once, and those that are written at once, of which only the last logits are."""
+_WRITTEN_AT_ONCE = 8192
+"""Tokens that are written at once: keys and values of them are held, and logits of the last of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +67,25 @@ def distil(dense: Path, mixture: Path, how: Distillation, say: Callable[[str], N
         say: is told of the progress, one line at a time.
 
     Raises:
-        UserError: the divergence became infinite or not a number.
+        UserError: the divergence became infinite, not a number, or larger than before the distillation.
     """
     teacher, student = _loaded(dense), _loaded(mixture)
     text = own_text(teacher, how.steps * how.batch + how.held_out, how.tokens, how.seed, say)
     held, learnt = text[: how.held_out], text[how.held_out :]
-    before = divergence(teacher, student, held)
+    before = divergence(teacher, student, held, how.batch)
     say(f"held-out KL before distillation: {before:.4g} nats a token")
     _train(teacher, student, torch.split(learnt, how.batch), how, say)
-    after = divergence(teacher, student, held)
-    if not math.isfinite(after):
-        raise UserError("the distillation", got=f"a KL divergence of {after}", expected="a finite one", hint=f"lower --lr = {how.lr:g}")
+    after = divergence(teacher, student, held, how.batch)
+    if not after <= before:  # as no number is
+        expected = f"at most {before:.4g}, as before the distillation"
+        raise UserError("the distillation", got=f"a KL divergence of {after:.4g} on held-out text", expected=expected, hint=_cure(how))
     stored = HFCheckpoint(mixture).dtype("model.embed_tokens.weight")
     with writing("mixture", mixture):
         student.to(dtype=stored).save_pretrained(mixture)
-    return Distilled(before, after, difference(mixture, inputs_of_mlps(student.float(), held)))
+    apart = difference(mixture, inputs_of_mlps(student.float(), held[: how.batch]))
+    if not math.isfinite(apart):
+        raise UserError("the distillation", got=f"experts that differ by {apart}", expected="a finite difference", hint=_cure(how))
+    return Distilled(before, after, apart)
 
 
 def own_text(model: Any, sequences: int, tokens: int, seed: int, say: Callable[[str], None]) -> torch.Tensor:
@@ -92,8 +96,9 @@ def own_text(model: Any, sequences: int, tokens: int, seed: int, say: Callable[[
     found: list[torch.Tensor] = []
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        for start in range(0, sequences, _WRITTEN_AT_ONCE):
-            count = min(_WRITTEN_AT_ONCE, sequences - start)
+        together = max(1, _WRITTEN_AT_ONCE // tokens)
+        for start in range(0, sequences, together):
+            count = min(together, sequences - start)
             begin = torch.full((count, 1), first, device=model.device)
             options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": tokens - 1}
             found.append(model.generate(begin, attention_mask=torch.ones_like(begin), pad_token_id=first, **options))
@@ -101,10 +106,10 @@ def own_text(model: Any, sequences: int, tokens: int, seed: int, say: Callable[[
     return torch.cat(found)
 
 
-def divergence(teacher: Any, student: Any, text: torch.Tensor) -> float:
-    """Return KL(teacher || student) in nats a token."""
+def divergence(teacher: Any, student: Any, text: torch.Tensor, batch: int) -> float:
+    """Return KL(teacher || student) in nats a token. Logits of `batch` sequences are held at once."""
     with torch.no_grad():
-        sums = [_loss(teacher, student, part).item() * len(part) for part in torch.split(text, _SEQUENCES_AT_ONCE)]
+        sums = [_loss(teacher, student, part).item() * len(part) for part in torch.split(text, batch)]
     return sum(sums) / len(text)
 
 
@@ -116,7 +121,7 @@ def inputs_of_mlps(model: Any, text: torch.Tensor) -> list[torch.Tensor]:
         for layer in model.model.layers
     ]
     with torch.no_grad():
-        model(text[:_SEQUENCES_AT_ONCE])
+        model.model(text)  # without its logits
     for hook in hooks:
         hook.remove()
     return found
@@ -152,6 +157,10 @@ def _relative(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return shares.mean()
 
 
+def _cure(how: Distillation) -> str:
+    return f"nothing was written: lower --lr = {how.lr:g}, or raise --steps = {how.steps}"
+
+
 def _loaded(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -183,7 +192,7 @@ def _train(teacher: Any, student: Any, batches: tuple[torch.Tensor, ...], how: D
         loss = _loss(teacher, student, batch)
         if not torch.isfinite(loss):
             got = f"a KL divergence of {loss.item()} in step {step}"
-            raise UserError("the distillation", got=got, expected="a finite one", hint=f"lower --lr = {how.lr:g}")
+            raise UserError("the distillation", got=got, expected="a finite one", hint=_cure(how))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()

@@ -117,10 +117,12 @@ def source(tensor: str, dense: Shape, mixture: Shape) -> CopiedFrom:
 
 
 def _checked(dense: HfConfig, wanted: Upcycling) -> Shape:
+    if dense.get("model_type") not in FAMILIES:
+        raise ConfigError("model_type in config.json", got=repr(dense.get("model_type")), expected="llama or qwen3, a dense model")
     family = family_of(dense)
     m = family.shape_of(dense)
     if m.experts:
-        got = f"{family.name}, a mixture of {m.experts} experts"
+        got = f"{family.name}, a mixture of {counted(m.experts, 'expert')}"
         raise ConfigError("model_type in config.json", got=got, expected="a dense model; a mixture is not upcycled again")
     if dense.get("quantization_config"):
         raise ConfigError("quantization_config in config.json", got="a quantised model", expected="one in float32, bfloat16 or float16")
@@ -133,6 +135,11 @@ def _checked(dense: HfConfig, wanted: Upcycling) -> Shape:
     return m
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 expert", "2 experts"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _simplest(m: Shape, wanted: Upcycling) -> Kind:
     if wanted.shared:
         return "glm4_moe"
@@ -141,11 +148,15 @@ def _simplest(m: Shape, wanted: Upcycling) -> Kind:
 
 def _check_same(dense: Shape, values: dict[str, Any], wanted: Upcycling) -> None:
     """Refuse a mixture that has not the dense model's attention, so that it could not compute the same."""
+    if values["model_type"] == "glm4_moe" and not wanted.shared:
+        raise ConfigError(
+            "--kind", got="glm4_moe without --shared", expected="--shared 1 or more, or another kind", hint="leave --kind out"
+        )
     family = FAMILIES[values["model_type"]]
     m = family.shape_of(values)
     if (bool(wanted.shared), m.attention.shapes(m).keys()) != (bool(m.shared_width), dense.attention.shapes(dense).keys()):
         ours, theirs = sorted(m.attention.shapes(m)), sorted(dense.attention.shapes(dense))
         got = f"{family.name}, whose attention has {', '.join(ours)}, {'some' if m.shared_width else 'no'} shared experts"
-        expected = f"a mixture with {', '.join(theirs)}, as the dense model has, and {wanted.shared} shared experts"
+        expected = f"a mixture with {', '.join(theirs)}, as the dense model has, and {counted(wanted.shared, 'shared expert')}"
         raise ConfigError("--kind", got=got, expected=expected, hint="leave --kind out")
     family.check(values, MegatronParallel(), EngineParallel())

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of
@@ -19,11 +19,13 @@ from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, HFCheckpoint
 from asyncmoe.models.shape import HfConfig, Shapes
 from asyncmoe.models.upcycling.distil import Distillation, Distilled, distil
 from asyncmoe.models.upcycling.fresh import Fresh
+from asyncmoe.models.upcycling.inputs import check_places, check_tensors, check_width
 from asyncmoe.models.upcycling.mixture import ROUTER_STD, Upcycling, settings, source
 from asyncmoe.storage import new_directory, writing
 
 _SHARD_BYTES = 4 << 30
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
+_TEMPLATES = "additional_chat_templates"
 
 
 def upcycle(
@@ -40,28 +42,49 @@ def upcycle(
         What the distillation measured; None without one.
 
     Raises:
-        DataError: the dense model is incomplete, or `out` exists.
-        ConfigError: see `settings`.
+        DataError: the dense model is incomplete or not what its configuration says, or `out` exists or is inside it.
+        ConfigError: see `settings`; experts are too narrow, or `how` asks for longer sequences than the model's.
+        UserError: the distillation led nowhere.
         StorageError: the mixture could not be written.
     """
+    check_places(dense, out)
     hf = load_hf_config(dense)
     values = settings(hf, wanted)
-    copied = _Copied(HFCheckpoint(dense), hf, values, Fresh(share, wanted.seed))
+    checkpoint = HFCheckpoint(dense)
+    check_tensors(dense, checkpoint, hf)
+    copied = _Copied(dense, checkpoint, hf, values, Fresh(share, wanted.seed))
     width = family_of(values).shape_of(values).expert_width
-    if share and not round(share * width):
-        raise ConfigError("--diversify", got=f"{share:g}, less than half a neuron of {width}", expected=f"at least {1 / width:.2g}")
+    _check_share(share, width, wanted.experts)
+    if how is not None and how.tokens > (most := int(hf["max_position_embeddings"])):
+        raise ConfigError("--tokens", got=how.tokens, expected=f"at most max_position_embeddings = {most} of the dense model")
+    if warning := check_width(width, wanted.shared + 1, copied.dtype.itemsize):
+        say(warning)
     with new_directory("mixture", out) as scratch:
         with writing("mixture", out):
             _write_weights(scratch, values, copied)
             (scratch / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-            for path in dense.iterdir():
-                if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHTS):
-                    shutil.copyfile(path, scratch / path.name)
+            _copy_texts(dense, scratch)
         found = distil(dense, scratch, how, say) if how is not None else None
         with writing("mixture", out):
             for path in scratch.glob("*.safetensors"):
                 path.chmod((scratch / "config.json").stat().st_mode)  # safetensors writes for its user alone
     return found
+
+
+def _check_share(share: float, width: int, experts: int) -> None:
+    if share and not round(share * width):
+        raise ConfigError("--diversify", got=f"{share:g}, less than half a neuron of {width}", expected=f"at least {1 / width:.2g}")
+    if share and experts == 1:
+        raise ConfigError("--diversify", got=f"{share:g} with --experts 1", expected="at least 2 experts: one differs from none")
+
+
+def _copy_texts(dense: Path, folder: Path) -> None:
+    """Copy tokenizer and chat templates, of which there may be several in a directory of their own."""
+    for path in dense.iterdir():
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, folder / path.name)
+    if (dense / _TEMPLATES).is_dir():
+        shutil.copytree(dense / _TEMPLATES, folder / _TEMPLATES)
 
 
 def shards_of(shapes: Shapes, itemsize: int, limit: int) -> list[list[str]]:
@@ -81,8 +104,8 @@ def shards_of(shapes: Shapes, itemsize: int, limit: int) -> list[list[str]]:
 class _Copied:
     """The mixture's tensors, made one after the other."""
 
-    def __init__(self, checkpoint: HFCheckpoint, dense: HfConfig, values: HfConfig, fresh: Fresh) -> None:
-        self._checkpoint, self._family = checkpoint, family_of(dense)
+    def __init__(self, path: Path, checkpoint: HFCheckpoint, dense: HfConfig, values: HfConfig, fresh: Fresh) -> None:
+        self._path, self._checkpoint, self._family = path, checkpoint, family_of(dense)
         self._dense, self._mixture = self._family.shape_of(dense), family_of(values).shape_of(values)
         self._fresh, self._shapes = fresh, self._family.tensors(dense)
         self._std = float(dense.get("initializer_range", ROUTER_STD))
@@ -96,7 +119,10 @@ class _Copied:
         if found.tensor is None:
             biased = name.endswith("router_bias")
             return torch.zeros(shape) if biased else (torch.randn(shape, generator=self._drawn) * self._std).to(kept)
-        whole = self._checkpoint.read(self._on_disk(found.tensor), self._shapes[found.tensor], kept)
+        stored = self._on_disk(found.tensor)
+        whole = self._checkpoint.read(stored, self._shapes[found.tensor], kept)
+        if not bool(torch.isfinite(whole).all()):
+            raise DataError(f"{self._path}: tensor {stored}", got="infinite values or no numbers", expected=f"finite ones, in {kept}")
         if not found.count:
             return whole.clone() if name == "head" else whole  # safetensors refuses tensors that share memory, as a tied head may
         part = whole.narrow(1 if name.endswith("down") else 0, found.first, found.count).clone()

@@ -32,7 +32,7 @@ def main(result: Path) -> None:
     ended = ""
     engines = SimpleNamespace(roster=1, awaited=False, engines=(SimpleNamespace(device="cpu"),))
     with (
-        mock.patch.object(rendezvous, "_ask_engines", return_value=engines),
+        mock.patch.object(rendezvous, "ask_engines", return_value=engines),
         mock.patch.object(rendezvous, "_keep", side_effect=EngineError(WHY)),
     ):
         try:

@@ -209,18 +209,18 @@ class Receiver:
                 exchanger.close()  # the next meeting's receiver can reuse its communicators
 
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
-        """Receive one update; return the channel, or None if it can no longer be used."""
+        """Receive one update; return the channel, or None if it can no longer be used or there is none."""
         key = protocol.staged(number, self._join.rank)
-        if self._puller is not None:
-            self._pull(self._puller, store, terms, number, header)
-            return None
         try:
-            if exchanger is None:
-                arrays = functools.partial(self._arrays, terms)
-                exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
-            elif header.base is None:
-                exchanger.bind(*self._arrays(terms))
-            staged = self._receive(store, terms, number, header, exchanger)
+            if self._puller is not None:
+                staged = self._pull(self._puller, terms, number, header)
+            else:
+                if exchanger is None:
+                    arrays = functools.partial(self._arrays, terms)
+                    exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
+                elif header.base is None:
+                    exchanger.bind(*self._arrays(terms))
+                staged = self._receive(store, terms, number, header, exchanger)
         except Exception as error:
             why = failing.said(error, terms, self._join.rank, self._device)
             store.fail(number, key, why, doubtful=isinstance(error, DeltaRefused))
@@ -256,21 +256,12 @@ class Receiver:
             deltas.adopt(tensors, header.version, coming)
         return Staged(header.version, number, tensors if terms.staging == "full" else None)
 
-    def _pull(self, puller: Puller, store: Store, terms: Terms, number: int, header: Header) -> None:
-        """Read one update from the version store."""
-        key = protocol.staged(number, self._join.rank)
-        try:
-            tensors = self._staging(terms)
-            puller.pull(header, tensors)
-            self._target.received(tensors)
-        except Exception as error:
-            store.fail(number, key, failing.said(error, terms, self._join.rank, self._device))
-            if not isinstance(error, AsyncmoeError):
-                log.exception("update %d of rank %d", number, self._join.rank)
-            return
-        with self._lock:
-            self._staged, self._spare = Staged(header.version, number, tensors), {}
-        store.put(key, Outcome())
+    def _pull(self, puller: Puller, terms: Terms, number: int, header: Header) -> Staged:
+        """Read the weights of an update from the version store."""
+        tensors = self._staging(terms)
+        puller.pull(header, tensors)
+        self._target.received(tensors)
+        return Staged(header.version, number, tensors)
 
     def _drop(self) -> None:
         """Discard the staged update, if any, and reuse its memory."""

@@ -15,7 +15,7 @@ from asyncmoe.reshard.memory import Array
 from asyncmoe.version_store.digests import SlabDigests, padding_digest
 from asyncmoe.version_store.geometry import Geometry
 from asyncmoe.version_store.lanes import LANES, each
-from asyncmoe.version_store.manifest import StoredObject, VersionManifest, digest_of
+from asyncmoe.version_store.manifest import VersionManifest, digest_of
 from asyncmoe.version_store.read_plan import Range, plan_read
 from asyncmoe.version_store.share import OBJECT_BYTES
 from asyncmoe.version_store.store import VersionStore
@@ -91,7 +91,7 @@ class ShardReader:
         sources = np.zeros(len(self.plan.slabs), np.int64)
         for slab, offset in zip(range(one.first, one.last), one.offsets, strict=True):
             sources[self._place[slab]] = base + offset
-            if self._digests.read(slab, base + offset, self._threads) != _expected(stored, self._local(one, slab)):
+            if self._digests.read(slab, base + offset, self._threads) != stored.slabs[self._local(one, slab)]:
                 what = f"an altered object: slab {self._local(one, slab)} has another digest"
                 raise DataError(where, got=what, expected="the object as it was written")
         self.plan.program.run(number, sources, destinations, self._threads)
@@ -113,7 +113,7 @@ class ShardReader:
         if not self.plan.each_once:
             return
         slabs = sum(
-            _expected(manifest.ranks[one.rank][one.object], self._local(one, slab))
+            manifest.ranks[one.rank][one.object].slabs[self._local(one, slab)]
             for one in self.plan.ranges
             for slab in range(one.first, one.last)
         )
@@ -126,7 +126,3 @@ class ShardReader:
     @cached_property
     def _padding(self) -> int:
         return padding_digest(self._geometry.tensors, self.plan.layout)
-
-
-def _expected(stored: StoredObject, slab: int) -> int:
-    return stored.slabs[slab]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _GROUP = "asyncmoe_weights"
-_NOTICED_S = 4.0
-"""Time for a server to exit after one of its processes has died, and for the controller to see that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +91,7 @@ class Announcer:
 
     def changed(self) -> bool:
         """Return whether the engines are others than in the last attempt, after waiting for the controller to notice a dead one."""
-        wait_s = self._config.cluster.heartbeat_timeout_s + rendezvous.GRACE_S if self._config.engines.join else _NOTICED_S
-        until = time.monotonic() + wait_s
+        until = time.monotonic() + rendezvous.noticed_s(self._config)
         while (same := rendezvous.ask_engines(self._config, self._client).roster == self._roster) and time.monotonic() < until:
             time.sleep(0.5)
         return not same

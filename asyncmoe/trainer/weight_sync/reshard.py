@@ -47,13 +47,11 @@ from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier, unverified
-from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
+from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, noticed_s, part
 from asyncmoe.trainer.weight_sync.sender import LOOK_S, Sender
 from asyncmoe.trainer.weight_sync.sources import WeightSources
 
 log = logging.getLogger(__name__)
-_NOTICED_S = 4.0
-"""Time for a server to exit after one of its processes has died, and for the controller to see that."""
 
 
 class ReshardPublisher:
@@ -212,9 +210,7 @@ class ReshardPublisher:
 
     def _others(self, roster: int) -> bool:
         """Return whether the set of engines differs from `roster`, after waiting for the controller to notice a dead engine."""
-        # The controller notices the death of an engine on its own machine almost at once.
-        wait_s = self._config.cluster.heartbeat_timeout_s + GRACE_S if self._config.engines.join else _NOTICED_S
-        return changed(self._config, self._model, self._client, self._group, roster, wait_s)
+        return changed(self._config, self._model, self._client, self._group, roster, noticed_s(self._config))
 
     def _meet(self) -> Meeting | None:
         """Meet the engines; return None if an expected engine is gone, so that the remaining ones can be tried."""

@@ -7,11 +7,13 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError
 
@@ -59,13 +61,15 @@ def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def new_directory(what: str, out: Path) -> Iterator[Path]:
+def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
 
     Missing parents of `out` are created, and directories deleted that processes which were killed on this node left for the same `out`.
 
     Args:
         what: as for `writing`.
+        signals: signals that delete it, too, and then end the process as they would have. Those that are ignored (nohup) stay so. Main
+            thread only.
 
     Raises:
         DataError: `out` exists, or is where nothing can be made.
@@ -76,7 +80,8 @@ def new_directory(what: str, out: Path) -> Iterator[Path]:
     with writing(what, out):
         scratch, held = _scratch(out)
     try:
-        yield scratch
+        with _deleted_by(signals, scratch):
+            yield scratch
         with writing(what, out):
             scratch.chmod(0o755)
             os.rename(scratch, out)  # fails if another process created `out` first
@@ -85,6 +90,23 @@ def new_directory(what: str, out: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(held)
+
+
+@contextmanager
+def _deleted_by(signals: Sequence[int], scratch: Path) -> Iterator[None]:
+    """An exception that a handler raises may be lost, in a destructor for instance; this handler ends the process itself."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    before = {number: signal.signal(number, end) for number in signals if signal.getsignal(number) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _scratch(out: Path) -> tuple[Path, int]:

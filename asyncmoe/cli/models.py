@@ -60,15 +60,13 @@ def upcycle(
     from asyncmoe.models.upcycling.mixture import Upcycling, counted, kind_named
     from asyncmoe.models.upcycling.write import upcycle as made
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that an unfinished mixture is deleted
     wanted = Upcycling(experts, top_k, shared, kind_named(kind), seed)
     if steps and not diversify:
         raise UserError("--steps", got=f"{steps} without --diversify", expected="both, or neither", hint="equal experts need none")
     steps = 100 if steps is None else steps
     how = Distillation(steps, batch, tokens, lr, seed=seed) if diversify and steps else None
-    found = made(dense, out, wanted, diversify, how, lambda line: print(line, file=sys.stderr, flush=True))
+    stopping = (signal.SIGTERM, signal.SIGHUP)
+    found = made(dense, out, wanted, diversify, how, lambda line: print(line, file=sys.stderr, flush=True), stopping)
     print(f"{out}: {load_hf_config(out)['model_type']}, {counted(experts, 'expert')} in each layer, {top_k} of them for a token")
     if found is not None:
         print(f"KL to {dense} on held-out text: {found.kl_after:.4g} nats a token ({found.kl_before:.4g} before the distillation)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -205,3 +206,23 @@ def test_a_new_directory_deletes_what_killed_processes_left_for_it_and_nothing_e
         assert set(tmp_path.iterdir()) == {*others, first}
     assert set(tmp_path.iterdir()) == {*others, tmp_path / "out"}
     assert (tmp_path / "out" / "file").read_text() == "of a living process"
+
+
+def test_a_signal_deletes_an_unfinished_directory_even_in_a_destructor(tmp_path: Path) -> None:
+    """Where an exception of its handler would be lost."""
+    script = """
+import signal, sys
+from pathlib import Path
+from asyncmoe.storage import new_directory
+
+class Last:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+with new_directory("model", Path(sys.argv[1]), (signal.SIGTERM,)) as scratch:
+    assert scratch.is_dir()
+    Last()
+"""
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
@@ -29,7 +29,13 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def upcycle(
-    dense: Path, out: Path, wanted: Upcycling, share: float = 0.0, how: Distillation | None = None, say: Callable[[str], None] = print
+    dense: Path,
+    out: Path,
+    wanted: Upcycling,
+    share: float = 0.0,
+    how: Distillation | None = None,
+    say: Callable[[str], None] = print,
+    signals: Sequence[int] = (),
 ) -> Distilled | None:
     """Write the mixture, with the dense model's tokenizer. `out` is complete or does not exist.
 
@@ -37,6 +43,7 @@ def upcycle(
         share: part of each expert's neurons that start anew; 0: the experts are equal, and the mixture computes what the dense model does.
         how: how a mixture with new neurons learns from the dense model; None: it does not.
         say: is told of the progress.
+        signals: see `new_directory`.
 
     Returns:
         What the distillation measured; None without one.
@@ -59,7 +66,7 @@ def upcycle(
         raise ConfigError("--tokens", got=how.tokens, expected=f"at most max_position_embeddings = {most} of the dense model")
     if warning := check_width(width, wanted.shared + 1, copied.dtype.itemsize):
         say(warning)
-    with new_directory("mixture", out) as scratch:
+    with new_directory("mixture", out, signals) as scratch:
         with writing("mixture", out):
             _write_weights(scratch, values, copied)
             (scratch / "config.json").write_text(json.dumps(values, indent=2) + "\n")

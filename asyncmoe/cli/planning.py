@@ -55,6 +55,7 @@ def plan(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Take sizes and model from the YAML file of a run instead.")] = None,
     nvlink: Annotated[float, typer.Option(help="GB/s that a rank sends over NVLink while receiving as much.")] = 450.0,
     nic: Annotated[float, typer.Option(help="GB/s that a rank sends over its NIC while receiving as much.")] = 50.0,
+    hbm: Annotated[float, typer.Option(help="GB/s that a GPU reads or writes in its own memory.")] = 3000.0,
     bucket_bytes: Annotated[int, typer.Option(help="Bucket size in bytes (sync.bucket_bytes).")] = 1 << 28,
     dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
     lora: Annotated[
@@ -79,7 +80,7 @@ def plan(
     from asyncmoe.plan import plan_command, render_plan
     from asyncmoe.plan.traffic import Speeds
 
-    speeds = Speeds(nvlink, nic)
+    speeds = Speeds(nvlink, nic, hbm)
     asked = plan_command.PlanArguments(
         model, trainer, engines, nodes, config, gpus_per_node, gpu_gb, context, dtype, bucket_bytes, speeds=speeds, lora=lora, family=family
     )

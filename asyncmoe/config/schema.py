@@ -255,7 +255,7 @@ class Config(Section):
     def survives_controller(self) -> bool:
         """True if a controller that is lost can be started again in place, while engines and trainer ranks wait for it. It must know from
         the journal what the trainer has, and whether an engine holds a whole version."""
-        whole = self.sync.method == "reshard" and self.sync.stages == "full"
+        whole = self.sync.method == "reshard" and self.sync.staging in ("auto", "full")
         return whole and self.journal.enabled and self.engines.orphan_s > 0
 
     @property

@@ -13,6 +13,9 @@ from asyncmoe.errors import ConfigError
 Staging = Literal["full", "delta", "none"]
 """What of a version waits outside an engine's parameters until its commit: all of it, a coded delta only, or nothing."""
 
+DELTA_STAGING = 0.1
+"""With staging `delta`: memory for a coded delta, as a share of an engine rank's shard. What takes more is sent in full."""
+
 StagingChoice = Literal["auto", "full", "delta", "none"]
 
 
@@ -57,7 +60,8 @@ class SyncSection(Section):
         "auto",
         description="What waits outside an engine's parameters while it generates. full (or true): a whole version, as large as the "
         "engine's shard. delta: coded deltas only, a few percent of it; a full update is written in place while engines are paused, and "
-        "one that breaks off fences them. none (or false): nothing; every update is written in place. auto: full.",
+        "one that breaks off fences them. none (or false): nothing; every update is written in place. auto: full, or none on GPUs without "
+        "room for it.",
     )
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
@@ -92,11 +96,6 @@ class SyncSection(Section):
     )
     timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")
 
-    @property
-    def stages(self) -> Staging:
-        """What `staging` comes to."""
-        return "full" if self.staging == "auto" else self.staging
-
     @model_validator(mode="after")
     def _check_store(self) -> SyncSection:
         if self.method == "store" and self.store.url is None:
@@ -109,7 +108,7 @@ class SyncSection(Section):
                 f"sync.store.url: got a value, expected nothing because sync.method is {self.method}; leave "
                 "it out, or set sync.method to store"
             )
-        if self.method == "store" and self.stages != "full":
+        if self.method == "store" and self.staging not in ("auto", "full"):
             raise ValueError(
                 f"sync.staging: got {self.staging}, expected full because sync.method is store: a version is verified before an engine "
                 "serves it; leave it out"

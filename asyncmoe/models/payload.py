@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from asyncmoe.models.families import family_of
@@ -15,7 +16,8 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import Float8, float8_of, quantised
 from asyncmoe.models.shape import Shape, Shapes
 from asyncmoe.reshard import RankLayout
-from asyncmoe.reshard.float8 import SCALES, with_scale_tensors, with_scales
+from asyncmoe.reshard.float8 import FLOAT8, SCALES, with_scale_tensors, with_scales
+from asyncmoe.reshard.layout import ITEM_BYTES
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Payload:
         if self.adapter is not None:
             return halves(self._shape, self.adapter)
         return with_scale_tensors(self._weights, quantised) if self.float8 else self._weights
+
+    def nbytes(self, dtype: str) -> int:
+        """Return the bytes of all tensors, quantised ones as they are sent."""
+        shapes = self.tensors()
+        small = {name for name in shapes if self.float8 is not None and quantised(name)}
+        return sum(prod(shape) * ITEM_BYTES[FLOAT8 if name in small else dtype] for name, shape in shapes.items())
 
     def whole(self, dtype: str) -> RankLayout:
         """Return the layout of the whole payload on one rank, under the names that engines accept: Hugging Face's, or the halves'."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
+from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel, with_family
@@ -82,20 +83,38 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
     copied = host.checkpoint_copy(hf, parallel, settings) if config.trainer.async_save else 0
     if cpu and copied:
         largest = GpuMemory({**largest.parts, "checkpoint copy": copied})
-    engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serving(config, hf, cpu))
+    serves = serving(config, hf, cpu, staging_of(config, hf, gpu_gb, cpu))
+    engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serves)
     return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, copied)
 
 
-def least(config: Config, hf: Mapping[str, Any]) -> tuple[GpuMemory, GpuMemory]:
+def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None) -> tuple[GpuMemory, GpuMemory]:
     """Return the least memory of a trainer's GPU and of an engine's GPU. As `of_run`, but an unconfigured KV cache holds one conversation.
+
+    Args:
+        staging: None: as configured; auto stages nothing.
 
     Raises: as `of_run`.
     """
+    if staging is None and config.sync.staging == "auto":
+        staging = "none"
     section = config.engines
     tokens = _tokens(config) or _conversation(config, hf)
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf))
-    engine = memory.engine(hf, EngineParallel(section.tp, section.ep), replace(serving(config, hf), tokens=tokens))
+    serves = replace(serving(config, hf, staging=staging), tokens=tokens)
+    engine = memory.engine(hf, EngineParallel(section.tp, section.ep), serves)
     return max(stages, key=lambda stage: stage.total), engine
+
+
+def staging_of(config: Config, hf: Mapping[str, Any], gpu_gb: float, cpu: bool = False) -> Staging:
+    """Return what `sync.staging` comes to: auto is none where GPUs have no room for a second copy of the weights.
+
+    Raises: as `of_run`.
+    """
+    if cpu or config.sync.staging != "auto" or config.sync.method != "reshard":
+        return _configured(config)
+    trainer, engine = least(config, hf, "full")
+    return "full" if engine.total + (trainer.total if config.engines.share_gpus else 0) <= memory.usable(gpu_gb) else "none"
 
 
 def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tuple[str, ...]:
@@ -114,11 +133,12 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
         ConfigError: no room for the configured cache, or for a single conversation.
         UserError: an engine argument is not a number.
     """
-    section, serves = config.engines, serving(config, hf)
-    if not (serves.staging or section.share_gpus):
+    section, staged = config.engines, staging_of(config, hf, gpu_gb)
+    if staged == "none" and not section.share_gpus:
         return ()
+    serves = serving(config, hf, staging=staged)
     parallel, given = EngineParallel(section.tp, section.ep), _tokens(config)
-    trainer, wanted = least(config, hf)
+    trainer, wanted = least(config, hf, staged)
     room = memory.usable(gpu_gb) - (trainer.total if section.share_gpus else 0)
     if wanted.total > room:
         raise too_large(config, trainer, wanted, gpu_gb)
@@ -133,9 +153,8 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
 
 def is_bounded(config: Config) -> bool:
     """Whether an engine needs no bounds of its memory besides those that the user gives (see `engine_arguments`)."""
-    staging = config.sync.stages == "full" and config.sync.method != "broadcast"
     given = _tokens(config) is not None and _is_given(config.engines.args, _FRACTION)
-    return given or not (staging or config.engines.share_gpus)
+    return given or not (_configured(config) != "none" or config.engines.share_gpus)
 
 
 def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: float) -> ConfigError:
@@ -202,9 +221,12 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
     return Training(microbatch, distributed, reference, config.sync.bucket_bytes, _communicators(config, cpu, config.engines.count))
 
 
-def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineMemory:
+def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staging: Staging | None = None) -> EngineMemory:
     """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes whatever
     --mem-fraction-static leaves; here it gets the tokens of `engines.max_running` longest conversations.
+
+    Args:
+        staging: None: as configured; auto is full.
 
     Raises:
         UserError: an engine argument is not a number.
@@ -212,7 +234,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineM
     section = config.engines
     return EngineMemory(
         tokens=_tokens(config) or section.max_running * _conversation(config, hf),
-        staging=config.sync.stages == "full" and config.sync.method != "broadcast",
+        staging=staging or _configured(config),
         prefill=_number(section.args, _PREFILL, 8192),
         running=section.max_running,
         dtype=engine_dtype(hf, section),
@@ -221,6 +243,13 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> EngineM
         gpu=not cpu,
         communicators=_communicators(config, cpu, 1),
     )
+
+
+def _configured(config: Config) -> Staging:
+    """Return `sync.staging`; full for auto. What is broadcast is written in place."""
+    if config.sync.method == "broadcast":
+        return "none"
+    return "full" if config.sync.staging == "auto" else config.sync.staging
 
 
 def _communicators(config: Config, cpu: bool, mine: int) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from asyncmoe.config.sync import DELTA_STAGING, Staging
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
@@ -32,6 +33,8 @@ GRADIENT = 4
 """Bytes of a parameter's gradient, which is reduced in float32 (`grad_reduce_in_fp32`) for every dtype of the model."""
 BUFFERS = 2
 """Buckets of messages in flight (`asyncmoe.reshard.exchange`)."""
+STAGED: Mapping[Staging, float] = {"full": 1.0, "delta": DELTA_STAGING, "none": 0.0}
+"""Staging memory as a share of an engine rank's shard."""
 _EXPERTS = ".experts."
 _BIAS = ("router_bias", "router.expert_bias")
 """Suffixes of the router bias in tensor names and in Megatron's names; it is float32 and has no gradient."""
@@ -85,7 +88,7 @@ class EngineMemory:
 
     Attributes:
         tokens: tokens of the KV cache.
-        staging: new weights are received into separate memory.
+        staging: `sync.staging`.
         prefill: tokens of a prefill chunk (--chunked-prefill-size).
         running: concurrent requests.
         adapter: the adapter that is trained in place of the weights, if any.
@@ -94,7 +97,7 @@ class EngineMemory:
     """
 
     tokens: int
-    staging: bool = True
+    staging: Staging = "full"
     prefill: int = 8192
     running: int = 256
     dtype: str = "bfloat16"
@@ -219,7 +222,7 @@ def _engine_stage(hf: Hf, parallel: EngineParallel, serving: EngineMemory, stage
         "weights": weights,
         "adapters": SLOTS * slot,
         "derived": _derived(hf, parallel, serving.dtype, rank),
-        "staging": 0 if not serving.staging else weights if serving.adapter is None else slot,
+        "staging": int(STAGED[serving.staging] * (weights if serving.adapter is None else slot)),
         "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype, rank),
         "working set": _working(parallel, serving),
         "weight sync": BUFFERS * serving.bucket_bytes + serving.communicators,

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from asyncmoe import config as configuration
 from asyncmoe import models
+from asyncmoe.config.sync import Staging
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel
 from asyncmoe.plan import budget, memory, render_plan, traffic
@@ -84,23 +85,24 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
         lora=asked.lora,
         family=asked.family,
     )
-    columns = _memory(asked, found, models.with_family(models.load_hf_config(model), asked.family))
+    hf = models.with_family(models.load_hf_config(model), asked.family)
+    columns, rooms = _trainers(asked, found, hf), dict[Staging, int]()
+    for staging in memory.STAGED:
+        if staging != "delta" or found.adapter is None:
+            serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
+            columns[f"engine, staging {staging}"], rooms[staging] = memory.engine_filled(hf, found.engine, serving, asked.gb)
     render_plan.show(found, console)
+    render_plan.show_updates(found, console)
     render_plan.show_memory(columns, asked.gb, console)
-    console.print(
-        f"Micro-batches of {asked.context} tokens; the optimizer's state is sharded; an engine's KV cache fills the rest of the GPU."
-    )
-    return {**asdict(found), "memory": _values(columns)}
+    render_plan.show_rooms(rooms, asked.context, console)
+    return {**asdict(found), "memory": _values(columns), "kv_tokens": rooms}
 
 
-def _memory(asked: PlanArguments, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
+def _trainers(asked: PlanArguments, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
     columns: dict[str, GpuMemory] = {}
     for name, recompute in (("trainer", False), ("trainer, recomputing", True)):
         training = Training(Microbatch(asked.context, recompute, found.dtype, found.adapter), bucket_bytes=asked.bucket_bytes)
         columns[name] = max(memory.trainer(hf, found.trainer, training), key=lambda stage: stage.total)
-    for name, staging in (("engine", True), ("engine, not staging", False)):
-        serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
-        columns[name] = memory.engine_filled(hf, found.engine, serving, asked.gb)[0]
     return columns
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
+from asyncmoe.config.sync import Staging
 from asyncmoe.errors import DataError
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora.adapter import Kind
@@ -17,6 +18,12 @@ from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
 from asyncmoe.plan.sizes import ENGINE, TRAINER, engines_text, trainer_text
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
+
+_ARRIVE: Mapping[Staging, str] = {
+    "full": "while they generate",
+    "delta": "while they generate, as deltas",
+    "none": "while they are paused",
+}
 
 
 def show(found: Forecast, console: Console) -> None:
@@ -92,6 +99,45 @@ def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Consol
     console.print(grid)
 
 
+def show_updates(found: Forecast, console: Console) -> None:
+    """Print what updates take, a column each."""
+    if not found.updates:
+        return
+    grid = Grid(show_edge=False)
+    grid.add_column("an update of which there is sent")
+    for one in found.updates:
+        grid.add_column("everything" if one.changed is None else f"{one.changed:.0%}, as a delta", justify="right")
+    grid.add_row("bytes on the wire", *(_size(one.bytes_wire) for one in found.updates))
+    grid.add_row("received by an engine rank, most", *(_size(one.received) for one in found.updates))
+    grid.add_row(f"expected at {found.speeds.nic:g} GB/s (NIC)", *(f"{one.seconds:.3g} s" for one in found.updates))
+    for staging in found.updates[0].pauses:
+        grid.add_row(f"of these, engines pause with staging {staging}", *(f"{one.pauses[staging]:.3g} s" for one in found.updates))
+    console.print(grid)
+    console.print(
+        "Deltas are for changes at random places. So far they travel between CPUs only; on GPUs every update is whole.", highlight=False
+    )
+
+
+def show_rooms(rooms: Mapping[Staging, int], context: int, console: Console) -> None:
+    """Print the tokens of KV cache that an engine has room for, and what `sync.staging: auto` is with them.
+
+    Args:
+        context: tokens of the longest conversation.
+    """
+    tokens = ", ".join(f"{count} with staging {staging}" for staging, count in rooms.items())
+    auto: Staging = "full" if rooms["full"] >= context else "none"
+    fits = (
+        f"auto is {auto}"
+        if rooms[auto] >= context
+        else f"none is enough for a conversation of {context} tokens: such an engine does not fit"
+    )
+    console.print(
+        f"Micro-batches of {context} tokens; the optimizer's state is sharded. An engine's KV cache fills the rest of its GPUs: tokens "
+        f"{tokens}; {fits}.",
+        highlight=False,
+    )
+
+
 def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, console: Console) -> None:
     """Print the suggested splits, a column each, and the memory of the first."""
     grid = Grid(show_edge=False)
@@ -119,7 +165,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
         ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
         ("engines", [engines_text(split.engines, split.engine.parallel) for split in splits]),
         ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
-        ("new weights arrive", ["while they generate" if split.engine.serving.staging else "while they are paused" for split in splits]),
+        ("new weights arrive", [_ARRIVE[split.engine.serving.staging] for split in splits]),
         (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
         ("memory of a trainer's GPU", [_size(split.trainer.memory.total) for split in splits]),
         ("memory of an engine's GPU", [_size(split.engine.memory.total) for split in splits]),
@@ -145,7 +191,7 @@ def yaml_keys(split: Split) -> list[str]:
         f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}}}",
         f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
         f"engines: {{{', '.join(engines)}}}",
-        *([] if engine.serving.staging else ["sync: {staging: none}"]),
+        *([] if engine.serving.staging == "full" else [f"sync: {{staging: {engine.serving.staging}}}"]),
         *([] if engine.serving.adapter is None else ["train: lora"]),
     ]
 

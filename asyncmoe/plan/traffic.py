@@ -16,6 +16,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
 from asyncmoe.plan.sizes import parse_adapter, parse_engines, parse_trainer
+from asyncmoe.plan.updates import Update, updates
 from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import assemble
@@ -27,10 +28,11 @@ _MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class Speeds:
-    """Gigabytes (1e9 bytes) per second that a rank can send while it receives at the same rate."""
+    """Gigabytes (1e9 bytes) per second that a rank can send while it receives at the same rate; `hbm`: that a GPU reads or writes."""
 
     nvlink: float = 450.0
     nic: float = 50.0
+    hbm: float = 3000.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -86,6 +88,7 @@ class Forecast:
         model_bytes: bytes of the checkpoint or the adapter.
         lower_bound: bytes that must reach the engines: the distinct elements of every rank, once.
         ways: "direct": the trainer sends to every engine; with several engines also "relay": engines pass weights on to their replicas.
+        updates: what updates take directly; empty for adapters, which are sent whole.
     """
 
     model: str
@@ -101,6 +104,7 @@ class Forecast:
     speeds: Speeds
     lower_bound: int
     ways: Mapping[str, Way]
+    updates: tuple[Update, ...] = ()
 
 
 def forecast(
@@ -167,11 +171,12 @@ def foresee(
     ways = {"direct": case.way(direct[0], direct[1], bucket_bytes, speeds)}
     if count > 1:
         ways["relay"] = case.way(*case.relay(), bucket_bytes, speeds)
+    way, item = ways["direct"], 1 if case.payload.float8 else ITEM_BYTES[dtype]
     bound = sum(case.needed(direct[0][0]))
     return Forecast(
         model=model,
         adapter=adapter,
-        model_bytes=sum(math.prod(shape) for shape in case.payload.tensors().values()) * ITEM_BYTES[dtype],
+        model_bytes=case.payload.nbytes(dtype),
         trainer=grid,
         trainer_ranks=grid.world,
         engine=engine,
@@ -181,7 +186,8 @@ def foresee(
         bucket_bytes=bucket_bytes,
         speeds=speeds,
         lower_bound=bound,
-        ways={name: replace(way, ratio=way.bytes_wire / bound) for name, way in ways.items()},
+        ways={name: replace(one, ratio=one.bytes_wire / bound) for name, one in ways.items()},
+        updates=() if adapter else updates(way.received.most, way.bytes_wire, way.nic_seconds, item, speeds.hbm),
     )
 
 

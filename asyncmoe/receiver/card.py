@@ -14,11 +14,11 @@ from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.nccl import origin
 
 
-def card_of(device: torch.device, terms: Terms, wanted: int) -> Card | None:
+def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) -> Card | None:
     """Describe a rank's GPU; return None for a CPU. Call it in a thread of that device.
 
     Args:
-        wanted: bytes that will be allocated on the device.
+        wanted, copy: see `Card`.
 
     Raises:
         UserError: the transport is NCCL and no usable NCCL was found.
@@ -44,6 +44,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int) -> Card | None:
         nccl=found.words if found else "",
         library=found.path if found else "",
         unreachable=tuple(sorted(unreachable)),
+        copy=copy,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
 from asyncmoe.receiver import protocol
@@ -13,13 +14,25 @@ _SAME_NCCL = "install the same torch and nvidia-nccl in both environments, or se
 _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
 
 
+def staging_of(cards: Mapping[int, Card], terms: Terms) -> Staging:
+    """Return what waits outside the engines' parameters: for "auto", a whole version if each GPU has room for it, else nothing.
+
+    Args:
+        cards: as for `unfit`.
+    """
+    if terms.staging != "auto":
+        return terms.staging
+    return "full" if all(card.wanted + card.copy <= card.free for card in cards.values()) else "none"
+
+
 def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     """Return the reasons why weights cannot be sent between these GPUs, each in one line.
 
     Args:
         cards: by rank in the meeting, for the ranks with a GPU.
     """
-    short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card)]
+    staging = staging_of(cards, terms)
+    short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card, staging)]
     return _differences(cards, terms) + short + (_unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else [])
 
 
@@ -35,11 +48,12 @@ def _differences(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     return wrong
 
 
-def _shortage(whom: str, card: Card) -> list[str]:
+def _shortage(whom: str, card: Card, staging: Staging) -> list[str]:
     """Return a line if a GPU has too little free memory for receiving."""
-    if card.wanted <= card.free:
+    wanted = card.wanted + (card.copy if staging == "full" else 0)
+    if wanted <= card.free:
         return []
-    got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(card.wanted)
+    got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(wanted)
     what = f"{whom} on {card.host}, {card.device}: memory to receive weights in"
     return [f"{what}: got {got}, expected {expected}; {OutOfDeviceMemory.HINT}"]
 

@@ -14,7 +14,7 @@ import torch
 
 from asyncmoe.errors import InvariantBroken, TransferError, WeightSyncError
 from asyncmoe.receiver import failing
-from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming
+from asyncmoe.receiver.delta_messages import Coming, largest_share
 from asyncmoe.receiver.protocol import Header, Terms
 from asyncmoe.reshard import DeltaReceiver, Exchanger, Plan, expected_digest
 
@@ -38,7 +38,7 @@ class DeltaStaging:
         self._plan, self._rank, self._terms = plan, rank, terms
         dense = sum(transfer.nbytes for transfer in plan.transfers if transfer.destination == rank)
         # One thread: the engine generates at the same time.
-        self._held = DeltaReceiver(plan, rank, limit_bytes=int(LARGEST_SHARE * dense), threads=1)
+        self._held = DeltaReceiver(plan, rank, limit_bytes=int(largest_share(terms) * dense), threads=1)
         self._deltas = 0  # since all elements were read
 
     def forget(self) -> None:

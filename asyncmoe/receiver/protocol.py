@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from asyncmoe.config.sync import Staging
+from asyncmoe.config.sync import Staging, StagingChoice
 from asyncmoe.config.transports import TransportName
 from asyncmoe.errors import ReportedFailure
 
@@ -74,7 +74,8 @@ class Terms(msgspec.Struct, frozen=True):
         dtype, engine_dtype: dtypes of the weights in the trainer and in the engines.
         transport: the transport of the weights.
         session: unique name of this meeting on its host.
-        staging: where engines receive full updates: into staging memory ("full"), or directly into their parameters.
+        staging: where engines receive full updates: into staging memory ("full"), or directly into their parameters. "auto" until the
+            verdict says which.
         delta: whether updates may be deltas, so that every version is proven by a canonical digest.
         audit_every: `sync.audit_every`.
         timeout_s: bound of a transfer, and of the rendezvous.
@@ -91,7 +92,7 @@ class Terms(msgspec.Struct, frozen=True):
     engine_dtype: str
     transport: TransportName
     session: str
-    staging: Staging
+    staging: StagingChoice
     bucket_bytes: int
     timeout_s: float
     max_ctas: int = 0
@@ -121,7 +122,8 @@ class Card(msgspec.Struct, frozen=True):
         uuid: the device's identity, the same in every process.
         model: the GPU's name and compute capability.
         free, total: bytes that can be allocated, and the GPU's memory in bytes.
-        wanted: bytes that receiving will allocate.
+        wanted: bytes that receiving will allocate besides staging memory.
+        copy: bytes of staging memory for a whole version; 0 on trainer ranks.
         torch: version of torch.
         nccl, library: version and file of NCCL if the transport is NCCL; otherwise empty.
         unreachable: UUIDs of GPUs on this host whose memory this GPU cannot read (`cudaDeviceCanAccessPeer`).
@@ -138,6 +140,7 @@ class Card(msgspec.Struct, frozen=True):
     nccl: str = ""
     library: str = ""
     unreachable: tuple[str, ...] = ()
+    copy: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -184,6 +187,17 @@ class Outcome(msgspec.Struct, frozen=True):
         """Raise ReportedFailure, a WeightSyncError, if the outcome is a failure."""
         if self.failure:
             raise ReportedFailure(self.failure)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Weights can be sent, or why they cannot.
+
+    Attributes:
+        staging: `Terms.staging`, with "auto" decided.
+    """
+
+    failure: str = ""
+    staging: Staging = "full"
 
 
 class Over(msgspec.Struct, frozen=True):
@@ -248,7 +262,7 @@ class Key(Generic[T]):
 
 
 TERMS = Key("terms", Terms)
-VERDICT = Key("verdict", Outcome)
+VERDICT = Key("verdict", Verdict)
 FAILED = Key("failed", Outcome)
 
 

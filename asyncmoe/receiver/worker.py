@@ -9,6 +9,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 
+import msgspec
 import torch
 
 from asyncmoe.config.transports import TRANSPORTS
@@ -106,13 +107,14 @@ class Receiver:
         self._terms = terms
         if terms.adapter is not None:
             self._target, self._obstacles = AdapterMemory(self._model), ()
-        if terms.staging != "none":
-            yield_cores()  # the worker generates meanwhile
         plan = self._plan(store, terms)
         self._puller = None if terms.store is None else Puller(terms, terms.store, self._join.rank)
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
-        outcome = store.get(protocol.VERDICT, 2 * terms.timeout_s)
-        if not outcome.failure:
+        verdict = store.get(protocol.VERDICT, 2 * terms.timeout_s)
+        terms = self._terms = msgspec.structs.replace(terms, staging=verdict.staging)
+        if terms.staging != "none":
+            yield_cores()  # the worker generates meanwhile
+        if not verdict.failure:
             self._deltas = DeltaStaging(plan, self._join.rank, terms) if terms.delta else None
             self._serve(store, terms, plan)
 
@@ -168,7 +170,7 @@ class Receiver:
             handshake.check_family(terms, os.environ.get(FAMILY_VARIABLE))
             opener(terms.transport)
             plan = transfer_plan.route(terms, self._join.rank)
-            card = card_of(self._device, terms, self._wanted(terms))
+            card = card_of(self._device, terms, *self._wanted(terms))
             ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
         except Exception as error:
             store.put(key, Ready(failure=failing.in_one_line(error, terms)))
@@ -176,12 +178,12 @@ class Receiver:
         store.put(key, ready)
         return plan
 
-    def _wanted(self, terms: Terms) -> int:
-        """Return an upper bound of the bytes that receiving allocates on the worker's GPU: staging memory and, unless messages stay in
-        the senders' memory, message buffers. Messages may be smaller than the buckets."""
+    def _wanted(self, terms: Terms) -> tuple[int, int]:
+        """Return upper bounds of the bytes that receiving allocates on the worker's GPU: message buffers, unless messages stay in the
+        senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
         messages = 0 if TRANSPORTS[terms.transport].reads_sender else 2 * terms.bucket_bytes
-        return min(messages, 2 * room) + (room if terms.staging == "full" else 0)
+        return min(messages, 2 * room), room
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0

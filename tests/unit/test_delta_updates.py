@@ -67,8 +67,9 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
             assert sparse.nbytes < whole.nbytes / 4
             assert 0.005 < (sparse.changed or 0.0) < 0.03
             assert places == {rank: [one.data_ptr() for one in model.parameters()] for rank, model in rig.workers.items()}
-    assert rig.kinds() == ["full", "delta of 1", "delta of 2", "delta of 3", "full", "delta of 5"]
-    assert rig.staged_in_place() == [staging == "delta", False, False, False, staging == "delta", False]
+    small = staging == "delta"  # memory for deltas has no room for that of a tenth
+    assert rig.kinds() == ["full", "delta of 1", "delta of 2", "full" if small else "delta of 3", "full", "delta of 5"]
+    assert rig.staged_in_place() == [small, False, False, small, small, False]
     store = rig.senders[0].met.store
     assert [any(store.has(key) for key in delta_messages.keys(number, rig.terms)) for number in range(1, 7)] == [False] * 4 + [True] * 2
 
@@ -325,7 +326,7 @@ PART = Portion(1000, (), 1)
     ],
 )
 def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: list[Offer], base: int | None) -> None:
-    assert common_base(dict(enumerate(offers))) == base
+    assert common_base(dict(enumerate(offers)), 0.5) == base
 
 
 def test_an_engine_rank_is_told_what_comes_from_whom() -> None:
@@ -369,8 +370,8 @@ def test_staging_of_deltas_where_there_are_none_is_refused(values: dict[str, Any
         config(**values)
 
 
-@pytest.mark.parametrize(("given", "meant"), [(True, "full"), (False, "none"), ("full", "full"), ("none", "none"), ("auto", "full")])
+@pytest.mark.parametrize(("given", "meant"), [(True, "full"), (False, "none"), ("full", "full"), ("none", "none"), ("auto", "auto")])
 def test_staging_has_its_former_values_too(given: Any, meant: str) -> None:
     found = config(sync={"staging": given})
-    assert found.sync.stages == meant
-    assert found.survives_controller == (meant == "full")
+    assert found.sync.staging == meant
+    assert found.survives_controller == (meant in ("auto", "full"))

@@ -221,7 +221,7 @@ def test_an_engine_that_holds_one_of_two_versions_with_one_number_starts_again(t
             await first.end()
             second = await controller(config, at)
             doubtful = second.pool.members[0]
-            assert "engine.0 holds one of two versions 4: one was under way" in str(doubtful.fenced)
+            assert "engine.0 holds one of two versions 4, which was under way" in str(doubtful.fenced)
             assert [member.waiting for member in second.pool.present] == [True], "the other waits"
             await second.end()
 

@@ -262,6 +262,20 @@ def test_what_the_user_gives_an_engine_is_not_given_again() -> None:
     assert budget.engine_arguments(config, hf, 80.0) == (), "alone, and without staging: SGLang's own choice"
 
 
+def test_without_room_for_a_second_copy_auto_stages_nothing() -> None:
+    config, hf = configured(
+        "cluster/qwen3-30b-a3b.yaml", "engines.tp=2", "engines.ep=2", "sync.staging=auto", "engines.max_total_tokens=null"
+    )
+    assert budget.staging_of(config, hf, 80.0) == "none"
+    assert budget.engine_arguments(config, hf, 80.0) == ()
+    assert budget.of_run(config, hf, 80.0).engine.parts.get("staging") is None
+    assert budget.staging_of(config, hf, 141.0) == "full"
+    assert budget.engine_arguments(config, hf, 141.0)
+    assert budget.staging_of(config, hf, 80.0, cpu=True) == "full"
+    shared, hf = configured("demo-gpu.yaml")
+    assert budget.staging_of(shared, hf, 80.0) == "full"
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "gpu_gb", "words"),
     [

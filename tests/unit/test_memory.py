@@ -196,7 +196,7 @@ def test_an_engine_of_a_real_model() -> None:
         "working set": int(mib * (1 << 20)),
         "weight sync": 2 * (256 << 20),
     }
-    bare = memory.engine(HF, EngineParallel(4, 4), EngineMemory(1_000_000, staging=False, gpu=False)).parts
+    bare = memory.engine(HF, EngineParallel(4, 4), EngineMemory(1_000_000, staging="none", gpu=False)).parts
     assert bare.keys() == {"weights", "KV cache", "weight sync"}
 
 
@@ -213,7 +213,7 @@ def test_adapters_of_an_engine_are_in_two_slots_and_a_third_place(experts: str, 
     found = memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind)).parts
     assert found["adapters"] == pytest.approx(2 * billions * 1e9, rel=0.01)
     assert found["adapters"] == 2 * found["staging"]
-    assert "staging" not in memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind, staging=False)).parts
+    assert "staging" not in memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind, staging="none")).parts
 
 
 def test_the_kv_cache_gets_what_is_left() -> None:
@@ -258,11 +258,11 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
     )
     kind = Kind(GROUPED + MLP, 8, 32.0, "shared_outer")
     assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000, ONE)
-    assert budget.serving(rich, HF) == EngineMemory(6000, True, 2048, 3, "float32", kind, 1000, communicators=ONE)
+    assert budget.serving(rich, HF) == EngineMemory(6000, "full", 2048, 3, "float32", kind, 1000, communicators=ONE)
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
     assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7
     for sync in ({"staging": False}, {"method": "broadcast"}):
-        assert not budget.serving(config(sync=sync), HF).staging
+        assert budget.serving(config(sync=sync), HF).staging == "none"
 
 
 @pytest.mark.parametrize("args", [["--chunked-prefill-size"], ["--chunked-prefill-size", "-1"], ["--chunked-prefill-size=x"]])

@@ -18,7 +18,7 @@ from asyncmoe.errors import UserError
 from asyncmoe.receiver import card as cards_of_ranks
 from asyncmoe.receiver import handshake
 from asyncmoe.receiver.card import card_of
-from asyncmoe.receiver.cards import unfit
+from asyncmoe.receiver.cards import staging_of, unfit
 from asyncmoe.receiver.protocol import Card, EngineRanks, Ready, Terms
 from asyncmoe.reshard.nccl import Origin, origin
 from asyncmoe.trainer.weight_sync import rendezvous
@@ -90,6 +90,19 @@ def test_a_card_too_small_for_staging_is_refused() -> None:
         "engine.0 rank 1 on gpu7, cuda:3: memory to receive weights in: got 12.00 GiB free of 80.00 GiB, expected 30.00 GiB; "
     )
     assert "sync.staging=false" in line
+
+
+def test_staging_is_what_all_cards_have_room_for() -> None:
+    auto = msgspec.structs.replace(TERMS, staging="auto")
+    cards = changed((), copy=40 << 30)
+    assert staging_of(cards, auto) == "full"
+    cards = changed((4,), copy=40 << 30, free=60 << 30)
+    assert staging_of(cards, auto) == "none"
+    assert unfit(cards, auto) == []
+    assert staging_of(cards, TERMS) == "full"
+    (line,) = unfit(cards, TERMS)
+    assert "got 60.00 GiB free of 80.00 GiB, expected 70.00 GiB" in line
+    assert staging_of({}, auto) == "full"
 
 
 def test_gpus_that_do_not_reach_each_other_are_refused_for_ipc() -> None:

@@ -28,6 +28,7 @@ from benchmarks.published import REAL
 HF = REAL["Qwen3-30B-A3B"]
 LARGE = REAL["Qwen3-235B-A22B"]
 DENSE = {key: value for key, value in HF.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
+MODES = ("full", "delta", "none")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -35,7 +36,7 @@ def test_two_nodes_for_all_weights_of_a_real_model() -> None:
     (only,) = split.suggest(HF, Cluster(2))
     assert (only.trainer_nodes, only.engine_nodes) == (1, 1)
     assert (only.trainer.parallel, only.trainer.recompute) == (MegatronParallel(tp=4, ep=8, dp=2), True)
-    assert (only.engines, only.engine.parallel, only.engine.serving.staging) == (2, EngineParallel(4, 4), True)
+    assert (only.engines, only.engine.parallel, only.engine.serving.staging) == (2, EngineParallel(4, 4), "full")
     assert only.conversations(8192) == 2 * (only.engine.serving.tokens // 8192) > 2 * split.LEAST
 
 
@@ -224,9 +225,12 @@ def test_sizes_that_are_given_are_shown_with_their_memory() -> None:
     model = REPOSITORY / "examples/cluster/models/Qwen3-30B-A3B.json"
     console = Console(record=True, width=160)
     found = run(asked(model=model, trainer="tp=4,ep=8,dp=2", engines="2xtp4ep4", context=4096), console)
-    assert found["memory"].keys() == {"trainer", "trainer, recomputing", "engine", "engine, not staging"}
-    assert found["memory"]["engine"]["staging"] == found["memory"]["engine"]["weights"]
-    assert found["memory"]["engine, not staging"]["KV cache"] > found["memory"]["engine"]["KV cache"]
+    assert found["memory"].keys() == {"trainer", "trainer, recomputing", *(f"engine, staging {mode}" for mode in MODES)}
+    full, delta, none = (found["memory"][f"engine, staging {mode}"] for mode in MODES)
+    assert full["staging"] == full["weights"] == pytest.approx(10 * delta["staging"])
+    assert "staging" not in none
+    assert full["KV cache"] < delta["KV cache"] < none["KV cache"]
+    assert list(found["kv_tokens"]) == list(MODES)
     assert found["memory"]["trainer"]["activations"] > 50 * found["memory"]["trainer, recomputing"]["activations"]
     assert found["ways"]["direct"]["ratio"] == 1.0
     text = console.export_text()

@@ -165,6 +165,23 @@ def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(sit
     site(scene)
 
 
+def test_engines_whose_parameters_were_being_written_start_again(site: Play) -> None:
+    async def scene(it: Site) -> None:
+        for name in ("a", "b"):
+            it.agent(name)
+        async with controller(it.config) as first:
+            await first.publish(3)
+            await asyncio.sleep(0.1)
+            await first.coordinator.handle(WeightsStage(4, in_place=True))
+        async with controller(it.config) as second:
+            while second.states != {"a": (0, True), "b": (0, True)}:
+                await asyncio.sleep(0.05)
+            assert [len(it.servers[name]) for name in ("a", "b")] == [2, 2]
+            await second.membership.end(EngineOrder(finished=True))
+
+    site(scene)
+
+
 def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_again(site: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(it: Site) -> None:
         for name in ("a", "b"):

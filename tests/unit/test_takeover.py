@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,11 @@ def test_one_that_did_not_take_the_version_under_way_serves_what_it_held() -> No
 
 def test_the_number_of_a_version_that_is_sent_anew_tells_nothing() -> None:
     assert judge(EngineWeights(7, 2, True, "loading", 7, 3), 7).holding is Holding.DOUBTFUL
+
+
+@pytest.mark.parametrize("reported", [0, 7, 8])
+def test_an_engine_whose_parameters_were_being_written_starts_again(reported: int) -> None:
+    assert judge(EngineWeights(7, 2, True, "writing", 8, 3), reported).holding is Holding.DOUBTFUL
 
 
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))

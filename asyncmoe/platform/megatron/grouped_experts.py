@@ -73,12 +73,12 @@ class _Multiplied(torch.autograd.Function):
         ctx.save_for_backward(rows, ends, *weights)
         if not len(rows):
             return rows.new_zeros(0, weights[0].shape[-2])
-        return F.grouped_mm(_plain(rows), _joint(weights).transpose(1, 2), offs=ends)
+        return F.grouped_mm(plain(rows), _joint(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, ends, *weights = ctx.saved_tensors
-        gradient = _plain(gradient)
+        gradient = plain(gradient)
         of_rows: torch.Tensor | None = None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         if not len(rows):
@@ -86,13 +86,13 @@ class _Multiplied(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = F.grouped_mm(gradient, _joint(weights), offs=ends)
         if any(ctx.needs_input_grad[2:]):
-            joint = F.grouped_mm(gradient.t(), _plain(rows), offs=ends)
+            joint = F.grouped_mm(gradient.t(), plain(rows), offs=ends)
             of_weights = [joint] if weights[0].ndim == 3 else list(joint.unbind())
         return of_rows, None, *of_weights
 
 
-def _plain(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows with the standard strides: an expanded gradient has others, and the row stride of a single row is arbitrary."""
+def plain(rows: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the standard strides: an expanded gradient has others, and the stride of a dimension of 1 is arbitrary."""
     return rows.contiguous().view(-1).view(rows.shape)
 
 

@@ -15,6 +15,7 @@ from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 
 LAYERS = "sglang.srt.lora.layers"
 BACKEND = "sglang.srt.lora.backend.torch_backend"
+BASE = "sglang.srt.lora.backend.base_backend"
 
 
 def install() -> None:
@@ -22,6 +23,7 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     after_import(LAYERS, _patch_layers)
     after_import(BACKEND, _unpin)
+    after_import(BASE, _lengthen)
 
 
 class _Unpinned:
@@ -39,6 +41,15 @@ def _unpin(module: ModuleType) -> None:
     if getattr(module, "torch", None) is not torch:
         raise PatchTargetGone(f"{module.__name__}.torch is gone")
     vars(module)["torch"] = _Unpinned()
+
+
+def _lengthen(module: ModuleType) -> None:
+    """Let a segment be as long as the batch. The torch backend joins the requests of one adapter to a segment, and SGLang 0.5.23 checks
+    it against the longest request: it ends a server that gets more than 256 tokens of short prompts at once."""
+    counts = getattr(module, "get_batch_token_counts", None)
+    if counts is None:
+        raise PatchTargetGone(f"{module.__name__}.get_batch_token_counts is gone")
+    vars(module)["get_batch_token_counts"] = lambda batch: (counts(batch)[0],) * 2
 
 
 def _patch_layers(module: ModuleType) -> None:

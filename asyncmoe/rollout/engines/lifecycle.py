@@ -157,7 +157,8 @@ class EngineLifecycle:
                 await self._end_update(engine)
             taken = judge(weights, await engine.client.weights_version())
             if taken.holding is Holding.DOUBTFUL:
-                return f"{engine.name} holds one of two versions {weights.coming}: one was under way when the last controller was lost"
+                held = "may hold a part of version" if weights.changing == "writing" else "holds one of two versions"
+                return f"{engine.name} {held} {weights.coming}, which was under way when the last controller was lost"
             if weights.changing:
                 await engine.client.resume()
             await engine.client.abort()  # the requests of the last controller, which nobody waits for

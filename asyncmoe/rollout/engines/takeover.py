@@ -14,7 +14,7 @@ class Holding(Enum):
     Attributes:
         SERVES: a whole version, with which it goes on.
         WAITS: whole weights that are too old to sample with; it waits for the next version.
-        DOUBTFUL: one of two sets of weights with one number; it must start again.
+        DOUBTFUL: one of two sets of weights with one number, or parts of two; it must start again.
     """
 
     SERVES = "serves"
@@ -38,6 +38,8 @@ def judge(weights: EngineWeights, reported: int) -> Taken:
         reported: version that the engine reports once whatever the last controller asked of it has ended. A rank that cannot take a version
             ends its engine, so all ranks of one that answers have taken the version under way, or none has.
     """
+    if weights.changing == "writing":
+        return Taken(Holding.DOUBTFUL)
     if weights.changing == "loading" and reported == weights.coming:
         if weights.coming == weights.version:  # sent anew, in another lineage: its number tells nothing
             return Taken(Holding.DOUBTFUL)

@@ -55,6 +55,8 @@ def attach(
             hooks.hook_layer(layer, linears, adapters)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(hooks.start_of_graph)  # type: ignore[union-attr]
+        if chunk.post_process:
+            chunk.output_layer.register_forward_hook(hooks.end_of_graph)  # type: ignore[union-attr]
         chunk.add_module("adapters", adapters)
         made.append(adapters)
 

@@ -21,7 +21,7 @@ megatron.prepare()
 
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # noqa: E402
 
-from asyncmoe.platform.megatron.grouped_experts import GroupedExperts  # noqa: E402
+from asyncmoe.platform.megatron.grouped_experts import GroupedExperts, plain  # noqa: E402
 
 _PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"}
 _NORMED = {"TELayerNormColumnParallelLinear"}
@@ -43,8 +43,19 @@ def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> 
 
 
 def start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """Hook of the embedding: a recomputed layer has gradients only if its input requires them; a frozen embedding's output does not."""
+    """Hook of the embedding: a recomputed layer has gradients only if its input requires them; a frozen embedding's output does not.
+
+    The output [S, B, H] also gets standard strides: as it is transposed, a batch of one has another, with which torch multiplies each row
+    by a copy of a frozen weight.
+    """
+    output = plain(output)
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def end_of_graph(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    """Hook of the output layer: the gradient of the transposed logits [S, 1, V] gets standard strides; see `start_of_graph`."""
+    if output[0].requires_grad:
+        output[0].register_hook(plain)
 
 
 def _adding(linear: torch.nn.Module, name: str, pairs: DensePairs, adapters: Adapters) -> Any:

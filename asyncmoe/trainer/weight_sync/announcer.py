@@ -14,7 +14,7 @@ from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import failing, protocol, transfer_plan
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.file_keys import FOLDER, folder_of
-from asyncmoe.receiver.protocol import EngineRanks, Header, Outcome, Ready, StoreTerms, Terms
+from asyncmoe.receiver.protocol import EngineRanks, Header, Ready, StoreTerms, Terms
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Engines, Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.trainer.weight_sync import rendezvous
@@ -143,10 +143,10 @@ class Announcer:
         store.put(protocol.TERMS, terms)
         self._ask(WeightsJoin(place, 0, _GROUP, "gloo", "reshard", 1))
         mine = Ready("", transfer_plan.route(terms, 0).digest)
-        verdict = rendezvous.disagreement(store, terms, mine, self._sync.timeout_s, self._watch)
-        store.put(protocol.VERDICT, Outcome(verdict))
-        if verdict:
-            raise WeightSyncError(verdict)
+        verdict = rendezvous.judge(store, terms, mine, self._sync.timeout_s, self._watch)
+        store.put(protocol.VERDICT, verdict)
+        if verdict.failure:
+            raise WeightSyncError(verdict.failure)
         log.info("weights travel through %s to %s", self._store.files.shown, ", ".join(one.name for one in ranks))
         return _Met(engines.roster, token, store, terms, device_of(engines))
 

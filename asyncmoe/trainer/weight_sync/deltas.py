@@ -9,7 +9,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
+from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.reshard import DeltaSender, Exchanger, Plan
 from asyncmoe.trainer.weight_sync.publisher import Traffic
 
@@ -23,9 +23,10 @@ class DeltaSource:
     Args:
         plan: the rank's part.
         tensors: the tensors to send, in host memory, by the names of the plan's storages.
+        largest: share of the bytes of a full update that a delta takes at most.
     """
 
-    def __init__(self, plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], largest: float) -> None:
         # One thread: the trainer's step runs at the same time.
         self._sender = DeltaSender(plan, rank, threads=1)
         self._sender.bind(tensors)
@@ -33,6 +34,7 @@ class DeltaSource:
         for transfer in plan.transfers:
             if transfer.source == rank:
                 self._dense[transfer.destination] = self._dense.get(transfer.destination, 0) + transfer.nbytes
+        self._largest = largest
         self._sure = False  # whether all engines hold the base
         self._is_full = False
 
@@ -41,7 +43,7 @@ class DeltaSource:
         sender = self._sender
         size, base = None, sender.base
         if self._sure and base is not None and base != version:
-            size = sender.encode(version, limit_bytes=int(LARGEST_SHARE * sender.base_bytes))
+            size = sender.encode(version, limit_bytes=int(self._largest * sender.base_bytes))
         self._is_full = size is None
         if size is None:
             sender.full(version)
@@ -82,11 +84,12 @@ class DeltaSource:
         self._sure = False
 
 
-def common_base(offers: Mapping[int, Offer]) -> int | None:
+def common_base(offers: Mapping[int, Offer], largest: float) -> int | None:
     """Return the version of which an update is sent as a delta; None: it is sent in full.
 
     Args:
         offers: of all trainer ranks.
+        largest: as for `DeltaSource`.
     """
     bases = {one.base for one in offers.values()}
     if len(bases) != 1:
@@ -97,7 +100,7 @@ def common_base(offers: Mapping[int, Offer]) -> int | None:
         for rank, part in one.parts.items():
             coded[rank] = coded.get(rank, 0) + sum(part.sizes)
             dense[rank] = dense.get(rank, 0) + part.dense
-    fits = all(nbytes <= int(LARGEST_SHARE * dense[rank]) for rank, nbytes in coded.items())
+    fits = all(nbytes <= int(largest * dense[rank]) for rank, nbytes in coded.items())
     return bases.pop() if fits else None
 
 
@@ -133,7 +136,7 @@ def unsupported(config: Config, device: torch.device) -> str:
         f"sync.method is {config.sync.method}": config.sync.method != "reshard",
         "weights on a GPU are sent whole": device.type != "cpu",
         "adapters are sent whole": config.adapter is not None,
-        "sync.staging is none, so every update is written in place": config.sync.stages == "none",
+        "sync.staging is none, so every update is written in place": config.sync.staging == "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import cards, failing, handshake, hosting, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, Outcome, Ready, Terms
+from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, Outcome, Ready, Terms, Verdict
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
@@ -91,12 +92,12 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     card: Card | None = None
     try:
         plan = transfer_plan.route(terms, rank)
-        card = card_of(model.mesh.device, terms, 0)
+        card = card_of(model.mesh.device, terms)
     except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.in_one_line(error, terms)
     mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
-        store.put(protocol.VERDICT, Outcome(disagreement(store, terms, mine, wait_s, watch(config, client))))
+        store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, watch(config, client)))
     else:
         store.put(protocol.ready(rank), mine)
     verdict = store.get(protocol.VERDICT, 2 * wait_s)
@@ -104,9 +105,12 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         part(store, model)
         raise NotMet(verdict.failure, roster)
     assert plan is not None
+    terms = msgspec.structs.replace(terms, staging=verdict.staging)
     if rank == 0:
         whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
         log.info("weights travel over %s to %s, %s; staging: %s", terms.transport, whom, how, terms.staging)
+        if config.sync.staging == "auto" and terms.staging == "none":
+            log.warning("engines pause for whole updates: a GPU has no room for a second copy of its shard (sync.staging: auto)")
     return Meeting(roster, store, terms, plan, device)
 
 
@@ -248,7 +252,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         engine_dtype=engine_dtype(model.hf, config.engines),
         transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines), config.engines.share_gpus),
         session=secrets.token_hex(8),
-        staging=sync.stages,
+        staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
@@ -271,19 +275,23 @@ def _adapter(model: Model) -> AdapterTerms | None:
     return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
-def disagreement(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> str:
-    """Return why weights cannot be sent; empty if they can."""
+def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> Verdict:
+    """Return why weights cannot be sent, or what they are staged in."""
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
         found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, wait_s, watch=watch)
         if resigned := store.resigned():
-            return resigned
+            return Verdict(resigned)
     except AsyncmoeError as error:
-        return str(error)
+        return Verdict(str(error))
     ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
     failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
-    return handshake.refusal(failures or _differences(terms, ready, names))
+    return Verdict(handshake.refusal(failures or _differences(terms, ready, names)), cards.staging_of(_cards(ready), terms))
+
+
+def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:
+    return {rank: one.card for rank, one in ready.items() if one.card is not None}
 
 
 def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, str]) -> list[str]:
@@ -293,5 +301,4 @@ def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, s
         for tp in range(engine.tp):
             rank = engine.first + tp
             wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
-    found = {rank: one.card for rank, one in ready.items() if one.card is not None}
-    return cards.unfit(found, terms) + wrong
+    return cards.unfit(_cards(ready), terms) + wrong

@@ -114,7 +114,7 @@ class UpdateDriver:
         """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise.
 
         Args:
-            changing: "paused" if they will resume with what they hold.
+            changing: "paused" if they will resume with what they hold, "writing" if their parameters are written in place.
 
         Engines that seem to hang are first given the time in which they are trusted again or fenced, so that the others need not wait
         for them in a pause.

@@ -44,7 +44,7 @@ async def stage_in_place(driver: UpdateDriver, update: OpenUpdate) -> None:
     Raises:
         WeightSyncError: an engine refused.
     """
-    await driver.pause_all(update)
+    await driver.pause_all(update, "writing")
     update.state = state.load(update.state)
 
 

@@ -55,6 +55,18 @@ def plan_(
     typer.echo(plans.table(results))
 
 
+@bench.command("staging")
+def staging_(
+    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
+) -> None:
+    """What engines of large models have room for with every sync.staging, and what their updates take: computed, in seconds."""
+    from benchmarks import staging
+
+    found = staging.run()
+    typer.echo(staging.table(found))
+    _show(found, results)
+
+
 @bench.command("sync")
 def sync_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

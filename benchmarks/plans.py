@@ -62,14 +62,14 @@ def _case(pool: ProcessPoolExecutor, name: str, float8: bool, rounds: int) -> di
         kind: _merged([pool.submit(_planned, name, float8, rank).result() for _ in range(rounds)])
         for kind, rank in (("trainer_rank", 0), ("engine_rank", first))
     }
-    tensors = len(Payload(_configuration(name, float8)).tensors())
+    tensors = len(Payload(configuration(name, float8)).tensors())
     dtype = "float8" if float8 else "bfloat16"
     return {"model": name, "trainer": trainer, "engines": engines, "dtype": dtype, "tensors": tensors, **ranks}
 
 
 def _planned(name: str, float8: bool, rank: int) -> dict[str, float]:
     (count, engine), grid = parse_engines(SIZES[name][1]), parse_trainer(SIZES[name][0])
-    hf = _configuration(name, float8)
+    hf = configuration(name, float8)
     family_of(hf).check(hf, grid, engine)
     growth, begin = Growth(), time.perf_counter()
     payload = Payload(hf)
@@ -81,7 +81,7 @@ def _planned(name: str, float8: bool, rank: int) -> dict[str, float]:
     return {"layouts_seconds": middle - begin, "plan_seconds": end - middle, "peak_bytes": growth.peak_bytes(), "bytes": moved}
 
 
-def _configuration(name: str, float8: bool) -> dict[str, Any]:
+def configuration(name: str, float8: bool) -> dict[str, Any]:
     return {**REAL[name], "num_nextn_predict_layers": 0, **({"quantization_config": FLOAT8} if float8 else {})}
 
 

@@ -13,7 +13,7 @@ from asyncmoe.errors import ConfigError
 Staging = Literal["full", "delta", "none"]
 """What of a version waits outside an engine's parameters until its commit: all of it, a coded delta only, or nothing."""
 
-DELTA_STAGING = 0.1
+DELTA_STAGING = 0.125
 """With staging `delta`: memory for a coded delta, as a share of an engine rank's shard. What takes more is sent in full."""
 
 StagingChoice = Literal["auto", "full", "delta", "none"]

@@ -88,8 +88,9 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
     return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, copied)
 
 
-def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None) -> tuple[GpuMemory, GpuMemory]:
-    """Return the least memory of a trainer's GPU and of an engine's GPU. As `of_run`, but an unconfigured KV cache holds one conversation.
+def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
+    """Return the least memory of a trainer's GPU and of an engine's GPU. As `of_run`, but an unconfigured KV cache holds that many
+    conversations.
 
     Args:
         staging: None: as configured; auto stages nothing.
@@ -99,7 +100,7 @@ def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None)
     if staging is None and config.sync.staging == "auto":
         staging = "none"
     section = config.engines
-    tokens = _tokens(config) or _conversation(config, hf)
+    tokens = _tokens(config) or min(conversations, section.max_running) * _conversation(config, hf)
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf))
     serves = replace(serving(config, hf, staging=staging), tokens=tokens)
     engine = memory.engine(hf, EngineParallel(section.tp, section.ep), serves)
@@ -107,13 +108,14 @@ def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None)
 
 
 def staging_of(config: Config, hf: Mapping[str, Any], gpu_gb: float, cpu: bool = False) -> Staging:
-    """Return what `sync.staging` comes to: auto is none where GPUs have no room for a second copy of the weights.
+    """Return what `sync.staging` comes to: auto is none where GPUs have no room for a second copy of the weights and the KV cache, or, if
+    that has no size, `memory.LEAST` conversations.
 
     Raises: as `of_run`.
     """
     if cpu or config.sync.staging != "auto" or config.sync.method != "reshard":
         return _configured(config)
-    trainer, engine = least(config, hf, "full")
+    trainer, engine = least(config, hf, "full", memory.LEAST)
     return "full" if engine.total + (trainer.total if config.engines.share_gpus else 0) <= memory.usable(gpu_gb) else "none"
 
 
@@ -134,14 +136,14 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
         UserError: an engine argument is not a number.
     """
     section, staged = config.engines, staging_of(config, hf, gpu_gb)
-    if staged == "none" and not section.share_gpus:
-        return ()
     serves = serving(config, hf, staging=staged)
     parallel, given = EngineParallel(section.tp, section.ep), _tokens(config)
     trainer, wanted = least(config, hf, staged)
     room = memory.usable(gpu_gb) - (trainer.total if section.share_gpus else 0)
     if wanted.total > room:
         raise too_large(config, trainer, wanted, gpu_gb)
+    if staged == "none" and not section.share_gpus:
+        return ()
     without = memory.engine(hf, parallel, replace(serves, tokens=0))
     tokens = given or (room - without.total) // memory.kv_bytes(hf, parallel, serves.dtype)
     if section.share_gpus and not given:

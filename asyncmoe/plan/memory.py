@@ -33,6 +33,8 @@ GRADIENT = 4
 """Bytes of a parameter's gradient, which is reduced in float32 (`grad_reduce_in_fp32`) for every dtype of the model."""
 BUFFERS = 2
 """Buckets of messages in flight (`asyncmoe.reshard.exchange`)."""
+LEAST = 8
+"""Fewest conversations that should fit into an engine's KV cache."""
 STAGED: Mapping[Staging, float] = {"full": 1.0, "delta": DELTA_STAGING, "none": 0.0}
 """Staging memory as a share of an engine rank's shard."""
 _EXPERTS = ".experts."

@@ -14,7 +14,7 @@ from asyncmoe.config.sync import Staging
 from asyncmoe.errors import DataError
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora.adapter import Kind
-from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
+from asyncmoe.plan.memory import LEAST, USABLE, EngineMemory, GpuMemory, usable
 from asyncmoe.plan.sizes import ENGINE, TRAINER, engines_text, trainer_text
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
@@ -111,7 +111,7 @@ def show_updates(found: Forecast, console: Console) -> None:
     grid.add_row("received by an engine rank, most", *(_size(one.received) for one in found.updates))
     grid.add_row(f"expected at {found.speeds.nic:g} GB/s (NIC)", *(f"{one.seconds:.3g} s" for one in found.updates))
     for staging in found.updates[0].pauses:
-        grid.add_row(f"of these, engines pause with staging {staging}", *(f"{one.pauses[staging]:.3g} s" for one in found.updates))
+        grid.add_row(f"engines pause with staging {staging}", *(f"{one.pauses[staging]:.3g} s" for one in found.updates))
     console.print(grid)
     console.print(
         "Deltas are for changes at random places. So far they travel between CPUs only; on GPUs every update is whole.", highlight=False
@@ -125,7 +125,7 @@ def show_rooms(rooms: Mapping[Staging, int], context: int, console: Console) -> 
         context: tokens of the longest conversation.
     """
     tokens = ", ".join(f"{count} with staging {staging}" for staging, count in rooms.items())
-    auto: Staging = "full" if rooms["full"] >= context else "none"
+    auto: Staging = "full" if rooms["full"] >= LEAST * context else "none"
     fits = (
         f"auto is {auto}"
         if rooms[auto] >= context

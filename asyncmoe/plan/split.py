@@ -9,7 +9,7 @@ The rule considers memory, not speed:
    are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
 3. Engines get all other nodes, each engine within a node, or over the fewest nodes (1, 2, 4, ...) on which one fits. Sizes that stage
    new weights during generation come first, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for
-   `LEAST` conversations are excluded.
+   `memory.LEAST` conversations are excluded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from asyncmoe.plan.memory import EngineMemory, GpuMemory, RankParameters, Traini
 from asyncmoe.reshard import nccl_room
 from asyncmoe.reshard.layout import ITEM_BYTES
 
-LEAST = 8
-"""Fewest conversations that must fit into an engine's KV cache."""
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _MOST_NODES = 1 << 10
@@ -238,7 +236,8 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
     raise ConfigError(
         "--gpus-per-node and --gpu-gb",
         got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",
-        expected=f"room for an engine with {LEAST} conversations of {cluster.context} tokens on {nodes // 2} of {cluster.nodes} nodes",
+        expected=f"room for an engine with {memory.LEAST} conversations of {cluster.context} tokens "
+        f"on {nodes // 2} of {cluster.nodes} nodes",
         hint="lower --context, or take more nodes, or nodes with more memory",
     )
 
@@ -260,7 +259,7 @@ def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineS
         )
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
         rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
-        able = [parallel for parallel, room in rooms.items() if room >= LEAST * cluster.context]
+        able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
             full = replace(serving, tokens=rooms[chosen])

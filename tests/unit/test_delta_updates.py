@@ -67,7 +67,7 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
             assert sparse.nbytes < whole.nbytes / 4
             assert 0.005 < (sparse.changed or 0.0) < 0.03
             assert places == {rank: [one.data_ptr() for one in model.parameters()] for rank, model in rig.workers.items()}
-    small = staging == "delta"  # memory for deltas has no room for that of a tenth
+    small = staging == "delta"  # memory for deltas has no room for that of a tenth of the elements
     assert rig.kinds() == ["full", "delta of 1", "delta of 2", "full" if small else "delta of 3", "full", "delta of 5"]
     assert rig.staged_in_place() == [small, False, False, small, small, False]
     store = rig.senders[0].met.store

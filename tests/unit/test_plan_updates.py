@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from asyncmoe.config.sync import DELTA_STAGING
 from asyncmoe.models import EngineParallel
 from asyncmoe.plan import memory, render_plan, traffic
 from asyncmoe.plan.memory import EngineMemory
@@ -47,10 +48,11 @@ def test_an_update_pauses_for_what_is_written_meanwhile() -> None:
     assert {one.pauses["none"] for one in (whole, small, large)} == {2.0}
 
 
-def test_a_delta_beyond_its_memory_is_sent_whole() -> None:
-    dense = updates(10**10, 10**12, 2.0, 1, 1000.0)[2]
-    assert coded_share(0.05, 1) > 0.1
-    assert dense.pauses["delta"] == 2.0
+def test_a_delta_beyond_its_memory_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert coded_share(0.05, 1) < DELTA_STAGING < coded_share(0.1, 2)
+    assert updates(10**10, 10**12, 2.0, 1, 1000.0)[2].pauses["delta"] < 0.1
+    monkeypatch.setattr("asyncmoe.plan.updates.DELTA_STAGING", 0.1)
+    assert updates(10**10, 10**12, 2.0, 1, 1000.0)[2].pauses["delta"] == 2.0
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_two_nodes_for_all_weights_of_a_real_model() -> None:
     assert (only.trainer_nodes, only.engine_nodes) == (1, 1)
     assert (only.trainer.parallel, only.trainer.recompute) == (MegatronParallel(tp=4, ep=8, dp=2), True)
     assert (only.engines, only.engine.parallel, only.engine.serving.staging) == (2, EngineParallel(4, 4), "full")
-    assert only.conversations(8192) == 2 * (only.engine.serving.tokens // 8192) > 2 * split.LEAST
+    assert only.conversations(8192) == 2 * (only.engine.serving.tokens // 8192) > 2 * memory.LEAST
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_sizes_that_are_given_are_shown_with_their_memory() -> None:
     found = run(asked(model=model, trainer="tp=4,ep=8,dp=2", engines="2xtp4ep4", context=4096), console)
     assert found["memory"].keys() == {"trainer", "trainer, recomputing", *(f"engine, staging {mode}" for mode in MODES)}
     full, delta, none = (found["memory"][f"engine, staging {mode}"] for mode in MODES)
-    assert full["staging"] == full["weights"] == pytest.approx(10 * delta["staging"])
+    assert full["staging"] == full["weights"] == pytest.approx(8 * delta["staging"])
     assert "staging" not in none
     assert full["KV cache"] < delta["KV cache"] < none["KV cache"]
     assert list(found["kv_tokens"]) == list(MODES)

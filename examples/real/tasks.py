@@ -31,7 +31,10 @@ class Sums:
 
 
 class Products:
-    """Every product of two numbers from 2 to `most`, with a calculator; more than the model can do in its head."""
+    """Every product of two numbers from 2 to `most`, with a calculator; more than the model can do in its head.
+
+    One call is shown: told only in words, the model never makes one, and nothing would reward it.
+    """
 
     def __init__(self, most: int = 99) -> None:
         self._most = most
@@ -43,6 +46,8 @@ class Products:
         left, right = (place + 2 for place in divmod(index, self._most - 1))
         messages = [
             {"role": "system", "content": "Write [calculator: 12*34] to compute, then answer with one number."},
+            {"role": "user", "content": "What is 12 times 34?"},
+            {"role": "assistant", "content": "[calculator: 12*34]"},
             {"role": "user", "content": f"What is {left} times {right}?"},
         ]
         return Example(messages, str(left * right), {"left": left, "right": right})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ def run(arms: Sequence[Arm], seeds: Sequence[int], steps: int, results: Path, mi
         WaitTimeout: a run did not end.
     """
     check_writable(results, "--json")
+    if math.isnan(minutes):
+        raise UserError("--minutes", got="nan", expected="a number")
     done = {(one["arm"], one["seed"], one["steps"]) for one in read(results)["runs"]}
     missing = [(arm, seed) for seed in seeds for arm in arms if (arm.name, seed, steps) not in done] if minutes else []
     for model in sorted({arm.model for arm, _ in missing}):

@@ -12,11 +12,17 @@ from asyncmoe.rollout.tasks import Example
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
+def _at_least(least: int, most: int) -> int:
+    if most < least:
+        raise ValueError(f"most: got {most}, expected at least {least}")
+    return most
+
+
 class Sums:
     """Every sum of two numbers from 0 to `most`, once in an epoch."""
 
     def __init__(self, most: int = 40) -> None:
-        self._most = most
+        self._most = _at_least(1, most)
 
     def __len__(self) -> int:
         return (self._most + 1) ** 2
@@ -37,7 +43,7 @@ class Products:
     """
 
     def __init__(self, most: int = 99) -> None:
-        self._most = most
+        self._most = _at_least(2, most)
 
     def __len__(self) -> int:
         return (self._most - 1) ** 2
@@ -58,7 +64,9 @@ class OneStep:
 
     def __init__(self, path: str, most: int = 320) -> None:
         lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        self._lines = sorted((one for one in lines if one["answer"].count("<<") == 1), key=lambda one: len(one["question"]))[:most]
+        self._lines = sorted((one for one in lines if one["answer"].count("<<") == 1), key=lambda one: len(one["question"]))[
+            : _at_least(1, most)
+        ]
 
     def __len__(self) -> int:
         return len(self._lines)

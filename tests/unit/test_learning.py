@@ -98,6 +98,14 @@ def test_what_is_recorded_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(runner, "ROOT", tmp_path / "empty")
     with pytest.raises(UserError, match=r"smollm2: got no model"):
         runner.run(two, (2,), 60, results, 1.0, lambda _: None)
+    with pytest.raises(UserError, match="--minutes: got nan"):
+        runner.run(two, (2,), 60, results, float("nan"), lambda _: None)
+
+
+@pytest.mark.parametrize(("made", "most"), [(Sums, 0), (Products, 1), (Sums, -3)])
+def test_a_task_of_no_questions_is_refused(made: type, most: int) -> None:
+    with pytest.raises(ValueError, match=f"most: got {most}, expected at least"):
+        made(most)
 
 
 def test_sums_and_their_scorer() -> None:

@@ -109,6 +109,26 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
             rig.run(ask(name))
 
 
+def test_many_prompts_of_one_adapter_may_come_at_once(rig: Rig, model: Path, tmp_path: Path) -> None:
+    """More than 256 tokens, of which no prompt has 256."""
+    adapter, client = random_adapter(rig.m, rig.kind(), 3), rig.engine.client
+    prompts = [tuple(20 + (7 * i + j) % 60 for j in range(40)) for i in range(16)]
+
+    async def use() -> list[Generation]:
+        await client.load_adapter("many", rig.write(tmp_path / "many", adapter), 60.0)
+        await client.pause()
+        asked = [asyncio.create_task(rig.generate(prompt, "many", 2)) for prompt in prompts]
+        await asyncio.sleep(0.5)  # so that they wait together
+        await client.resume()
+        found = await asyncio.gather(*asked)
+        await client.unload_adapter("many", 60.0)
+        return found
+
+    merged = Merged(model, rig.m, adapter)
+    found = rig.run(use())
+    assert max(merged.difference(p, g.tokens, g.logprobs, 0.8) for p, g in zip(prompts, found, strict=True)) < 1e-4
+
+
 def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, model: Path, tmp_path: Path) -> None:
     adapter = random_adapter(rig.m, rig.kind(), 4)
     recording, prompt = Recording(Routing(4, (0, 1, 2, 3), 2, 8), vocabulary=VOCAB), (20, 30, 40)

@@ -98,6 +98,8 @@ def test_adapters_of_another_sglang_are_refused() -> None:
     vars(module)["torch"] = torch
     with pytest.raises(cpu.PatchTargetGone, match=r"layers\.FusedMoEWithLoRA\._forward_with_lora is gone"):
         cpu_lora._patch_layers(module)
+    with pytest.raises(cpu.PatchTargetGone, match=r"layers\.get_batch_token_counts is gone"):
+        cpu_lora._lengthen(module)
     assert module.torch.tensor([1], pin_memory=True).tolist() == [1]
     assert module.torch.Tensor is torch.Tensor
 

@@ -97,7 +97,7 @@ def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None,
 
     Raises: as `of_run`.
     """
-    if staging is None and config.sync.staging == "auto":
+    if staging is None and config.sync.staging == "auto" and config.sync.method == "reshard":
         staging = "none"
     section = config.engines
     tokens = _tokens(config) or min(conversations, section.max_running) * _conversation(config, hf)

@@ -10,13 +10,17 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
-from asyncmoe.errors import AsyncmoeError, DataError, StorageError
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError, WaitTimeout
 
+T = TypeVar("T")
 _ROOM = "make room there, or write to another file system"
 _CURES = {
     errno.ENOSPC: _ROOM,
@@ -58,6 +62,29 @@ def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
         if failure is None:
             raise
         raise failure from error
+
+
+def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
+    """Call `act`, which may wait for a place that does not answer, in a thread of its own for no longer than `seconds`.
+
+    Raises:
+        WaitTimeout: it did not return in time; the thread is left to itself.
+    """
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(act())
+        except BaseException as error:  # noqa: BLE001  passed to the caller
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="storage", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        if answer.done():
+            raise
+        raise WaitTimeout(whom, what, seconds) from error
 
 
 @contextmanager

@@ -7,17 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from asyncmoe import storage
 from asyncmoe.checkpoints import copies, directories
 from asyncmoe.checkpoints.copies import KEY, SecondPlace
 from asyncmoe.checkpoints.manifest import Sealed
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, WaitTimeout
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -62,19 +61,10 @@ def _answer(place: SecondPlace, act: Callable[[], T], expected: str) -> T:
     Raises:
         ConfigError: it fails, or does not answer.
     """
-    answer: Future[T] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(act())
-        except Exception as error:  # noqa: BLE001  passed to the caller
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="second place", daemon=True).start()
     try:
-        return answer.result(_ANSWER_S)
+        return storage.within(_ANSWER_S, place.shown, "an answer", act)
     except Exception as error:
-        why = f"no answer within {_ANSWER_S:.0f} s" if isinstance(error, Late) and not answer.done() else copies.said(error)
+        why = f"no answer within {_ANSWER_S:.0f} s" if isinstance(error, WaitTimeout) else copies.said(error)
         raise ConfigError(KEY, got=f"{place.shown}: {why}", expected=expected) from error
 
 

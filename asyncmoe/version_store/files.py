@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from asyncmoe import storage
 from asyncmoe.checkpoints.directories import sync_directory
-from asyncmoe.errors import AsyncmoeError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError
 
 T = TypeVar("T")
 TEMPORARY = ".writing-"
@@ -49,29 +47,6 @@ class StoreFiles(Protocol):
         """Delete a file, if there is one."""
 
 
-def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
-    """Call `act` in a thread of its own, and wait no longer than `seconds`.
-
-    Raises:
-        WaitTimeout: it did not return in time; the thread is left to itself.
-    """
-    answer: Future[T] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(act())
-        except BaseException as error:  # noqa: BLE001  passed to the caller
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="version store", daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError as error:
-        if answer.done():
-            raise
-        raise WaitTimeout(whom, what, seconds) from error
-
-
 class Folder:
     """A directory, of this machine or shared. A file is written under a temporary name and then renamed.
 
@@ -103,7 +78,7 @@ class Folder:
                 if self._durable:
                     sync_directory(final.parent)
 
-        within(self._timeout_s, self.shown, f"{name} to be written", act)
+        storage.within(self._timeout_s, self.shown, f"{name} to be written", act)
 
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes | None:
         def act() -> bytes | None:
@@ -136,6 +111,6 @@ class Folder:
 
     def _asked(self, name: str, act: Callable[[], T]) -> T:
         try:
-            return within(self._timeout_s, self.shown, name, act)
+            return storage.within(self._timeout_s, self.shown, name, act)
         except OSError as error:
             raise AsyncmoeError(f"version store {self.shown}: {name}: {error.strerror or error}") from error

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from asyncmoe import installed
 from asyncmoe.checkpoints.copies import said, without_credentials
 from asyncmoe.errors import AsyncmoeError, StorageError, UserError, WaitTimeout
-from asyncmoe.version_store.files import Folder, StoreFiles, within
+from asyncmoe.storage import within
+from asyncmoe.version_store.files import Folder, StoreFiles
 
 T = TypeVar("T")
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "r2"))

@@ -18,8 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, WaitTimeout
 from asyncmoe.reshard import RankLayout
+from asyncmoe.storage import within
 from asyncmoe.version_store import Folder, Retention, ShardReader, StoreFiles, VersionId, VersionStore, open_files
-from asyncmoe.version_store.files import within
 from asyncmoe.version_store.manifest import VersionManifest
 from asyncmoe.version_store.retention import due, unneeded
 from tests.disks import mounted

@@ -20,10 +20,11 @@ from itertools import product
 from typing import Any
 
 from asyncmoe.config.sync import Staging, SyncSection
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, LayoutError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
 from asyncmoe.plan import memory
 from asyncmoe.plan.activations import Microbatch
@@ -169,7 +170,10 @@ def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: i
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     choices = product((p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room), (False, True))
     for parallel, recompute in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], cluster)):
-        stages = memory.trainer(hf, parallel, _training(cluster, recompute, engines))
+        try:
+            stages = memory.trainer(hf, parallel, _training(cluster, recompute, engines))
+        except LayoutError:  # these sizes split blocks of float8
+            continue
         most = max(stages, key=lambda stage: stage.total)
         if most.fits(cluster.gpu_gb):
             return TrainerSizes(parallel, cluster.context, recompute, most)
@@ -238,7 +242,8 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
         got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",
         expected=f"room for an engine with {memory.LEAST} conversations of {cluster.context} tokens "
         f"on {nodes // 2} of {cluster.nodes} nodes",
-        hint="lower --context, or take more nodes, or nodes with more memory",
+        hint="lower --context, or take more nodes, or nodes with more memory"
+        + ("; shards of float8 are whole blocks of 128, which bounds TP" if float8_of(hf) else ""),
     )
 
 
@@ -258,13 +263,21 @@ def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineS
             communicators=nccl_room.nbytes(_MAX_CTAS, 1),
         )
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
-        rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
+        rooms = {parallel: _room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
         able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
             full = replace(serving, tokens=rooms[chosen])
             return EngineSizes(chosen, full, memory.engine(hf, chosen, full), nodes)
     return None
+
+
+def _room(hf: Mapping[str, Any], parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
+    """Return the tokens of KV cache that fit; 0 where the sizes split blocks of float8."""
+    try:
+        return memory.kv_room(hf, parallel, serving, gpu_gb)
+    except LayoutError:
+        return 0
 
 
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:

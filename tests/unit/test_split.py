@@ -221,6 +221,14 @@ def test_a_mistake_is_named(given: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_sizes_that_split_blocks_of_float8_are_not_suggested() -> None:
+    model = REPOSITORY / "examples/cluster/models/Kimi-K2.json"
+    first = run(asked(model=model, nodes=64, gpu_gb=141.0), Console(quiet=True))["splits"][0]
+    assert first["engine"]["parallel"]["tp"] == 16
+    with pytest.raises(ConfigError, match=r"shards of float8 are whole blocks of 128, which bounds TP"):
+        run(asked(model=model, nodes=128, gpu_gb=80.0), Console(quiet=True))
+
+
 def test_sizes_that_are_given_are_shown_with_their_memory() -> None:
     model = REPOSITORY / "examples/cluster/models/Qwen3-30B-A3B.json"
     console = Console(record=True, width=160)

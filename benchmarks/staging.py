@@ -22,7 +22,7 @@ CONTEXT = 8192
 def run() -> dict[str, Any]:
     """Return {"date", "machine", "context", "cases"}; a case has "model", "site", "weights" and "least" (bytes of a GPU, the latter
     without staging and KV cache), "tokens" (of an engine's KV cache, by staging), "fits" (the ways with room for `context` tokens) and
-    "updates" (`asyncmoe.plan.updates.Update`)."""
+    "updates" (`asyncmoe.plan.updates.UpdateForecast`)."""
     cases = [_case(name, float8, site) for name, float8 in MODELS.items() for site in SITES]
     return {**here(), "context": CONTEXT, "cases": cases}
 

@@ -16,7 +16,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
 from asyncmoe.plan.sizes import parse_adapter, parse_engines, parse_trainer
-from asyncmoe.plan.updates import Update, updates
+from asyncmoe.plan.updates import UpdateForecast, updates
 from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import assemble
@@ -104,7 +104,7 @@ class Forecast:
     speeds: Speeds
     lower_bound: int
     ways: Mapping[str, Way]
-    updates: tuple[Update, ...] = ()
+    updates: tuple[UpdateForecast, ...] = ()
 
 
 def forecast(

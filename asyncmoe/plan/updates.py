@@ -22,7 +22,7 @@ _SECTOR = 32
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateForecast:
     """One update of all engines over the direct way.
 
     Attributes:
@@ -50,23 +50,23 @@ def coded_share(changed: float, item: int) -> float:
     return min(1.0, changed * (gap + item) / item) + _ENTRY / _BLOCK
 
 
-def updates(shard: int, bytes_wire: int, seconds: float, item: int, hbm: float) -> tuple[Update, ...]:
+def updates(shard: int, bytes_wire: int, seconds: float, item: int, hbm: float) -> tuple[UpdateForecast, ...]:
     """Return an update for each of `CHANGED`.
 
     Args:
         shard: bytes of the engine rank that receives most of a whole version.
-        bytes_wire, seconds: of a whole version; see `Update`.
+        bytes_wire, seconds: of a whole version; see `UpdateForecast`.
         item: bytes of an element.
         hbm: GB (1e9 bytes) per second that a GPU reads or writes.
     """
     return tuple(_update(shard, bytes_wire, seconds, item, hbm, changed) for changed in CHANGED)
 
 
-def _update(shard: int, bytes_wire: int, seconds: float, item: int, hbm: float, changed: float | None) -> Update:
+def _update(shard: int, bytes_wire: int, seconds: float, item: int, hbm: float, changed: float | None) -> UpdateForecast:
     if changed is None:
         copied = 2 * shard / hbm / 1e9
-        return Update(None, bytes_wire, shard, seconds, {"full": copied, "delta": seconds, "none": seconds})
+        return UpdateForecast(None, bytes_wire, shard, seconds, {"full": copied, "delta": seconds, "none": seconds})
     share = coded_share(changed, item)
     written = shard * (share + changed / item * 2 * _SECTOR) / hbm / 1e9
     pauses: dict[Staging, float] = {"full": written, "delta": written if share <= DELTA_STAGING else seconds, "none": seconds}
-    return Update(changed, int(share * bytes_wire), int(share * shard), share * seconds, pauses)
+    return UpdateForecast(changed, int(share * bytes_wire), int(share * shard), share * seconds, pauses)

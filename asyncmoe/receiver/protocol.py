@@ -189,7 +189,7 @@ class Outcome(msgspec.Struct, frozen=True):
             raise ReportedFailure(self.failure)
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class MeetingOutcome(msgspec.Struct, frozen=True):
     """Weights can be sent, or why they cannot.
 
     Attributes:
@@ -262,7 +262,7 @@ class Key(Generic[T]):
 
 
 TERMS = Key("terms", Terms)
-VERDICT = Key("verdict", Verdict)
+VERDICT = Key("verdict", MeetingOutcome)
 FAILED = Key("failed", Outcome)
 
 

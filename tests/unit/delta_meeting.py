@@ -21,7 +21,7 @@ from asyncmoe.models.payload import Payload
 from asyncmoe.receiver import command, hosting, protocol, transfer_plan, worker
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.hosting import MeetingFile
-from asyncmoe.receiver.protocol import EngineRanks, Terms, Verdict
+from asyncmoe.receiver.protocol import EngineRanks, MeetingOutcome, Terms
 from asyncmoe.reshard import RankLayout
 from asyncmoe.rpc.messages import (
     Committed,
@@ -207,7 +207,7 @@ def meet(
         workers.setdefault(layout.rank, _worker(layout))
         worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
-    stores[0].put(protocol.VERDICT, Verdict(staging=staging))
+    stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging))
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
     sync = SimpleNamespace(timeout_s=timeout_s)
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))

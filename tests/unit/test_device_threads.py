@@ -25,7 +25,7 @@ from asyncmoe.errors import OutOfDeviceMemory, WeightSyncError
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan, worker
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.protocol import EngineRanks, Header, Ready, Terms, Verdict
+from asyncmoe.receiver.protocol import EngineRanks, Header, MeetingOutcome, Ready, Terms
 from asyncmoe.reshard import Exchanger
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.transport import Lane, MessageLink
@@ -244,7 +244,7 @@ def test_a_receiver_on_device_1_receives_and_commits(machine: Machine, stage: St
     card = stage.ready().card
     assert card is not None
     assert (card.device, card.wanted, card.copy) == ("cuda:1", 0, sum(p.nbytes for p in stage.model.parameters()))
-    stage.store.put(protocol.VERDICT, Verdict())
+    stage.store.put(protocol.VERDICT, MeetingOutcome())
     assert stage.send(1, 7.0) == ""
     assert not any(p.any() for p in stage.model.parameters())
     assert made_in
@@ -262,7 +262,7 @@ def test_a_receiver_without_room_tells_everyone_the_cause_at_once(stage: Stage, 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 GiB. GPU 1 has 12.00 GiB free.\nMore words.")
 
     stage.ready()
-    stage.store.put(protocol.VERDICT, Verdict())
+    stage.store.put(protocol.VERDICT, MeetingOutcome())
     monkeypatch.setattr(torch, "empty_like", none_left)
     begin = time.monotonic()
     said = stage.send(1, 7.0)
@@ -290,7 +290,7 @@ def test_whatever_ends_a_receiver_is_said(machine: Machine, monkeypatch: pytest.
     stage.ready()
     if where == "serving":
         monkeypatch.setattr(worker.Receiver, "_drop", broken)
-        stage.store.put(protocol.VERDICT, Verdict())
+        stage.store.put(protocol.VERDICT, MeetingOutcome())
         said = stage.send(1, 1.0)
     else:
         stage.store._store.set("verdict", b"no message")

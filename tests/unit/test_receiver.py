@@ -37,7 +37,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.receiver import channel, command, failing, handshake, hosting, protocol, transfer_plan, worker
 from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.protocol import AdapterTerms, EngineRanks, Header, Outcome, Ready, Terms, Verdict
+from asyncmoe.receiver.protocol import AdapterTerms, EngineRanks, Header, MeetingOutcome, Outcome, Ready, Terms
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Weights
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
@@ -491,7 +491,7 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     ready = zero.get(protocol.ready(1), 20.0)
     assert ready.plan == transfer_plan.route(agreed, 0).digest
     assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
-    zero.put(protocol.VERDICT, Verdict(staging=staging))
+    zero.put(protocol.VERDICT, MeetingOutcome(staging=staging))
     sending = Sending(zero, agreed, model)
     del zero
     yield sending

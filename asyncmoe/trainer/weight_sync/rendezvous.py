@@ -21,7 +21,7 @@ from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import cards, failing, handshake, hosting, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, Outcome, Ready, Terms, Verdict
+from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
@@ -275,19 +275,19 @@ def _adapter(model: Model) -> AdapterTerms | None:
     return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
-def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> Verdict:
+def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:
     """Return why weights cannot be sent, or what they are staged in."""
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
         found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, wait_s, watch=watch)
         if resigned := store.resigned():
-            return Verdict(resigned)
+            return MeetingOutcome(resigned)
     except AsyncmoeError as error:
-        return Verdict(str(error))
+        return MeetingOutcome(str(error))
     ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
     failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
-    return Verdict(handshake.refusal(failures or _differences(terms, ready, names)), cards.staging_of(_cards(ready), terms))
+    return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.staging_of(_cards(ready), terms))
 
 
 def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:

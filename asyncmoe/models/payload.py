@@ -45,10 +45,14 @@ class Payload:
         return with_scale_tensors(self._weights, quantised) if self.float8 else self._weights
 
     def nbytes(self, dtype: str) -> int:
-        """Return the bytes of all tensors, quantised ones as they are sent."""
-        shapes = self.tensors()
-        small = {name for name in shapes if self.float8 is not None and quantised(name)}
-        return sum(prod(shape) * ITEM_BYTES[FLOAT8 if name in small else dtype] for name, shape in shapes.items())
+        """Return the bytes of all tensors, quantised ones as they are sent, with their scales in float32."""
+
+        def dtype_of(name: str) -> str:
+            if self.float8 is None:
+                return dtype
+            return FLOAT8 if quantised(name) else "float32" if name.endswith(SCALES) else dtype
+
+        return sum(prod(shape) * ITEM_BYTES[dtype_of(name)] for name, shape in self.tensors().items())
 
     def whole(self, dtype: str) -> RankLayout:
         """Return the layout of the whole payload on one rank, under the names that engines accept: Hugging Face's, or the halves'."""

@@ -139,6 +139,8 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
         if stop.count and not processes.trainers:  # a lost trainer that was not started again: there is none to save a checkpoint
             return
         if processes.failed:
+            if stop.count and controller.returncode in _INTERRUPTED:  # it has ended since it was looked at above
+                continue
             if stop.count and controller.returncode is None and only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
                 continue  # the trainer noticed the controller's end before this process did
             _settle(processes)

@@ -60,6 +60,35 @@ def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path
     assert time.monotonic() - began < STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
 
 
+class EndsUnseen(Child):
+    """A controller that still runs the first `looks` times that its status is read after a signal, and has ended the next time."""
+
+    looks = 0
+    _left: int | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        super().signal(number)
+        self._left = self.looks
+
+    @property
+    def returncode(self) -> int | None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left >= 0:
+                return None
+            self._process.wait(5.0)
+        return super().returncode
+
+
+@pytest.mark.parametrize("looks", range(8))
+def test_a_controller_may_end_between_two_looks_at_it(
+    configured: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    monkeypatch.setattr(EndsUnseen, "looks", looks)
+    said = stops(configured, tmp_path, "echo ready; exec sleep 600", "echo ready; exec sleep 600", signal.SIGINT, controller=EndsUnseen)
+    assert (str(said), said.exit_code) == ("stopped before the first step; the same command starts over", 130)
+
+
 def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -> None:
     run_dir, total = configured.run.dir, configured.warmup.steps + configured.run.steps
     assert watch.saved("stopped", configured) == "stopped before the first step; the same command starts over"
@@ -76,13 +105,15 @@ def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -
     assert watch.saved("stopped", configured) == "stopped before the first checkpoint; the same command starts over"
 
 
-def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int) -> Interrupted:
+def stops(
+    configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int, controller: type[Child] = Child
+) -> Interrupted:
     """Supervise shell scripts as a run that receives signals; what it says in the end. Each script says `ready` when it listens."""
 
     def start(ending: ExitStack) -> Processes:
         children = []
-        for name, script in (("controller", controls), ("trainer", trains)):
-            children.append(Child(name, ["sh", "-c", script], tmp_path / f"{name}.log"))
+        for kind, name, script in ((controller, "controller", controls), (Child, "trainer", trains)):
+            children.append(kind(name, ["sh", "-c", script], tmp_path / f"{name}.log"))
             ending.callback(children[-1].end, 1.0)
         while any("ready" not in child.log.read_text() for child in children):
             time.sleep(0.01)

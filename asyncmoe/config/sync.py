@@ -70,6 +70,12 @@ class SyncSection(Section):
         "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. off: "
         "send everything.",
     )
+    relay: Annotated[Literal["auto", "off"], Switch] = Field(
+        "auto",
+        description="auto: engines of equal layout pass on to each other what they receive, so that the trainer sends one copy however "
+        "many engines there are: over gloo, with sync.staging full, where the network cards allow a full update in less time that way. "
+        "off: the trainer sends to every engine.",
+    )
     audit_every: NonNegative = Field(
         20,
         description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find what "

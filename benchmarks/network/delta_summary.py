@@ -24,7 +24,7 @@ def summary(one: Case, ranks: Sequence[Mapping[str, Any]], dense: Traffic, wire:
 
     Returns:
         "full", of the full update from which deltas start: "seconds", with the trainers' copy of what they published and the engines'
-        digest; "peak_extra_bytes" by which the memory of an engine host's process rose at most above what it held before, and
+        digest; "peak_extra_bytes", by which the memory of an engine host's process rose at most above what it held before, and
         "peak_extra_share" of its shard, of the host where that is most; "trainer_extra_bytes" and "trainer_extra_share" of a trainer host.
         "percents", each with "percent"; "changed", the share of all elements; "dense" and "delta", as `_way` returns them, the full update
         as of a run without deltas; and "ratio", of "bytes" on the wire and of "seconds", dense divided by delta: medians of the pairs.
@@ -35,10 +35,10 @@ def summary(one: Case, ranks: Sequence[Mapping[str, Any]], dense: Traffic, wire:
     wrong = [rank for rank, found in enumerate(ranks) if not found["right"]]
     if wrong:
         raise InvariantBroken(f"{one.name}: host {wrong[0]} holds other weights after its deltas than the trainer")
-    start = [rank["full"] for rank in ranks]
-    full = {"seconds": max(turn["seconds"] for turn in start), **_memory(one, start, "peak_extra", engines=True)}
-    found = [_percent(one, name, ranks, dense, wire) for name in ranks[0]["pairs"]]
-    return {"full": {**full, **_memory(one, start, "trainer_extra", engines=False)}, "percents": found}
+    extra = [rank["full"]["peak_extra_bytes"] for rank in ranks]
+    memory = _memory(one, extra, "peak_extra", engines=True) | _memory(one, extra, "trainer_extra", engines=False)
+    full = {"seconds": _seconds([rank["full"] for rank in ranks]), **memory}
+    return {"full": full, "percents": [_percent(one, name, ranks, dense, wire) for name in ranks[0]["pairs"]]}
 
 
 def _percent(one: Case, name: str, ranks: Sequence[Mapping[str, Any]], dense: Traffic, wire: Wire) -> dict[str, Any]:
@@ -49,16 +49,15 @@ def _percent(one: Case, name: str, ranks: Sequence[Mapping[str, Any]], dense: Tr
         check(one, f"{name} % changed, in full", turns["dense"][pair], dense, wire)
         check(one, f"{name} % changed, as a delta", turns["delta"][pair], coded[pair], wire)
     trainers = [rank["phases"] for turn in turns["delta"] for rank in turn[: one.trainers]]
-    delta = _way(one, turns["delta"], coded, wire)
-    full, last = [rank["full"] for rank in ranks], max(turns["delta"], key=lambda turn: _extra(turn[: one.trainers]))
-    both = [{"peak_extra_bytes": a["peak_extra_bytes"] + b["peak_extra_bytes"]} for a, b in zip(full, last, strict=True)]
-    most = max(turns["delta"], key=lambda turn: _extra(turn[one.trainers :]))
-    memory = _memory(one, most, "peak_extra", engines=True) | _memory(one, both, "trainer_extra", engines=False)
+    delta = {**_way(one, turns["delta"], coded, wire), "advance_s": _slowest(turns["delta"], "advance_s")}
+    most = [max(turn[rank]["peak_extra_bytes"] for turn in turns["delta"]) for rank in range(one.world)]
+    with_base = [rank["full"]["peak_extra_bytes"] + extra for rank, extra in zip(ranks, most, strict=True)]
+    memory = _memory(one, most, "peak_extra", engines=True) | _memory(one, with_base, "trainer_extra", engines=False)
     return {
         "percent": float(name),
         "changed": sum(phases["changed"] for phases in trainers) / sum(phases["elements"] for phases in trainers),
         "dense": {**_way(one, turns["dense"], [dense] * len(pairs), wire), "copy_s": _slowest(turns["dense"], "copy_s")},
-        "delta": {**delta, "advance_s": _slowest(turns["delta"], "advance_s"), **memory},
+        "delta": {**delta, **memory},
         "ratio": {"bytes": _ratio(turns, _sent), "seconds": _ratio(turns, _seconds)},
     }
 
@@ -80,7 +79,7 @@ def _way(one: Case, turns: Turns, planned: Sequence[Traffic], wire: Wire) -> dic
         "seconds" {"best", "median", "all"}, from weights that are ready to an update that all engine ranks have proven; "bytes" that all
         hosts sent by their interfaces; "planned_bytes" of weights or of coded messages; "over_plan", the one divided by the other, of the
         host where that is most; "bound_s" of the busiest link for what was planned; "phases", seconds of the slowest rank in each;
-        "commit_s" in which the engine stands still, of the slowest; "cpu_share", CPU seconds of all ranks, of the machine's cores. Medians.
+        "commit_s" in which an engine stands still, of the slowest; "cpu_share", CPU seconds of all ranks, of the machine's cores. Medians.
     """
     seconds = [_seconds(turn) for turn in turns]
     middle = seconds.index(sorted(seconds)[len(seconds) // 2])
@@ -103,12 +102,12 @@ def _way(one: Case, turns: Turns, planned: Sequence[Traffic], wire: Wire) -> dic
     }
 
 
-def _memory(one: Case, turn: Sequence[Turn], name: str, *, engines: bool) -> dict[str, float]:
-    """The most that memory rose on one side, and its share of the shard of that host."""
+def _memory(one: Case, extra: Sequence[int], name: str, *, engines: bool) -> dict[str, float]:
+    """The most of one side's `extra` bytes, by rank, and the share of that host's shard."""
     source, destination = layouts(one)
     side = destination if engines else source
-    found = [(turn[layout.rank]["peak_extra_bytes"], sum(storage.nbytes for storage in layout.storages.values())) for layout in side]
-    share, nbytes = max((extra / shard, extra) for extra, shard in found)
+    shards = {layout.rank: sum(storage.nbytes for storage in layout.storages.values()) for layout in side}
+    share, nbytes = max((extra[rank] / shard, extra[rank]) for rank, shard in shards.items())
     return {f"{name}_bytes": nbytes, f"{name}_share": share}
 
 
@@ -122,10 +121,6 @@ def _seconds(turn: Sequence[Turn]) -> float:
 
 def _sent(turn: Sequence[Turn]) -> int:
     return sum(int(rank["sent"]) for rank in turn)
-
-
-def _extra(ranks: Sequence[Turn]) -> int:
-    return max(int(rank["peak_extra_bytes"]) for rank in ranks)
 
 
 def _slowest(turns: Turns, name: str) -> float:

@@ -88,6 +88,7 @@ class DeltaRank:
         else:
             self._staging = DeltaStaging(plan, self._rank, self._terms)
         self._tables_bytes = growth.now_bytes()
+        give_back()
         self._growth = Growth()
 
     def run(self, percents: Sequence[float], rounds: int) -> dict[str, Any]:

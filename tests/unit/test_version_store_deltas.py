@@ -179,7 +179,7 @@ def test_an_object_of_which_much_changed_is_written_whole(tmp_path: Path) -> Non
 
 
 def test_deltas_together_are_at_most_half_of_their_object(tmp_path: Path) -> None:
-    """So an engine that starts from nothing reads at most one and a half times what it holds."""
+    """So an engine that starts from nothing reads at most half as much again."""
     store = opened(tmp_path)
     writers = Writers(store, 1000)
     values, longest = stepped(1), 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -49,6 +49,7 @@ class _Reading:
     Attributes:
         destinations, sources: addresses of the rank's storages, to write and, of `held`, to read.
         held: what is held of the same geometry.
+        refused: why ranges of it were read from the beginning.
     """
 
     manifest: VersionManifest
@@ -57,6 +58,7 @@ class _Reading:
     sources: np.ndarray
     until: float
     timeout_s: float
+    refused: list[str] = field(default_factory=list)
 
 
 class ShardReader:
@@ -115,7 +117,12 @@ class ShardReader:
             self._check(held.manifest)
             former, sources = held.manifest, host_addresses(self.plan.storages, held.arrays, what, write=False)
         reading = _Reading(manifest, destinations, former, sources, until, timeout_s)
-        found = sum(each(lambda number: self._range(number, reading), len(self.plan.ranges), self._lanes, "version store"))
+        try:
+            found = sum(each(lambda number: self._range(number, reading), len(self.plan.ranges), self._lanes, "version store"))
+        finally:
+            if reading.refused:
+                more = f"; {len(reading.refused) - 1} more" if len(reading.refused) > 1 else ""
+                log.warning("%s%s; reading them from the beginning", reading.refused[0], more)
         if self.plan.zeros is not None:
             self.plan.zeros.run(0, np.zeros(0, np.int64), destinations, self._threads)
         self._verify(manifest, arrays)
@@ -131,7 +138,7 @@ class ShardReader:
             try:
                 return self._changed(number, reading, known, deltas)
             except DataError as error:
-                log.warning("%s; reading it from the beginning", error)
+                reading.refused.append(str(error))
         whole = self._whole(one, stored, reading)
         return len(whole) + self._made(number, reading, whole.copy() if stored.chain else whole, stored.chain)
 

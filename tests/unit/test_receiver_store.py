@@ -311,6 +311,10 @@ def test_what_does_not_go_with_a_store_is_refused(tmp_path: Path) -> None:
         config_of(tmp_path, store={})
     with pytest.raises(AsyncmoeError, match=r"sync\.store\.url: got a value, expected nothing because sync\.method is reshard"):
         config_of(tmp_path, method="reshard")
+    with pytest.raises(AsyncmoeError, match=r"sync\.store\.full_every: got 0, expected"):
+        config_of(tmp_path, store={"url": str(tmp_path), "full_every": 0})
+    with pytest.raises(AsyncmoeError, match=r"sync\.staging: got delta, expected full because sync\.method is store"):
+        config_of(tmp_path, delta="auto", staging="delta")
     values = config_of(tmp_path).model_dump(mode="json")
     with pytest.raises(AsyncmoeError, match=r"sync\.method: got store, expected reshard or broadcast because train is lora"):
         parse(values | {"train": "lora"})

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout
 from asyncmoe.version_store import Folder, Geometry, ShareWriter, StoreFiles, VersionId, VersionStore, divide, publish
+from asyncmoe.version_store.files import TEMPORARY
 from asyncmoe.version_store.share import Sharing
 from tests.unit.reshard_ranks import Arrays, filled, numbered
 
@@ -106,18 +110,35 @@ def opened(files: StoreFiles | Path, run: str = RUN) -> VersionStore:
 
 
 def main() -> None:
-    """Write versions from a number on, for ever; with a third argument, whole every so many versions."""
+    """Write versions from a number on, for ever. With two more arguments: whole every so many changes; and in the third version the process
+    kills itself with a half of the so many-th file written, or of the manifest."""
     store = opened(Path(sys.argv[1]))
     version = int(sys.argv[2])
     store.claim()
     writers = Writers(store, int(sys.argv[3])) if len(sys.argv) > 3 else None
     print("ready", flush=True)
-    while True:
+    for number in itertools.count(version):
         if writers is None:
-            write(store, VersionId(0, version))
-        else:
-            writers.write(VersionId(0, version), stepped(version))
-        version += 1
+            write(store, VersionId(0, number))
+            continue
+        if number == version + 2:
+            store.files.write = dying(Path(sys.argv[1]), store.files.write, sys.argv[4])  # type: ignore[method-assign]
+        writers.write(VersionId(0, number), stepped(number))
+
+
+def dying(folder: Path, plain: Callable[[str, bytes], None], when: str) -> Callable[[str, bytes], None]:
+    """`Folder.write`, in the middle of which the process dies."""
+    files = itertools.count(1)
+
+    def write(name: str, data: bytes) -> None:
+        if (name.startswith("versions/") and when == "manifest") or str(next(files)) == when:
+            half = (folder / name).with_name(f"{TEMPORARY}{when}")
+            half.parent.mkdir(exist_ok=True)
+            half.write_bytes(data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(name, data)
+
+    return write
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ ENGINE = EngineParallel(2, 1)
 class Worker(torch.nn.Module):
     """A module with the parameters of one rank of an engine."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, hf: dict[str, Any] = HF) -> None:
         super().__init__()
-        for name, storage in Payload(HF).weights_of_engine(ENGINE, rank, "float32").storages.items():
+        for name, storage in Payload(hf).weights_of_engine(ENGINE, rank, "float32").storages.items():
             *path, last = name.split(".")
             inner: torch.nn.Module = self
             for part in path:

@@ -43,6 +43,18 @@ def delta_(
     typer.echo(delta.table(results))
 
 
+@bench.command("store")
+def store_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+) -> None:
+    """Weight versions in a directory, whole and as deltas: bytes written and read."""
+    from benchmarks import store
+
+    results = store.run()
+    _show(results, json_path)
+    typer.echo(store.table(results))
+
+
 @bench.command("plan")
 def plan_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

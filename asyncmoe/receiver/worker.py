@@ -28,6 +28,7 @@ from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weig
 from asyncmoe.reshard import Plan, device_threads
 from asyncmoe.reshard.relay_exchange import AnyExchanger
 from asyncmoe.rpc.address import host_id
+from asyncmoe.version_store import VersionManifest
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
@@ -83,6 +84,9 @@ class Receiver:
         self._device = next(model.parameters()).device
         self._former = former
         self._puller: Puller | None = None
+        self._served: VersionManifest | None = None  # before this meeting, where versions lie as files
+        if former is not None:
+            self._served = former._served if former._puller is None else former._puller.served
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         if former is not None and former._side is not None:
             self._side = former._side  # with the communicators of the previous meeting
@@ -110,7 +114,7 @@ class Receiver:
         if terms.adapter is not None:
             self._target, self._obstacles = AdapterMemory(self._model), ()
         plan = self._plan(store, terms)
-        self._puller = None if terms.store is None else Puller(terms, terms.store, self._join.rank)
+        self._puller = None if terms.store is None else Puller(terms, terms.store, self._join.rank, self._served)
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         verdict = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         terms = self._terms = verdict.settle(terms)
@@ -164,6 +168,8 @@ class Receiver:
             self._target.commit(None)
             return
         self._spare = self._target.commit(staged.tensors)
+        if self._puller is not None:
+            self._puller.committed(staged.version)
         if self._deltas is not None:
             self._deltas.moved(self._target.tensors())
 
@@ -266,7 +272,7 @@ class Receiver:
     def _pull(self, puller: Puller, terms: Terms, number: int, header: Header) -> Staged:
         """Read the weights of an update from the version store."""
         tensors = self._staging(terms)
-        puller.pull(header, tensors)
+        puller.pull(header, tensors, self._target.tensors())
         self._target.received(tensors)
         return Staged(header.version, number, tensors)
 

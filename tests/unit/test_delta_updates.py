@@ -351,6 +351,7 @@ def config(**values: Any) -> Config:
         ({"sync": {"delta": "auto", "staging": False}}, "cpu", "sync.staging is none"),
         ({"sync": {"delta": "auto"}, "train": "lora"}, "cpu", "adapters are sent whole"),
         ({"sync": {"delta": "auto", "method": "broadcast"}}, "cpu", "sync.method is broadcast"),
+        ({"sync": {"delta": "auto", "method": "store", "store": {"url": "/versions"}}}, "cpu", ""),
     ],
 )
 def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], device: str, said: str) -> None:

@@ -143,7 +143,7 @@ def unsupported(config: Config, device: torch.device) -> str:
     if config.sync.delta == "off":
         return ""
     reasons = {
-        f"sync.method is {config.sync.method}": config.sync.method != "reshard",
+        f"sync.method is {config.sync.method}": config.sync.method == "broadcast",
         "weights on a GPU are sent whole": device.type != "cpu",
         "adapters are sent whole": config.adapter is not None,
         "sync.staging is none, so every update is written in place": config.sync.staging == "none",

@@ -149,18 +149,23 @@ def learning_(
 @bench.command("changes")
 def changes_(
     results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds what they lack.")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of --config.")] = None,
     arm: Annotated[str, typer.Option(help="An arm of bench learning.")] = "dense-async",
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="A run's configuration instead of an arm.")] = None,
     steps: Annotated[int, typer.Option(min=2, help="RL steps of a run; each is exported.")] = 8,
     rates: Annotated[str, typer.Option(help="Learning rates, separated by commas.")] = "2e-5,2e-6",
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw all results as SVG.")] = None,
 ) -> None:
-    """Share of the bfloat16 weights that a step of a real model changes, by kind of layer and learning rate."""
+    """Share of the bfloat16 and float8 weights that a step of a real model changes, by kind of layer and learning rate."""
     from benchmarks.learning import arms as known
     from benchmarks.learning import changes, runner
 
     if picture is not None:
         runner.check_writable(picture, "--picture")
-    found = changes.run(results, arm, steps, known.rates(rates))
+    if settings and config is None:
+        raise UserError("KEY=VALUE", got=settings[0], expected="none without --config")
+    subject = changes.of_arm(arm) if config is None else changes.of_configuration(config, settings or [])
+    found = changes.run(results, subject, steps, known.rates(rates))
     if picture is not None:
         changes.picture(found, picture)
 

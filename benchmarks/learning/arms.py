@@ -17,6 +17,7 @@ _COMMON = (
 )
 _EVERY, _GROUPS = 6, 4
 _UNCORRECTED = "objective.correction.weight=none"
+_UNGUARDED = "verify.anomalies.kl_engine.action=warn"
 _MIXTURE = ("keep.routing=true", "queue.staleness.max_staleness=1")
 
 
@@ -74,7 +75,11 @@ ARMS = (
         for name, about, more in (
             ("", "tokens are up to one version old", ()),
             ("-eta-64", "tokens are up to 64 versions old", ("queue.staleness.max_staleness=64",)),
-            ("-eta-64-uncorrected", "up to 64, no importance weights", ("queue.staleness.max_staleness=64", _UNCORRECTED)),
+            (
+                "-eta-64-uncorrected",
+                "up to 64, no importance weights, and batches far from the trainer are trained on too, not skipped",
+                ("queue.staleness.max_staleness=64", _UNCORRECTED, _UNGUARDED),
+            ),
             ("-eta-16", "tokens are up to 16 versions old", ("queue.staleness.max_staleness=16",)),
             ("-eta-4", "tokens are up to 4 versions old", ("queue.staleness.max_staleness=4",)),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,8 @@ import torch
 from matplotlib.figure import Figure
 from safetensors import safe_open
 
+from asyncmoe import config as configuration
+from asyncmoe.errors import UserError
 from asyncmoe.reshard.float8 import BLOCK
 from asyncmoe.simulate.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.learning import arms, runner
@@ -93,16 +96,58 @@ def shares(exports: Sequence[Path]) -> dict[str, list[float]]:
     return {kind: [float(f"{step[kind][0] / step[kind][1]:.4g}") for step in every] for kind in every[0]}
 
 
-def measure(name: str, rate: float, steps: int) -> dict[str, list[float]]:
+@dataclass(frozen=True)
+class Subject:
+    """What is trained.
+
+    Attributes:
+        settings: overrides of the configuration.
+        start: the model before the first step; None: the checkpoint at the end of `warmup` steps.
+    """
+
+    name: str
+    configuration: Path
+    settings: tuple[str, ...]
+    start: Path | None
+    warmup: int = 0
+
+
+def of_arm(name: str) -> Subject:
+    """Return an arm of bench learning.
+
+    Raises:
+        UserError: there is no such arm, or its model is missing.
+    """
+    (arm,) = arms.chosen([name])
+    runner.check_model(arm.model, name)
+    return Subject(name, arms.CONFIGURATION, tuple(arms.overrides(arm, 0, RUNS / name, 1)), runner.ROOT / arm.model)
+
+
+def of_configuration(path: Path, settings: Sequence[str]) -> Subject:
+    """Return a configuration as it is, with overrides.
+
+    Raises:
+        UserError: it is not valid, or its model is neither there nor made by the warm-up.
+    """
+    config = configuration.load(path, settings)
+    warmup, model = config.warmup.steps, config.model.path
+    if not warmup and not (model / "config.json").is_file():
+        raise UserError("model.path", got=f"{model}, which is not there", expected="a model, or a configuration with a warm-up")
+    return Subject(path.stem, path.absolute(), tuple(settings), None if warmup else model.absolute(), warmup)
+
+
+def measure(subject: Subject, rate: float, steps: int) -> dict[str, list[float]]:
     """Train, export the checkpoint of every step, and compare them. Raises as `runner.finish`."""
-    run_dir = RUNS / f"changes-{name}-{rate:.0e}"
+    run_dir = RUNS / f"changes-{subject.name}-{rate:.0e}"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    (arm,) = arms.chosen([name])
-    kept = ["trainer.checkpoint_every=1", f"trainer.keep_checkpoints={steps + 1}", "evaluation.every=0", f"trainer.optimizer.lr={rate:g}"]
-    runner.finish(run_dir, ["-m", "asyncmoe", "run", str(arms.CONFIGURATION), *arms.overrides(arm, 0, run_dir, steps), *kept], {})
-    exports = [runner.ROOT / arm.model]
-    for step in range(1, steps + 1):
+    kept = (
+        *(f"run.dir={run_dir}", f"run.steps={steps}", "evaluation.every=0", f"trainer.optimizer.lr={rate:g}"),
+        *("trainer.checkpoint_every=1", f"trainer.keep_checkpoints={steps + 1}"),
+    )
+    runner.finish(run_dir, ["-m", "asyncmoe", "run", str(subject.configuration), *subject.settings, *kept], {})
+    exports = [] if subject.start is None else [subject.start]
+    for step in range(subject.warmup + (0 if subject.start is None else 1), subject.warmup + steps + 1):
         exports.append(run_dir / f"export-{step}")
         runner.finish(run_dir, ["-m", "asyncmoe", "export", str(run_dir), str(exports[-1]), "--step", str(step)], {})
     found = shares(exports)
@@ -111,13 +156,13 @@ def measure(name: str, rate: float, steps: int) -> dict[str, list[float]]:
 
 
 def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the shares: by learning rate for each kind of layer, and step by step. Solid: the first arm; dashed: the second."""
+    """Draw the shares: by learning rate for each kind of layer, and step by step. Solid: the first arm; dashed, dotted: others."""
     names = list(dict.fromkeys(run["arm"] for run in runs))
     with style():
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         keys: dict[str, Any] = {}
-        for name, line in zip(names, ("-", "--"), strict=False):
+        for name, line in zip(names, ("-", "--", ":", "-."), strict=False):
             mine = sorted((run for run in runs if run["arm"] == name), key=lambda run: float(run["lr"]))
             for kind, colour in zip(("all", *KINDS), (INK, BLUE, GREEN, ORANGE, RED, PURPLE), strict=True):
                 points = [(run["lr"], 100 * run["mean"][kind]) for run in mine if kind in run["mean"]]
@@ -133,18 +178,16 @@ def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def run(results: Path, arm: str, steps: int, rates: Sequence[float]) -> Sequence[Mapping[str, Any]]:
+def run(results: Path, subject: Subject, steps: int, rates: Sequence[float]) -> Sequence[Mapping[str, Any]]:
     """Add to `results` what it lacks; return the records of all. Raises as `runner.run`."""
     runner.check_writable(results, "--json")
-    (chosen,) = arms.chosen([arm])
-    runner.check_model(chosen.model, arm)
     held = runner.read(results, {"arm", "lr", "mean", "steps"})
     for rate in rates:
-        if any((one["arm"], one["lr"]) == (arm, rate) for one in held["runs"]):
+        if any((one["arm"], one["lr"]) == (subject.name, rate) for one in held["runs"]):
             continue
-        found = measure(arm, rate, steps)
+        found = measure(subject, rate, steps)
         # Adam's first steps are of the size of the learning rate whatever the gradient; the later ones are what a run is made of.
         mean = {kind: round(fmean(values[steps // 2 :]), 6) for kind, values in found.items()}
-        held["runs"].append({"arm": arm, "lr": rate, **here(), "mean": mean, "steps": found})
+        held["runs"].append({"arm": subject.name, "lr": rate, **here(), "mean": mean, "steps": found})
         runner.write(results, held["runs"])
     return list(held["runs"])

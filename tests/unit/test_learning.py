@@ -338,7 +338,7 @@ def test_what_cannot_be_kept_or_run_is_refused_before_anything_runs(models: Path
     (models / arms.MIXTURE / "config.json").unlink()
     runner.run(arms.chosen([]), [0], 5, models / "a.json", 0.0, lambda _: None)
     with pytest.raises(UserError, match=r"smollm2-moe: got no model, expected one for moe; docs/guides/upcycling.md"):
-        changes.run(models / "changes.json", "moe", 8, [1e-5])
+        changes.of_arm("moe")
     with pytest.raises(UserError, match=r"--page: got .*, which is --json too"):
         learning_(models / "a.json", page=models / "a.json", minutes=0.0)
     for text in ("x", "", "2", "1e-5,"):
@@ -349,12 +349,23 @@ def test_what_cannot_be_kept_or_run_is_refused_before_anything_runs(models: Path
 def test_changes_are_measured_once_for_each_rate(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[float] = []
 
-    def measure(name: str, rate: float, steps: int) -> dict[str, list[float]]:
+    def measure(subject: changes.Subject, rate: float, steps: int) -> dict[str, list[float]]:
+        assert subject.name == "dense-async"
         measured.append(rate)
         return {"all": [0.9, 0.9, rate, rate]}
 
     monkeypatch.setattr(changes, "measure", measure)
     for rates in ((1e-5,), (1e-5, 1e-6)):
-        found = changes.run(models / "changes.json", "dense-async", 4, rates)
+        found = changes.run(models / "changes.json", changes.of_arm("dense-async"), 4, rates)
     assert measured == [1e-5, 1e-6]
     assert [one["mean"]["all"] for one in found] == [1e-5, 1e-6]
+
+
+def test_changes_of_a_configuration_begin_with_its_model_or_after_its_warm_up(models: Path, tmp_path: Path) -> None:
+    demo = changes.of_configuration(ROOT / "examples" / "demo.yaml", ["warmup.steps=30"])
+    assert (demo.name, demo.start, demo.warmup, demo.settings) == ("demo", None, 30, ("warmup.steps=30",))
+    given = ["model.path=none"]
+    with pytest.raises(UserError, match=r"model.path: got none, which is not there, expected a model, or a configuration with a warm-up"):
+        changes.of_configuration(ROOT / "examples" / "real" / "sums.yaml", given)
+    (tmp_path / "config.json").write_text("{}")
+    assert changes.of_configuration(ROOT / "examples" / "real" / "sums.yaml", [f"model.path={tmp_path}"]).start == tmp_path

@@ -223,7 +223,7 @@ def test_a_base_that_changed_in_memory_is_found_at_commit() -> None:
     ranks.full(1)
     change(ranks.sources[0]["s"], 1.0, np.random.default_rng(11))
     ranks.encode(2)
-    sender._streams[0].base[77] ^= 1
+    sender._streams[0].kept.base[77] ^= 1
     with pytest.raises(InvariantBroken, match="changed in memory"):
         sender.commit()
     assert sender.base is None

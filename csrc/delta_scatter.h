@@ -53,7 +53,7 @@ struct Applied {
 ASYNCMOE_BOTH inline Applied apply_block(const DeltaView& view, const DeltaTable::Block& block, DeltaEntry entry,
                                          const std::byte* body, bool write, ApplyScratch& scratch) {
     const bool dense = entry.changed == kDense;
-    if (!dense && entry.changed > block.elements) return {0, false};
+    if (dense ? entry.gaps != 0 : entry.changed > block.elements) return {0, false};
     step([&](int thread) {
         uint64_t sum = 0;
         if (dense)

@@ -20,8 +20,8 @@ StagingChoice = Literal["auto", "full", "delta", "none"]
 
 
 def no_deltas_on_gpus() -> ConfigError:
-    """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, which deltas are not read from."""
-    return ConfigError("sync.staging", got="delta", expected="auto, full or none on GPUs, where every update is full", hint="leave it out")
+    """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, of which no plan counts it yet."""
+    return ConfigError("sync.staging", got="delta", expected="auto, full or none on GPUs", hint="leave it out")
 
 
 def _former(value: Any) -> Any:
@@ -65,10 +65,16 @@ class SyncSection(Section):
     )
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
-        description="auto: send only the elements that changed since the version before, where that is supported (reshard between CPUs, "
-        "weights, sync.staging not none) and takes at most half of everything; each trainer rank keeps a copy of what it sent last, and "
-        "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. off: "
-        "send everything.",
+        description="auto: send only the elements that changed since the version before, where that is supported (reshard, weights, "
+        "sync.staging not none) and takes at most half of everything; each trainer rank keeps a copy of what it sent last, and "
+        "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. "
+        "Between GPUs this has been tested in emulation only, never on one. off: send everything.",
+    )
+    delta_base: Literal["device", "host"] = Field(
+        "device",
+        description="With sync.delta and weights on GPUs, where each trainer rank keeps what it sent last. device: in its GPU's memory, as "
+        "many bytes as it sends in a full update. host: in as much host memory that cannot be paged out; each update reads all of it "
+        "over PCIe.",
     )
     audit_every: NonNegative = Field(
         20,

@@ -14,9 +14,11 @@ import torch
 
 from asyncmoe.errors import InvariantBroken, TransferError, WeightSyncError
 from asyncmoe.receiver import failing
+from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import Coming, largest_share
 from asyncmoe.receiver.protocol import Header, Terms
 from asyncmoe.reshard import DeltaReceiver, Exchanger, Plan, expected_digest
+from asyncmoe.reshard.gpu import nothing_to_give
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +34,21 @@ class DeltaStaging:
 
     Args:
         plan: the rank's part.
+        side: where to enqueue copies and kernels, if the weights are on a GPU. Around `commit` the caller waits for all of its streams.
     """
 
-    def __init__(self, plan: Plan, rank: int, terms: Terms) -> None:
+    def __init__(self, plan: Plan, rank: int, terms: Terms, side: SideStream | None = None) -> None:
         self._plan, self._rank, self._terms = plan, rank, terms
         dense = sum(transfer.nbytes for transfer in plan.transfers if transfer.destination == rank)
         # One thread: the engine generates at the same time.
-        self._held = DeltaReceiver(plan, rank, limit_bytes=int(largest_share(terms) * dense), threads=1)
+        self._held = DeltaReceiver(
+            plan,
+            rank,
+            limit_bytes=int(largest_share(terms) * dense),
+            threads=1,
+            stream=side.stream.cuda_stream if side else 0,
+            relieve=torch.cuda.empty_cache if side else nothing_to_give,
+        )
         self._deltas = 0  # since all elements were read
 
     def forget(self) -> None:

@@ -115,7 +115,7 @@ class Receiver:
         if terms.staging != "none":
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
-            self._deltas = DeltaStaging(plan, self._join.rank, terms) if terms.delta else None
+            self._deltas = DeltaStaging(plan, self._join.rank, terms, self._side) if terms.delta else None
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:

@@ -76,8 +76,8 @@ class DeltaGpu:
         """Return host memory that stays in place, uint8[nbytes]; raise MemoryError if there is none."""
         owner = _C.PinnedMemory(self.index, max(1, nbytes))
         memory = (ctypes.c_uint8 * nbytes).from_address(owner.address)
-        memory.owner = owner  # type: ignore[attr-defined]  # NumPy keeps `memory` as long as a view of it exists
-        return np.frombuffer(memory, np.uint8)
+        memory.owner = owner  # type: ignore[attr-defined]  # the array keeps `memory` as long as a view of it exists
+        return np.ctypeslib.as_array(memory)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Enqueue a copy within the device, or between the host and it."""

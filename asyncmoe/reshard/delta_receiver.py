@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
-import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError
 from asyncmoe.reshard.delta_digest import WORD, addresses, padding_table, seeds
 from asyncmoe.reshard.delta_format import (
@@ -19,34 +17,12 @@ from asyncmoe.reshard.delta_format import (
     frame_fault,
     read_header,
 )
-from asyncmoe.reshard.delta_gpu import DeltaGpu, DeviceElements
-from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
-from asyncmoe.reshard.delta_work import Elements, HostElements, payload_of
+from asyncmoe.reshard.delta_held import HeldMemory, Incoming
+from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, lanes_of
+from asyncmoe.reshard.delta_work import payload_of
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
-
-
-@dataclass(eq=False)
-class _Incoming:
-    """The messages of one source rank.
-
-    Attributes:
-        held: its elements; None: no arrays are bound yet.
-        sums: of the terms of each message's elements, as they lay in the destination storages when they were read or written last.
-        staged: by number, header and bytes of the messages of the next version.
-    """
-
-    lane: DeltaLane
-    table: _C.DeltaTable
-    sums: list[int]
-    staged: dict[int, tuple[DeltaHeader, np.ndarray]] = field(default_factory=dict)
-    held: Elements | None = None
-
-    @property
-    def elements(self) -> Elements:
-        assert self.held is not None
-        return self.held
 
 
 class DeltaReceiver:
@@ -58,7 +34,7 @@ class DeltaReceiver:
     have, while the old weights are still in use; `commit` writes the changed elements straight into the storages. Nothing is written
     unless every message of the version is there, whole, made from the version that is held, and proven. `audit` reads everything again.
 
-    In arrays on a GPU, kernels prove, write and read (`asyncmoe.reshard.delta_gpu`); staged messages are in host memory that stays in place.
+    In arrays on a GPU, kernels prove, write and read (`asyncmoe.reshard.delta_gpu`); staged messages are in pinned host memory.
 
     Args:
         plan: the plan, or its part of this rank.
@@ -89,9 +65,10 @@ class DeltaReceiver:
         self._storages = plan.destinations.get(rank, {})
         seed = seeds(plan.match.sources.tensors, ())
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, message_bytes)
-        self._incoming = {lane.source: _Incoming(lane, lane.stored(seed), [0] * len(lane)) for lane in lanes}
-        self._padding = padding_table(plan, rank, self._storages)
-        self._padding_sum = self._padding.read(0, np.zeros(len(self._storages), np.int64), 1)
+        self._incoming = {lane.source: Incoming(lane, lane.stored(seed), [0] * len(lane)) for lane in lanes}
+        padding = padding_table(plan, rank, self._storages)
+        self._padding_sum = padding.read(0, np.zeros(len(self._storages), np.int64), 1)
+        self._memory = HeldMemory(list(self._incoming.values()), padding, threads)
         bounds = (FRAME_BYTES + one.table.bound(i) for one in self._incoming.values() for i in range(len(one.lane)))
         self.limit_bytes = sum(bounds) if limit_bytes is None else limit_bytes
         self.staged_bytes = 0
@@ -101,9 +78,6 @@ class DeltaReceiver:
         self._staging: int | None = None
         self._proven = False
         self._bound: object = None
-        self._device = ""
-        self._gpu: DeltaGpu | None = None
-        self._padding_held: Elements = HostElements(self._padding, threads)
         self._places = np.empty(0, np.int64)
 
     @property
@@ -130,20 +104,7 @@ class DeltaReceiver:
         """
         self._places, device = addresses(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
         self._bound = destination_arrays
-        if device != self._device:
-            self._move(device)
-
-    def _move(self, device: str) -> None:
-        """Have the elements read and written where arrays are on a device."""
-        self._device = ""
-        gpu = self._gpu = None if device == "cpu" else DeltaGpu(device, self._stream, self._relieve)
-
-        def held(table: _C.DeltaTable) -> Elements:
-            return HostElements(table, self._threads) if gpu is None else DeviceElements(gpu, table)
-
-        for one in self._incoming.values():
-            one.held = held(one.table)
-        self._padding_held, self._device = held(self._padding), device
+        self._memory.move(device, self._stream, self._relieve)
 
     def forget(self) -> None:
         """Hold no version: call before anything else writes to the arrays, as a full update does."""
@@ -194,7 +155,10 @@ class DeltaReceiver:
         expected = FRAME_BYTES + self._header(source, theirs).payload
         if len(theirs) != expected:
             raise self._refusal(source, f"message of a delta: got {len(theirs)} bytes, expected {expected}")
-        kept = self._copy(source, theirs)
+        try:
+            kept = self._memory.copy(theirs)
+        except MemoryError as error:
+            raise self._refusal(source, f"message of a delta: no host memory for its {len(theirs)} bytes: {error}") from error
         header = self._header(source, kept)  # again: what was read before may have been overwritten
         one = self._incoming[source]
         wrong = frame_fault(kept, header)
@@ -272,16 +236,6 @@ class DeltaReceiver:
                     raise self._lost(source, what)
         return self.digest
 
-    def _copy(self, source: int, message: np.ndarray) -> np.ndarray:
-        if self._gpu is None:
-            return message.copy()
-        try:
-            kept = self._gpu.pinned(len(message))
-        except MemoryError as error:
-            raise self._refusal(source, f"message of a delta: no host memory for its {len(message)} bytes: {error}") from error
-        kept[:] = message
-        return kept
-
     def _header(self, source: int, message: np.ndarray) -> DeltaHeader:
         found = read_header(message)
         if not isinstance(found, str):
@@ -322,7 +276,7 @@ class DeltaReceiver:
                     raise self._lost(source, what)
 
     def _check_padding(self) -> None:
-        if self._padding_held.read(0, self._places) != self._padding_sum:
+        if self._memory.padding.read(0, self._places) != self._padding_sum:
             raise self._lost(self.rank, "padding is not zero")
 
     def _check_bound(self) -> None:

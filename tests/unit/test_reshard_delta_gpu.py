@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest

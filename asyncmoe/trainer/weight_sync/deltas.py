@@ -9,8 +9,11 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.reshard import DeltaSender, Exchanger, Plan
+from asyncmoe.reshard.delta_gpu import BaseMemory
+from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.trainer.weight_sync.publisher import Traffic
 
 log = logging.getLogger(__name__)
@@ -22,13 +25,33 @@ class DeltaSource:
 
     Args:
         plan: the rank's part.
-        tensors: the tensors to send, in host memory, by the names of the plan's storages.
+        tensors: the tensors to send, by the names of the plan's storages.
         largest: share of the bytes of a full update that a delta takes at most.
+        memory: where what was sent last is kept, for tensors on a GPU.
+        side: where to enqueue copies and kernels, if the tensors are on a GPU.
+
+    Raises:
+        OutOfDeviceMemory: the GPU has no room for what was sent last, or for two messages.
     """
 
-    def __init__(self, plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], largest: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        largest: float,
+        memory: BaseMemory = "device",
+        side: SideStream | None = None,
+    ) -> None:
         # One thread: the trainer's step runs at the same time.
-        self._sender = DeltaSender(plan, rank, threads=1)
+        self._sender = DeltaSender(
+            plan,
+            rank,
+            threads=1,
+            memory=memory,
+            stream=side.stream.cuda_stream if side else 0,
+            relieve=torch.cuda.empty_cache if side else nothing_to_give,
+        )
         self._sender.bind(tensors)
         self._dense: dict[int, int] = {}
         for transfer in plan.transfers:
@@ -128,13 +151,12 @@ def traffic(offers: Mapping[int, Offer], base: int | None) -> Traffic:
     return Traffic(sum(sum(part.sizes) for part in parts), sum(one.changed for one in offers.values()) / max(1, elements))
 
 
-def unsupported(config: Config, device: torch.device) -> str:
+def unsupported(config: Config) -> str:
     """Return why the updates of a run cannot be deltas although `sync.delta` asks for them; empty if they can, or if it does not ask."""
     if config.sync.delta == "off":
         return ""
     reasons = {
         f"sync.method is {config.sync.method}": config.sync.method != "reshard",
-        "weights on a GPU are sent whole": device.type != "cpu",
         "adapters are sent whole": config.adapter is not None,
         "sync.staging is none, so every update is written in place": config.sync.staging == "none",
     }

@@ -26,6 +26,8 @@ from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
 from asyncmoe.receiver.pulling import Puller
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan, device_threads
+from asyncmoe.reshard.carry import BUFFERED_BYTES
+from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
@@ -182,8 +184,12 @@ class Receiver:
         """Return upper bounds of the bytes that receiving allocates on the worker's GPU: message buffers, unless messages stay in the
         senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
-        messages = 0 if TRANSPORTS[terms.transport].reads_sender else 2 * terms.bucket_bytes
-        return min(messages, 2 * room), room
+        reads_sender = TRANSPORTS[terms.transport].reads_sender
+        messages = min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room)
+        if terms.delta:  # one coded message at a time, and the carrier's buffers
+            trainers = terms.engines[0].first
+            messages += min(MESSAGE_BYTES, room) + (0 if reads_sender else BUFFERED_BYTES * trainers)
+        return messages, room
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0

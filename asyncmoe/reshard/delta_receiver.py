@@ -161,8 +161,7 @@ class DeltaReceiver:
             raise self._refusal(source, f"message of a delta: no host memory for its {len(theirs)} bytes: {error}") from error
         header = self._header(source, kept)  # again: what was read before may have been overwritten
         one = self._incoming[source]
-        wrong = frame_fault(kept, header)
-        if wrong is None:
+        if (wrong := frame_fault(kept, header)) is None:
             wrong = one.table.fault(header.number, *payload_of(kept), self._threads)
         if wrong is not None:
             raise self._refusal(source, f"message {header.number + 1} of a delta: {wrong}")
@@ -239,8 +238,7 @@ class DeltaReceiver:
     def _header(self, source: int, message: np.ndarray) -> DeltaHeader:
         found = read_header(message)
         if not isinstance(found, str):
-            wrong = self._header_fault(source, found)
-            if wrong is None:
+            if (wrong := self._header_fault(source, found)) is None:
                 return found
             found = wrong
         raise self._refusal(source, f"message of a delta: {found}")
@@ -268,7 +266,7 @@ class DeltaReceiver:
                 try:
                     change = one.elements.apply(i, message, self._places, write=write)
                 except OutOfDeviceMemory as error:
-                    raise self._refusal(source, f"message {i + 1} of {len(one.lane)} of a delta: {error}") from error
+                    raise self._refusal(source, str(error)) from error
                 except ValueError as error:  # it was whole when it was staged
                     raise self._lost(source, f"message {i + 1} of {len(one.lane)} of a delta changed in memory: {error}") from None
                 if (one.sums[i] + change) & WORD != header.after:

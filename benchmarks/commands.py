@@ -43,6 +43,18 @@ def delta_(
     typer.echo(delta.table(results))
 
 
+@bench.command("store")
+def store_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+) -> None:
+    """Weight versions in a directory, whole and as deltas: bytes written and read."""
+    from benchmarks import store
+
+    results = store.run()
+    _show(results, json_path)
+    typer.echo(store.table(results))
+
+
 @bench.command("plan")
 def plan_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
@@ -311,17 +323,21 @@ def network_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
     hosts: Annotated[list[str] | None, typer.Option(help="4+2: trainers and an engine of two; 2+4x2: four such; default: three.")] = None,
     rate: Annotated[float, typer.Option(help="Of every link in each direction, in Mbit/s.", min=1.0)] = 50.0,
-    megabytes: Annotated[float, typer.Option(help="About the model's size in bfloat16, from 55.", min=55.0)] = 80.0,
+    megabytes: Annotated[
+        list[float] | None, typer.Option(help="About the models' sizes in bfloat16, from 40; default: 80.", min=40.0)
+    ] = None,
     mtu: Annotated[int, typer.Option(help="Bytes of the largest IP packet.", min=576, max=9000)] = 1500,
     rounds: Annotated[int, typer.Option(help="Turns of each way.", min=1)] = 3,
     baselines: Annotated[bool, typer.Option(help="Gather and broadcast too.")] = True,
+    changed: Annotated[str, typer.Option(metavar="PERCENTS", help="Sparse deltas too, of versions that change so much: 0.3,1,3.")] = "",
 ) -> None:
-    """Weights from trainer hosts to engine hosts over links of a set rate, hosts being network namespaces: the share of the links' bound.
-    Wants root, iproute2 and util-linux."""
+    """Weights from trainer hosts to engine hosts over links of a set rate, hosts being network namespaces: the share of the links' bound,
+    and what sparse deltas save. Wants root, iproute2 and util-linux."""
     from benchmarks.network import run
+    from benchmarks.network.changes import percents
     from benchmarks.network.hosts import Wire
 
-    results = run.run(hosts or run.HOSTS, megabytes, Wire(round(rate * 1e6), mtu), rounds, baselines)
+    results = run.run(hosts or run.HOSTS, megabytes or (run.MEGABYTES,), Wire(round(rate * 1e6), mtu), rounds, baselines, percents(changed))
     _show(results, json_path)
     typer.echo(run.table(results))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
@@ -13,12 +14,27 @@ class Growth:
     """What this process has resident now, to compare with. Pages of shared memory count in every process that touches them."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        self.again()
         self._before = _status("VmRSS")
 
+    def again(self) -> None:
+        """Forget how high it has been; what it is compared with stays."""
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+
+    def now_bytes(self) -> int:
+        """By how much more is resident now."""
+        return max(0, _status("VmRSS") - self._before)
+
     def peak_bytes(self) -> int:
-        """By how much the resident memory rose, at its highest since this was made."""
+        """By how much the resident memory rose, at its highest since this was made, or since `again`."""
         return max(0, _status("VmHWM") - self._before)
+
+
+def give_back() -> None:
+    """Return memory that is free in this process to the kernel, so that what used it before does not count; only glibc can."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _status(key: str) -> int:

@@ -42,6 +42,11 @@ class StoreSection(Section):
         600.0,
         description="Seconds for which the files of a version stay when newer ones have taken its place: an engine may be reading them.",
     )
+    full_every: Positive = Field(
+        20,
+        description="With sync.delta: weights are written whole again when they have changed in n versions, or before their deltas take "
+        "more than half of them together. An engine that starts from nothing reads whole weights and the deltas since. 1: always whole.",
+    )
 
 
 class SyncSection(Section):
@@ -65,10 +70,16 @@ class SyncSection(Section):
     )
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
-        description="auto: send only the elements that changed since the version before, where that is supported (reshard, weights, "
-        "sync.staging not none) and takes at most half of everything; each trainer rank keeps a copy of what it sent last, and "
-        "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. "
-        "Between GPUs this has been tested in emulation only, never on one. off: send everything.",
+        description="auto: send only the elements that changed since the version before, or with sync.method store write them, where that "
+        "is supported (reshard and store; weights; sync.staging not none) and takes at most half of everything; each trainer rank keeps a "
+        "copy of what it sent last, and every engine rank proves by a digest of its whole shard that it holds the version. Whatever is "
+        "doubtful is sent in full. Between GPUs this has been tested in emulation only, never on one. off: send everything.",
+    )
+    relay: Annotated[Literal["auto", "off"], Switch] = Field(
+        "auto",
+        description="auto: engines of equal layout pass on to each other what they receive, so that the trainer sends one copy however "
+        "many engines there are: over gloo, with sync.staging full, where the network cards allow a full update in less time that way. "
+        "off: the trainer sends to every engine.",
     )
     delta_base: Literal["device", "host"] = Field(
         "device",
@@ -79,7 +90,7 @@ class SyncSection(Section):
     audit_every: NonNegative = Field(
         20,
         description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find what "
-        "somebody else wrote there; the version then goes out in full. 0: never.",
+        "somebody else wrote there; the version then goes out in full. 0: never. With sync.method store they do so for every version.",
     )
     every: Positive = Field(
         1,

@@ -139,10 +139,8 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
         if stop.count and not processes.trainers:  # a lost trainer that was not started again: there is none to save a checkpoint
             return
         if processes.failed:
-            if stop.count and controller.returncode in _INTERRUPTED:  # it has ended since it was looked at above
+            if stop.count and _controller_ends(processes):
                 continue
-            if stop.count and controller.returncode is None and only_lost(processes.failed) and controller.wait(STOP_GRACE_S):
-                continue  # the trainer noticed the controller's end before this process did
             _settle(processes)
             processes = restarts.again(processes, failure(processes.failed))
             continue
@@ -193,6 +191,14 @@ class _Restarts:
 
     def _stopping(self) -> bool:
         return self.stop.count > 0
+
+
+def _controller_ends(processes: Processes) -> bool:
+    """Return whether failures follow from the end of a controller that was asked to stop, which only the next look at it will show."""
+    controller = processes.controller
+    if controller.returncode is None:  # the trainer may have noticed the controller's end before this process did
+        return only_lost(processes.failed) and controller.wait(STOP_GRACE_S)
+    return controller.returncode in _INTERRUPTED
 
 
 def _late(processes: tuple[Process, ...]) -> list[Process]:

@@ -78,6 +78,7 @@ class Terms(msgspec.Struct, frozen=True):
             verdict says which.
         delta: whether updates may be deltas, so that every version is proven by a canonical digest.
         audit_every: `sync.audit_every`.
+        relay: whether equal ranks of several engines pass on to each other what they receive; until the verdict, whether they may.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
         store: where engines read versions, and where all ranks meet; None: the trainer's ranks send them. Then only the trainer's rank 0
@@ -98,6 +99,7 @@ class Terms(msgspec.Struct, frozen=True):
     max_ctas: int = 0
     delta: bool = False
     audit_every: int = 0
+    relay: bool = False
     store: StoreTerms | None = None
 
     @property
@@ -156,6 +158,8 @@ class Ready(msgspec.Struct, frozen=True):
     """Reasons why weights must not be written into the worker's parameters."""
     card: Card | None = None
     """None without a GPU."""
+    host: str = ""
+    """`asyncmoe.rpc.address.host_id` of the rank."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -194,10 +198,16 @@ class MeetingOutcome(msgspec.Struct, frozen=True):
 
     Attributes:
         staging: `Terms.staging`, with "auto" decided.
+        relay: `Terms.relay`, decided.
     """
 
     failure: str = ""
     staging: Staging = "full"
+    relay: bool = False
+
+    def settle(self, terms: Terms) -> Terms:
+        """Return the terms with what was decided."""
+        return msgspec.structs.replace(terms, staging=self.staging, relay=self.relay)
 
 
 class Over(msgspec.Struct, frozen=True):

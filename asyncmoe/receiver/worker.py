@@ -9,7 +9,6 @@ import threading
 import weakref
 from contextlib import nullcontext
 
-import msgspec
 import torch
 
 from asyncmoe.config.transports import TRANSPORTS
@@ -24,10 +23,14 @@ from asyncmoe.receiver.control_store import Store, StoreGone
 from asyncmoe.receiver.deltas import DeltaRefused, DeltaStaging
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
 from asyncmoe.receiver.pulling import Puller
+from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
-from asyncmoe.reshard import Exchanger, Plan, device_threads
+from asyncmoe.reshard import Plan, device_threads
 from asyncmoe.reshard.carry import BUFFERED_BYTES
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES
+from asyncmoe.reshard.relay_exchange import AnyExchanger
+from asyncmoe.rpc.address import host_id
+from asyncmoe.version_store import VersionManifest
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
@@ -83,6 +86,9 @@ class Receiver:
         self._device = next(model.parameters()).device
         self._former = former
         self._puller: Puller | None = None
+        self._served: VersionManifest | None = None  # before this meeting, where versions lie as files
+        if former is not None:
+            self._served = former._served if former._puller is None else former._puller.served
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         if former is not None and former._side is not None:
             self._side = former._side  # with the communicators of the previous meeting
@@ -110,15 +116,16 @@ class Receiver:
         if terms.adapter is not None:
             self._target, self._obstacles = AdapterMemory(self._model), ()
         plan = self._plan(store, terms)
-        self._puller = None if terms.store is None else Puller(terms, terms.store, self._join.rank)
+        self._puller = None if terms.store is None else Puller(terms, terms.store, self._join.rank, self._served)
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         verdict = store.get(protocol.VERDICT, 2 * terms.timeout_s)
-        terms = self._terms = msgspec.structs.replace(terms, staging=verdict.staging)
+        terms = self._terms = verdict.settle(terms)
         if terms.staging != "none":
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
-            self._deltas = DeltaStaging(plan, self._join.rank, terms, self._side) if terms.delta else None
-            self._serve(store, terms, plan)
+            plans = transfer_plan.update_plans(terms, self._join.rank, plan)
+            self._deltas = DeltaStaging(plans, self._join.rank, terms, self._side) if terms.delta else None
+            self._serve(store, terms, plans)
 
     def _ends(self, error: Exception) -> None:
         """Report the error that ended the thread, so that no rank waits for this one."""
@@ -163,6 +170,8 @@ class Receiver:
             self._target.commit(None)
             return
         self._spare = self._target.commit(staged.tensors)
+        if self._puller is not None:
+            self._puller.committed(staged.version)
         if self._deltas is not None:
             self._deltas.moved(self._target.tensors())
 
@@ -173,7 +182,7 @@ class Receiver:
             opener(terms.transport)
             plan = transfer_plan.route(terms, self._join.rank)
             card = card_of(self._device, terms, *self._wanted(terms))
-            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
+            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card, host_id())
         except Exception as error:
             store.put(key, Ready(failure=failing.in_one_line(error, terms)))
             raise
@@ -191,9 +200,9 @@ class Receiver:
             messages += min(MESSAGE_BYTES, room) + (0 if reads_sender else BUFFERED_BYTES * trainers)
         return messages, room
 
-    def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
+    def _serve(self, store: Store, terms: Terms, plans: UpdatePlans) -> None:
         number, epoch = _FIRST, 0
-        exchanger: Exchanger | None = None
+        exchanger: AnyExchanger | None = None
         try:
             while not self._left.is_set():
                 self._number = number
@@ -209,14 +218,16 @@ class Receiver:
                     if exchanger is not None and header.epoch != epoch:
                         exchanger.close()  # close the old channel first, which also ends its ranks' pending waits
                         exchanger = None
-                    exchanger = self._update(store, terms, plan, number, header, exchanger)
+                    exchanger = self._update(store, terms, plans, number, header, exchanger)
                     epoch = header.epoch
                 number += 1
         finally:
             if exchanger is not None:
                 exchanger.close()  # the next meeting's receiver can reuse its communicators
 
-    def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
+    def _update(
+        self, store: Store, terms: Terms, plans: UpdatePlans, number: int, header: Header, exchanger: AnyExchanger | None
+    ) -> AnyExchanger | None:
         """Receive one update; return the channel, or None if it can no longer be used or there is none."""
         key = protocol.staged(number, self._join.rank)
         try:
@@ -225,7 +236,7 @@ class Receiver:
             else:
                 if exchanger is None:
                     arrays = functools.partial(self._arrays, terms)
-                    exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
+                    exchanger = channel.connect(store, terms, plans, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
                 elif header.base is None:
                     exchanger.bind(*self._arrays(terms))
                 staged = self._receive(store, terms, number, header, exchanger)
@@ -244,7 +255,7 @@ class Receiver:
         store.put(key, Outcome())
         return exchanger
 
-    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> Staged:
+    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: AnyExchanger) -> Staged:
         """Receive the weights, or the delta, of an update."""
         deltas, coming = self._deltas, None
         if deltas is not None:
@@ -267,7 +278,7 @@ class Receiver:
     def _pull(self, puller: Puller, terms: Terms, number: int, header: Header) -> Staged:
         """Read the weights of an update from the version store."""
         tensors = self._staging(terms)
-        puller.pull(header, tensors)
+        puller.pull(header, tensors, self._target.tensors())
         self._target.received(tensors)
         return Staged(header.version, number, tensors)
 

@@ -4,9 +4,10 @@ from asyncmoe.reshard.bucket import Bucket, buckets
 from asyncmoe.reshard.delta_digest import expected_digest, shard_digest
 from asyncmoe.reshard.delta_receiver import DeltaReceiver
 from asyncmoe.reshard.delta_sender import DeltaSender, DeltaSize
-from asyncmoe.reshard.exchange import Exchanger, Moved, exchange
+from asyncmoe.reshard.exchange import Exchanger, exchange
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, Piece, RankLayout, Storage
 from asyncmoe.reshard.memory import digest
+from asyncmoe.reshard.moved import Moved
 from asyncmoe.reshard.plan import Plan, Transfer, plan, plan_each
 from asyncmoe.reshard.relay import relay
 from asyncmoe.reshard.relay_exchange import RelayExchanger

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +18,7 @@ from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, trailer_offse
 from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
 from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
+from asyncmoe.reshard.moved import Moved
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import local_program, message_program, scales_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
@@ -27,28 +26,6 @@ from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTr
 BUCKET_BYTES = 64 << 20
 _RUN_MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
-
-
-@dataclass
-class Moved:
-    """Bytes and times of one run of an exchange on this rank.
-
-    Attributes:
-        sent, received, local: bytes; messages count with their trailers.
-        seconds: time of copying and digesting ("pack", "local", "unpack") and of waiting for peers ("wire"). Overlapping work is counted
-            where the run waits for it, so the sum is the duration of the run.
-    """
-
-    sent: int = 0
-    received: int = 0
-    local: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("pack", "wire", "unpack", "local"), 0.0))
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - started
 
 
 class Exchanger:
@@ -178,14 +155,18 @@ class Exchanger:
         self._broken = False
         return moved
 
-    def open_carrier(self) -> None:
-        """Connect to the same ranks for `carry`. All ranks call it, when all of them have made their exchanger, and before it runs.
+    def open_carrier(self, destinations: Sequence[int] | None = None, sources: Sequence[int] | None = None) -> None:
+        """Connect for `carry`. All ranks call it, when all of them have made their exchanger, and before it runs.
+
+        Args:
+            destinations, sources: ranks to which and from which messages may go; None: those of the plan.
 
         Raises:
             WaitTimeout, TransferError: as `Carrier`.
         """
-        ranks = [chunks.destination for chunks in self._outgoing], [chunks.source for chunks in self._incoming]
-        self._carrier = Carrier(self._transport, *ranks, timeout_s=self._timeout_s, watch=self._watch)
+        out = [chunks.destination for chunks in self._outgoing] if destinations is None else destinations
+        into = [chunks.source for chunks in self._incoming] if sources is None else sources
+        self._carrier = Carrier(self._transport, out, into, timeout_s=self._timeout_s, watch=self._watch)
 
     def carry(
         self, outgoing: Mapping[int, Sequence[np.ndarray]], incoming: Mapping[int, Sequence[int]], take: Take, timeout_s: float

@@ -91,6 +91,13 @@ def relay_matches(
     return tuple(rounds)
 
 
+def replicas(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Return the destination ranks of a plan with equal layouts, in order, by the first of them; also of a plan that is a part."""
+    side = plan.match.side
+    equal = [tuple(side.ranks[side.table_of == number].tolist()) for number in range(len(side.tables))]
+    return {ranks[0]: ranks for ranks in equal}
+
+
 def _divided(side: Side, colocated: set[int]) -> Side:
     """Divide each table among its ranks, except `colocated` ones, which get all of it; every rank gets all of its table's padding."""
     tables: list[Table] = []

@@ -12,11 +12,14 @@ import numpy as np
 from asyncmoe.errors import InvariantBroken, LayoutError
 from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.arrival import latest, spans
+from asyncmoe.reshard.carry import Take
 from asyncmoe.reshard.chunks import Chunks, spread
-from asyncmoe.reshard.exchange import BUCKET_BYTES, Exchanger, Moved, _device
+from asyncmoe.reshard.exchange import BUCKET_BYTES, Exchanger, _device
+from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.memory import Array
+from asyncmoe.reshard.moved import Moved
 from asyncmoe.reshard.plan import DESTINATION, DESTINATION_OFFSET, DESTINATION_STRIDES, SOURCE, SOURCE_OFFSET, SOURCE_STRIDES, Plan
-from asyncmoe.reshard.transport import SharedTransport, Transport
+from asyncmoe.reshard.transport import SharedTransport, Transport, Watch, nothing_to_watch
 
 _ALL = 1 << 62
 
@@ -31,7 +34,7 @@ class RelayExchanger:
         plans: the result of `relay`, one round or two.
         transports: this rank's transport for each plan. Both are used at the same time, so their messages must be separate: two sessions of
             shared memory, or two process groups.
-        bucket_bytes, buffers, timeout_s, threads, stream: as for `Exchanger`.
+        bucket_bytes, buffers, timeout_s, threads, stream, relieve, watch: as for `Exchanger`; `watch` is called in several threads.
 
     Raises:
         LayoutError: the numbers of transports and plans differ; or as `Exchanger`.
@@ -48,17 +51,20 @@ class RelayExchanger:
         timeout_s: float = 300.0,
         threads: int = 0,
         stream: int = 0,
+        relieve: Relieve = nothing_to_give,
+        watch: Watch = nothing_to_watch,
     ) -> None:
         if len(plans) != len(transports) or not 1 <= len(plans) <= 2:
             raise LayoutError(
                 "transports of a relay", got=f"{len(transports)} for {len(plans)} plans", expected="one for each plan, 1 or 2"
             )
-        numbers: dict[str, Any] = {"bucket_bytes": bucket_bytes, "buffers": buffers, "threads": threads, "stream": stream}
-        self._first = _Receiving(plans[0], transports[0], timeout_s=timeout_s, **numbers)
+        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "buffers": buffers, "threads": threads, "stream": stream}
+        options |= {"timeout_s": timeout_s, "relieve": relieve, "watch": watch}
+        self._first = _Receiving(plans[0], transports[0], **options)
         self._first.progress = _Progress()
         self._second: _Forwarding | None = None
         if len(plans) == 2:
-            self._second = _Forwarding(plans[1], transports[1], timeout_s=timeout_s, **numbers)
+            self._second = _Forwarding(plans[1], transports[1], **options)
             self._second.needs = needed_rounds(plans, self._first.rank, self._first.incoming, self._second.outgoing)
         self._thread = device_threads.pool(_device(self._second._message_memories()), 1, "relay") if self._second else None
         self.rank = self._first.rank
@@ -71,21 +77,31 @@ class RelayExchanger:
         if self._second:
             self._second.bind(destination_arrays, destination_arrays)
 
-    def run(self) -> Moved:
+    def run(self, timeout_s: float | None = None) -> Moved:
         """As `Exchanger.run`. The seconds of both rounds are added; the rounds overlap, so the sum may exceed the duration of the run."""
         if self._second is None or self._thread is None:
-            return self._first.run()
+            return self._first.run(timeout_s)
         progress = _Progress()
         self._first.progress = self._second.progress = progress
-        second = self._thread.submit(self._second.run)
+        second = self._thread.submit(self._second.run, timeout_s)
         try:
-            moved = self._first.run()
+            moved = self._first.run(timeout_s)
         except BaseException as error:
             progress.fail(error)
             second.exception()  # wait for its thread, which writes the same arrays; its own timeout bounds it
             raise
         progress.advance(_ALL)
         return _sum(moved, second.result())
+
+    def open_carrier(self, destinations: Sequence[int] | None = None, sources: Sequence[int] | None = None) -> None:
+        """As `Exchanger.open_carrier`; messages go over the transport of the first round."""
+        self._first.open_carrier(destinations, sources)
+
+    def carry(
+        self, outgoing: Mapping[int, Sequence[np.ndarray]], incoming: Mapping[int, Sequence[int]], take: Take, timeout_s: float
+    ) -> None:
+        """As `Exchanger.carry`."""
+        self._first.carry(outgoing, incoming, take, timeout_s)
 
     def close(self) -> None:
         """Free the message buffers."""
@@ -100,6 +116,10 @@ class RelayExchanger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+AnyExchanger = Exchanger | RelayExchanger
+"""What executes a plan, or both of a relay."""
 
 
 class _Progress:

@@ -262,7 +262,12 @@ class Step(Learning, frozen=True, kw_only=True):
         ),
     ] = None
     sync_bytes: Annotated[
-        int | None, Metric("Bytes sent to all engines for that version. Measured where updates may be deltas (`sync.delta`).", "bytes")
+        int | None,
+        Metric(
+            "Bytes sent to all engines for that version, or written to the version store. Measured where updates may be deltas "
+            "(`sync.delta`).",
+            "bytes",
+        ),
     ] = None
     sync_changed: Annotated[
         float | None,

@@ -11,7 +11,18 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.layout import RankLayout, Storage
 from asyncmoe.reshard.match import Match, Sources
-from asyncmoe.reshard.plan import CAST, EXTENTS, SOURCE, Plan, assemble
+from asyncmoe.reshard.plan import (
+    CAST,
+    DESTINATION,
+    DESTINATION_OFFSET,
+    DESTINATION_STRIDES,
+    EXTENTS,
+    SOURCE,
+    SOURCE_OFFSET,
+    SOURCE_STRIDES,
+    Plan,
+    assemble,
+)
 from asyncmoe.reshard.programs import FLOAT_TO_BFLOAT, local_program, local_rows
 from asyncmoe.reshard.table import Side, tabulate
 from asyncmoe.version_store.cells import cells_of
@@ -50,6 +61,7 @@ class ReadPlan:
         ranges: what is read.
         program: copies a range's slabs into the rank's storages, one chunk for each range; its sources are the slabs, as in `slabs`.
         slabs: numbers of the slabs that are read.
+        gather: the reverse of `program`, from the rank's storages to the slabs; None unless `each_once`.
         zeros: fills the rank's padding; None if there is none.
         storages: the rank's storages that are written, by name, in the order of the programs' destinations.
         each_once: whether the rank stores each element of each slab exactly once and in the same dtype, so that the digest of its shard
@@ -60,6 +72,7 @@ class ReadPlan:
     ranges: tuple[Range, ...]
     program: _C.Program
     slabs: tuple[int, ...]
+    gather: _C.Program | None
     zeros: _C.Program | None
     storages: Mapping[str, Storage]
     each_once: bool
@@ -91,13 +104,22 @@ def plan_read(geometry: Geometry, layout: RankLayout, *, range_bytes: int = OBJE
     place = {slab: i for i, slab in enumerate(slabs)}
     ends = [place[one.last - 1] + 1 for one in ranges]
     rows, casts = local_rows([copies])
-    firsts = np.searchsorted(copies[:, SOURCE], [0, *ends])
+    firsts = np.searchsorted(copies[:, SOURCE], [0, *ends]).astype(np.int64)
     held = sum(storage.size for storage in plan.sources.get(_STORE, {}).values())
     taken = int(copies[:, EXTENTS].prod(1).sum())
     once = not copies[:, CAST].any() and held == taken == _distinct(geometry, layout)
-    program = _C.Program(rows, firsts.astype(np.int64), "none", casts)
+    program = _C.Program(rows, firsts, "none", casts)
+    gather = _C.Program(local_rows([_reversed(copies)])[0], firsts, "none") if once else None
     zeros = local_program([_copies(plan, _READER)])
-    return ReadPlan(layout, ranges, program, slabs, zeros, plan.destinations.get(_READER, {}), once)
+    return ReadPlan(layout, ranges, program, slabs, gather, zeros, plan.destinations.get(_READER, {}), once)
+
+
+def _reversed(copies: np.ndarray) -> np.ndarray:
+    """Return the copies back, which convert nothing."""
+    ends = [SOURCE, SOURCE_OFFSET, *range(CAST)[SOURCE_STRIDES]], [DESTINATION, DESTINATION_OFFSET, *range(CAST)[DESTINATION_STRIDES]]
+    back = copies.copy()
+    back[:, ends[0]], back[:, ends[1]] = copies[:, ends[1]], copies[:, ends[0]]
+    return back
 
 
 def _distinct(geometry: Geometry, layout: RankLayout) -> int:

@@ -6,6 +6,7 @@ verified as a whole. Slabs begin at multiples of 8 bytes of their object, in ord
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,10 +44,23 @@ class Slabs:
         return Slabs(pieces, firsts, dtypes, filled(_aligned(alone.slab_bytes), object_bytes))
 
     @cached_property
+    def identity(self) -> int:
+        """64 bits that name these slabs, on every machine: parts of a delta belong to them."""
+        digest = hashlib.blake2b(digest_size=8, person=b"asyncmoe slabs")
+        for part in (self.pieces, self.firsts, self.dtypes, self.objects):
+            digest.update(b"%d " % part.size + part.astype("<i8").tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+    @cached_property
     def piece_bytes(self) -> np.ndarray:
         """int64[n]: bytes of each piece."""
         nbytes: np.ndarray = self.pieces[:, 1 + MAX_DIMS :].prod(1) * np.repeat(DTYPE_BYTES[self.dtypes], np.diff(self.firsts))
         return nbytes
+
+    @property
+    def element_count(self) -> int:
+        """Elements in all slabs."""
+        return int(self.pieces[:, 1 + MAX_DIMS :].prod(1).sum())
 
     @cached_property
     def slab_bytes(self) -> np.ndarray:

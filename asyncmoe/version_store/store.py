@@ -1,7 +1,7 @@
 """A version store: weight versions of one run as files.
 
     run.json                            which run it belongs to
-    objects/9f/9f86d081...              weights, or a geometry, named by their digest; written once, never changed
+    objects/9f/9f86d081...              weights, changes of weights, or a geometry, named by their digest; written once, never changed
     versions/0000-00000012.json         manifest of version 12 of lineage 0, written last
 
 An object that is there already is not written again. Half a version is none: nothing reads objects but through a manifest.

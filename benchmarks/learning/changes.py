@@ -1,4 +1,4 @@
-"""How many bfloat16 weights a step changes, by kind of layer.
+"""How many bfloat16 weights a step changes, by kind of layer, and how many if engines serve float8.
 
 Trains an arm at each learning rate, with a checkpoint after every step, exports each, and compares neighbours bit by bit: what an engine
 has to receive if only changes are sent.
@@ -18,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from safetensors import safe_open
 
+from asyncmoe.reshard.float8 import BLOCK
 from asyncmoe.simulate.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.learning import arms, runner
 from benchmarks.learning.runner import RUNS
@@ -33,26 +34,62 @@ KINDS: Mapping[str, str] = {
 """Kind -> pattern of the names of its tensors in a Hugging Face checkpoint; the first that is found counts."""
 
 
+_QUANTISED = ("attention", "experts")
+
+
 def kind_of(name: str) -> str:
     """Return the kind of a tensor, "other" if none fits."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
+FLOAT8, SCALES = "float8", "float8 scales"
+"""As kinds: matrices of attention and experts in float8, elements and scales of their blocks."""
+_LARGEST, _LEAST = 448.0, 1e-4
+"""Of float8_e4m3fn, and of a block's largest magnitude."""
+
+
+def float8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix in blocks of 128 x 128, those at the edges smaller, as `asyncmoe.reshard.float8` does for engines.
+
+    Returns:
+        Bits of the elements, uint8 of the matrix's shape, and of the blocks' scales, int32[rows of blocks, columns of blocks].
+    """
+    rows, columns = matrix.shape
+    padded = torch.zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK)
+    padded[:rows, :columns] = matrix
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scales = blocks.abs().amax((1, 3)).clamp(min=_LEAST) / _LARGEST
+    coded = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    return coded.reshape(padded.shape)[:rows, :columns], scales.view(torch.int32)
+
+
 def changed(before: Path, after: Path) -> dict[str, tuple[int, int]]:
-    """Compare two exported checkpoints of one `model.safetensors`; return by kind how many weights differ as bfloat16, and how many are."""
+    """Compare two exported checkpoints of one `model.safetensors`.
+
+    Returns:
+        By kind, how many weights differ as bfloat16, and how many there are; of `FLOAT8` and `SCALES`, how many differ as float8.
+    """
     found: dict[str, tuple[int, int]] = {}
+
+    def count(kind: str, old: torch.Tensor, new: torch.Tensor) -> None:
+        differing, total = found.get(kind, (0, 0))
+        found[kind] = (differing + int((old != new).sum()), total + old.numel())
+
     with safe_open(before / "model.safetensors", "pt") as one, safe_open(after / "model.safetensors", "pt") as other:
         for name in one.keys():  # noqa: SIM118  it is no mapping
             old, new = (file.get_tensor(name).to(torch.bfloat16) for file in (one, other))
-            differing, total = found.get(kind_of(name), (0, 0))
-            found[kind_of(name)] = (differing + int((old != new).sum()), total + old.numel())
+            count(kind_of(name), old, new)
+            if kind_of(name) in _QUANTISED and old.dim() == 2:
+                for kind, one_of, other_of in zip((FLOAT8, SCALES), float8(old), float8(new), strict=True):
+                    count(kind, one_of, other_of)
     return found
 
 
 def shares(exports: Sequence[Path]) -> dict[str, list[float]]:
     """Return by kind, and as "all", the share of the weights that each step changed."""
     steps = [changed(before, after) for before, after in pairwise(exports)]
-    every = [{**step, "all": (sum(d for d, _ in step.values()), sum(n for _, n in step.values()))} for step in steps]
+    once = [[count for kind, count in step.items() if kind not in (FLOAT8, SCALES)] for step in steps]
+    every = [{**step, "all": (sum(d for d, _ in own), sum(n for _, n in own))} for step, own in zip(steps, once, strict=True)]
     return {kind: [float(f"{step[kind][0] / step[kind][1]:.4g}") for step in every] for kind in every[0]}
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from asyncmoe.errors import UserError
+from asyncmoe.errors import InvariantBroken, UserError
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.reshard import Plan, RankLayout, plan, relay
+from benchmarks.network.hosts import Wire
 from benchmarks.published import REAL
 
 DTYPE = "bfloat16"
@@ -24,6 +25,9 @@ _WIDTHS: dict[str, Any] = {
     "num_hidden_layers": _LAYERS, "vocab_size": 8192,
 }  # fmt: skip
 """Half of Qwen3-30B-A3B's widths."""
+_SMALL_VOCABULARY = {"vocab_size": 2560}
+_SMALL_MB = 55.0
+"""Below, the vocabulary is small."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,8 @@ def parse(text: str) -> tuple[int, int, int]:
 
 
 def sized(megabytes: float, experts_of: int) -> dict[str, Any]:
-    """Return a configuration of about as many megabytes in bfloat16, of at least 55, with a multiple of `experts_of` experts."""
-    hf = {**_WIDTHS, "num_experts": experts_of}
+    """Return a configuration of about as many megabytes in bfloat16, of at least 36, with a multiple of `experts_of` experts."""
+    hf = {**_WIDTHS, **(_SMALL_VOCABULARY if megabytes < _SMALL_MB else {}), "num_experts": experts_of}
     one, two = nbytes(hf), nbytes({**hf, "num_experts": 2 * experts_of})
     groups = max(1, round((megabytes * 1e6 - one) / (two - one)) + 1)
     return {**hf, "num_experts": groups * experts_of, "num_experts_per_tok": min(8, groups * experts_of)}
@@ -151,3 +155,23 @@ def most_on_the_wire(planned_out: int, planned_in: int, segment: int, retransmit
     """
     headers = HEADERS * (-(-planned_out // segment) + -(-planned_in // segment))
     return planned_out + headers + retransmitted * (segment + HEADERS) + 500_000
+
+
+def check(one: Case, way: str, ranks: Sequence[Mapping[str, Any]], planned: Traffic | None, wire: Wire) -> None:
+    """Compare what every host holds and counted in a turn with the trainer's weights and the plan.
+
+    Raises:
+        InvariantBroken: a host holds other weights, or its interface counted other bytes.
+    """
+    wrong = [rank for rank, found in enumerate(ranks) if not found["right"]]
+    if wrong:
+        raise InvariantBroken(f"{one.name}, {way}: host {wrong[0]} holds other weights than the trainer")
+    for rank, found in enumerate(ranks if planned is not None else ()):
+        assert planned is not None
+        out, into = planned.sent[rank], planned.received[rank]
+        segment, again = wire.mtu - 52, sum(other["retransmitted"] for other in ranks)
+        for kind, least, back in (("sent", out, into), ("received", into, out)):
+            most = most_on_the_wire(least, back, segment, again)
+            if not least <= found[kind] <= most:
+                said = f"{kind} {found[kind]} bytes by its interface, the plan says {least}, {most} with all that TCP adds"
+                raise InvariantBroken(f"{one.name}, {way}: host {rank} {said}")

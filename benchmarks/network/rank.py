@@ -6,11 +6,9 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,11 @@ import torch.distributed as dist
 
 from asyncmoe.models import family_of
 from asyncmoe.receiver.control_store import Store
-from asyncmoe.reshard import Exchanger, Moved, RelayExchanger, digest
+from asyncmoe.reshard import Exchanger, Moved, Plan, RelayExchanger, digest
 from asyncmoe.reshard.torch_transport import TorchTransport
 from benchmarks.network.cases import DTYPE, Case, layouts, plans
+from benchmarks.network.counters import timed
+from benchmarks.network.deltas import ClockedExchanger, DeltaRank
 from benchmarks.network.hosts import INTERFACE
 from benchmarks.peers import GatherAndBroadcast
 from benchmarks.reshard import BASELINES, numbered
@@ -42,6 +42,7 @@ class Job:
         first: address of rank 0.
         ways: `DIRECT`, `RELAY` or one of `benchmarks.reshard.BASELINES`, in order.
         rounds: turns of each.
+        changed: percents of the weights that change from version to version, for deltas; empty: none are measured.
     """
 
     case: dict[str, Any]
@@ -49,26 +50,9 @@ class Job:
     first: str
     ways: tuple[str, ...]
     rounds: int
+    changed: tuple[float, ...]
     bucket_bytes: int
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What a host has counted since it started: bytes of its interface, segments that TCP sent again, CPU seconds of this process."""
-
-    sent: int
-    received: int
-    retransmitted: int
-    cpu_s: float
-
-
-def counters() -> Counters:
-    """Read them: /proc/net/dev (proc(5)) and snmp of this process's network namespace."""
-    device = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith(f"{INTERFACE}:"))
-    words = device.partition(":")[2].split()
-    names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
-    return Counters(int(words[8]), int(words[0]), int(values[names.index("RetransSegs")]), time.process_time())
 
 
 class Rank:
@@ -89,27 +73,34 @@ class Rank:
         self._wanted = {} if self._sends else {n: np.zeros(s.size, np.uint16) for n, s in self._mine.storages.items()}
         self._expected = [] if self._sends else self._digests(numbered(self._mine))
         self._groups = 0
+        self._direct: tuple[Plan, ClockedExchanger] | None = None
 
     def run(self) -> dict[str, Any]:
-        """Every way in turn, round after round; what each turn took, by way."""
+        """Every way in turn, round after round; what each turn took, by way. Then the deltas, if there are any (`DeltaRank.run`)."""
+        found = {"turns": self._ways()}
+        if not self._job.changed:
+            return found
+        weights, self._wanted = self._wanted, {}  # the deltas' memory from here on
+        assert self._direct is not None
+        planned, exchanger = self._direct
+        deltas = DeltaRank(self._case, planned, exchanger, self._store, self._mine, self._held, weights, self._job.timeout_s)
+        del weights
+        return {**found, "deltas": deltas.run(self._job.changed, self._job.rounds)}
+
+    def _ways(self) -> dict[str, list[dict[str, Any]]]:
         turns = {way: self._prepared(way) for way in self._job.ways}
         found: dict[str, list[dict[str, Any]]] = {way: [] for way in turns}
         for _ in range(self._job.rounds):
             for way, turn in turns.items():
                 found[way].append(self._timed(turn))
-        return {"turns": found}
+        return found
 
     def _timed(self, turn: Turn) -> dict[str, Any]:
         for array in self._wanted.values():
             array.fill(_UNWRITTEN)
-        dist.barrier()
-        before, started = counters(), time.perf_counter()
-        moved = turn()
-        dist.barrier()
-        seconds, after = time.perf_counter() - started, counters()
-        spent = {name: value - getattr(before, name) for name, value in asdict(after).items()}
+        moved, spent = timed(turn)
         phases = moved.seconds if isinstance(moved, Moved) else {}
-        return {"seconds": seconds, **spent, "phases": phases, "right": self._digests(self._wanted) == self._expected}
+        return {**spent, "phases": phases, "right": self._digests(self._wanted) == self._expected}
 
     def _prepared(self, way: str) -> Turn:
         job = self._job
@@ -120,7 +111,12 @@ class Rank:
         planned = plans(self._case, way == RELAY, ranks=[job.rank])
         transports = [self._transport() for _ in planned]
         numbers: dict[str, Any] = {"bucket_bytes": job.bucket_bytes, "timeout_s": job.timeout_s, "threads": 1}
-        made = RelayExchanger(planned, transports, **numbers) if way == RELAY else Exchanger(planned[0], transports[0], **numbers)
+        if way == RELAY:
+            made: Exchanger | RelayExchanger = RelayExchanger(planned, transports, **numbers)
+        else:
+            made = direct = ClockedExchanger(planned[0], transports[0], **numbers)
+            direct.open_carrier()
+            self._direct = planned[0], direct
         made.bind(self._held, self._wanted)
         return made.run
 

@@ -15,14 +15,17 @@ from statistics import median
 from subprocess import Popen
 from typing import Any
 
-from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
-from benchmarks.network.cases import Case, Traffic, case, most_on_the_wire, nbytes, plans, traffic
+from asyncmoe.errors import TransferError, WaitTimeout
+from benchmarks.network.cases import Case, Traffic, case, check, nbytes, plans, traffic
+from benchmarks.network.delta_summary import summary
+from benchmarks.network.delta_summary import table as delta_table
 from benchmarks.network.hosts import Host, Wire, missing, network
 from benchmarks.network.rank import DIRECT, RELAY, Job
 from benchmarks.provenance import here
 from benchmarks.reshard import BASELINES
 
 HOSTS = ("4+2", "8+4", "2+4x2")
+MEGABYTES = 80.0
 BUCKET_BYTES = 4 << 20
 """Small, as the shards are: a transfer should take many rounds, as one of a large model in buckets of `sync.bucket_bytes` does."""
 _TIMEOUT_S = 600.0
@@ -31,8 +34,14 @@ _CASE_S = 3600.0
 _REPOSITORY = Path(__file__).parents[2]
 
 
-def run(hosts: Sequence[str], megabytes: float, wire: Wire, rounds: int, baselines: bool = True) -> dict[str, Any]:
+def run(
+    hosts: Sequence[str], megabytes: Sequence[float], wire: Wire, rounds: int, baselines: bool = True, changed: Sequence[float] = ()
+) -> dict[str, Any]:
     """Measure every case, or say why none can be.
+
+    Args:
+        megabytes: sizes of models; every one goes between all `hosts`.
+        changed: percents of the weights that change, for deltas; empty: none are measured.
 
     Returns:
         {"date", "machine", "load", "skipped"}, "skipped" the reason or empty; and unless skipped "wire", "rounds", "bucket_bytes" and
@@ -43,10 +52,10 @@ def run(hosts: Sequence[str], megabytes: float, wire: Wire, rounds: int, baselin
         InvariantBroken: a destination holds other bytes than it should, or a host's interface counted other bytes than were planned.
         TransferError, WaitTimeout: a rank died, or took too long.
     """
-    at, wanted = here(), [case(one, megabytes) for one in hosts]
+    at, wanted = here(), [case(one, size) for size in megabytes for one in hosts]
     if why := missing():
         return {**at, "skipped": why}
-    found = [measured(one, wire, ways(one, baselines), rounds) for one in wanted]
+    found = [measured(one, wire, ways(one, baselines), rounds, changed=changed) for one in wanted]
     return {**at, "skipped": "", "wire": asdict(wire), "rounds": rounds, "bucket_bytes": BUCKET_BYTES, "cases": found}
 
 
@@ -55,16 +64,18 @@ def ways(one: Case, baselines: bool) -> tuple[str, ...]:
     return (DIRECT, *([RELAY] if one.replicated else []), *(BASELINES if baselines else ()))
 
 
-def measured(one: Case, wire: Wire, ways: Sequence[str], rounds: int, bucket_bytes: int = BUCKET_BYTES) -> dict[str, Any]:
+def measured(
+    one: Case, wire: Wire, ways: Sequence[str], rounds: int, bucket_bytes: int = BUCKET_BYTES, changed: Sequence[float] = ()
+) -> dict[str, Any]:
     """Measure a case; every way has its turn in every round, without turns to warm up.
 
     Returns:
         {"name", "trainers", "engines", "engine_tp", "bytes" (of the model), "load" (before), "ways"}; each way as `_summary` returns it.
-        `run` has the errors.
+        With `changed`, which wants `DIRECT` among the ways, also "deltas", as `delta_summary.summary` returns them. `run` has the errors.
     """
     load = os.getloadavg()[0]
     with network(one.world, wire) as made, tempfile.TemporaryDirectory() as folder:
-        job = {"case": asdict(one), "first": made[0].address, "ways": ways, "rounds": rounds}
+        job = {"case": asdict(one), "first": made[0].address, "ways": ways, "rounds": rounds, "changed": changed}
         limits = {"bucket_bytes": bucket_bytes, "timeout_s": _TIMEOUT_S}
         jobs = [Job(rank=rank, **job, **limits) for rank in range(one.world)]  # type: ignore[arg-type]
         ranks = _ranks(made, jobs, Path(folder))
@@ -75,7 +86,8 @@ def measured(one: Case, wire: Wire, ways: Sequence[str], rounds: int, bucket_byt
         turns = [[rank["turns"][way][number] for rank in ranks] for number in range(rounds)]
         found[way] = _summary(one, way, turns, planned.get(way), least, wire)
     head = {"name": one.name, "trainers": one.trainers, "engines": one.engines, "engine_tp": one.tp, "bytes": nbytes(one.hf)}
-    return {**head, "load": load, "ways": found}
+    deltas = {"deltas": summary(one, [rank["deltas"] for rank in ranks], planned[DIRECT], wire)} if changed else {}
+    return {**head, "load": load, "ways": found, **deltas}
 
 
 def _ranks(hosts: Sequence[Host], jobs: Sequence[Job], folder: Path) -> list[dict[str, Any]]:
@@ -147,26 +159,6 @@ def _summary(
     return {**found, "planned_bytes": planned.total, "bound_s": planned.seconds(wire.rate), "over_plan": max(over), "phases": phases}
 
 
-def check(one: Case, way: str, ranks: Sequence[Mapping[str, Any]], planned: Traffic | None, wire: Wire) -> None:
-    """Compare what every host holds and counted in a turn with the trainer's weights and the plan.
-
-    Raises:
-        InvariantBroken: see `run`.
-    """
-    wrong = [rank for rank, found in enumerate(ranks) if not found["right"]]
-    if wrong:
-        raise InvariantBroken(f"{one.name}, {way}: host {wrong[0]} holds other weights than the trainer")
-    for rank, found in enumerate(ranks if planned is not None else ()):
-        assert planned is not None
-        out, into = planned.sent[rank], planned.received[rank]
-        segment, again = wire.mtu - 52, sum(other["retransmitted"] for other in ranks)
-        for kind, least, back in (("sent", out, into), ("received", into, out)):
-            most = most_on_the_wire(least, back, segment, again)
-            if not least <= found[kind] <= most:
-                said = f"{kind} {found[kind]} bytes by its interface, the plan says {least}, {most} with all that TCP adds"
-                raise InvariantBroken(f"{one.name}, {way}: host {rank} {said}")
-
-
 def table(results: Mapping[str, Any]) -> str:
     """The figures in lines."""
     if results["skipped"]:
@@ -177,4 +169,4 @@ def table(results: Mapping[str, Any]) -> str:
             times, share = found["seconds"], found["share"]["median"]
             figures = f"{times['best']:8.2f} {times['median']:9.2f} {share:9.1%} {found['trainer_copies']:7.2f} copies"
             lines.append(f"{one['name']:9} {way:30} {figures} {found['cpu_share']:5.0%}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *delta_table(results)])

@@ -65,6 +65,32 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stage: S
     print(f"pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]} ms, {newest.nbytes} bytes")
 
 
+def test_deltas_end_at_the_same_parameters(stage: Stage, tmp_path: Path) -> None:
+    """The engine reads what changed since the version it serves; of another trainer, which begins with everything, whole weights."""
+    a = stage.checkpoints[1]
+    few = [perturbed(a, tmp_path / "few1", 3, share=0.01)]
+    few += [perturbed(few[0], tmp_path / "few2", 4, share=0.02)]
+    several = list(zip((a, *few, a, few[0], few[0]), stage.versions(6), strict=True))
+    sync = through(stage, delta="auto", verify_every=1)
+    found = stage.rig.run(stage.publish(2, {"tp=2": several[:3], "pp=2": several[3:]}, sync=sync))
+    assert not found.failed, found.failed
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 6
+    want = {oracle: stage.expected(oracle) for oracle in (a, *few)}
+    assert not any(names for oracle, version in several for names in wrong(found.arrived[version], want[oracle]))
+    assert difference(stage.rig.run(generate(stage)), few[0]) < 1e-4
+    (whole, _), (first, sparse), (second, _), again, (third, _), last = [outcome["traffic"] for outcome in found.outcomes[0]]
+    assert again == [whole, None]
+    assert 0.008 < sparse < 0.012
+    assert last == [0, 0.0], "nothing changed, nothing is written"
+    assert max(first, third) < whole / 8
+    assert second < whole / 4
+    store = VersionStore(Folder(stage.folder / "versions"), of_run.run_of(stage.rig.config.run.dir))
+    newest = store.newest()
+    assert newest is not None
+    assert any(one.deltas for rank in newest.ranks for one in rank)
+    print(f"of {whole} bytes {first} at 1 %, pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]} ms")
+
+
 @pytest.mark.thorough
 def test_a_damaged_version_costs_one_update_and_nothing_of_it_is_served(stage: Stage) -> None:
     """An object that is altered once it is there: the engine goes on with what it has, and the next version arrives."""
@@ -99,18 +125,21 @@ def test_a_damaged_version_costs_one_update_and_nothing_of_it_is_served(stage: S
 
 
 @pytest.mark.thorough
-def test_a_killed_writer_leaves_the_engine_with_the_version_it_serves(stage: Stage) -> None:
+@pytest.mark.parametrize("delta", ["off", "auto"])
+def test_a_killed_writer_leaves_the_engine_with_the_version_it_serves(stage: Stage, tmp_path: Path, delta: str) -> None:
     """kill -9 of a rank with a part of the version written: it does not exist, and the next trainer goes on."""
     _, a, b = stage.checkpoints
     kept, lost, again = stage.versions(3)
-    found = stage.rig.run(stage.publish(2, {"tp=2": [(a, kept), (b, lost)]}, {1: (1, "killed")}, sync=through(stage)))
+    half = perturbed(a, tmp_path / "few", 3, share=0.01)
+    sync = through(stage, delta=delta)
+    found = stage.rig.run(stage.publish(2, {"tp=2": [(a, kept), (half, lost)]}, {1: (1, "killed")}, sync=sync))
     assert found.failed
     assert list(found.arrived) == [kept]
     store = VersionStore(Folder(stage.folder / "versions"), of_run.run_of(stage.rig.config.run.dir))
     assert store.versions()[-1] == VersionId(0, kept)
     assert not any(wrong(stage.held(), stage.expected(a)))
     assert [span.version for span in stage.rig.run(generate(stage)).generation.spans] == [str(kept)]
-    found = stage.rig.run(stage.publish(2, {"tp=2": [(b, again)]}, sync=through(stage)))
+    found = stage.rig.run(stage.publish(2, {"tp=2": [(b, again)]}, sync=sync))
     assert not found.failed, found.failed
     assert not any(wrong(stage.held(), stage.expected(b)))
 

@@ -24,7 +24,7 @@ from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
-from asyncmoe.version_store import Retention, ShardReader, VersionId, of_run, open_files
+from asyncmoe.version_store import HeldVersion, Retention, ShardReader, VersionId, of_run, open_files
 from tests.system import runs
 from tests.unit import reshard_ranks, version_stores
 
@@ -189,6 +189,33 @@ def test_weight_versions_are_written_and_read_by_ranges() -> None:
     retention.prune()
     assert store.versions() == [VersionId(0, 2)]
     assert set(store.files.names("objects")) == newest.objects
+
+
+@pytest.mark.usefixtures("server")
+def test_deltas_are_written_and_read_by_ranges() -> None:
+    """Whoever follows reads what changed; who comes late, whole objects and the deltas since."""
+    store = version_stores.opened(open_files("s3://backups/deltas", "sync.store.url", 30.0))
+    store.claim()
+    writers, wide = version_stores.Writers(store, 4), version_stores.WIDE
+    layout = version_stores.readers(2, wide)[0]
+    held: HeldVersion | None = None
+    reader = ShardReader(store, writers.geometry, layout)
+    for step in range(1, 7):
+        writers.write(VersionId(0, step), version_stores.stepped(step))
+        newest = store.newest()
+        assert newest is not None
+        expected = reshard_ranks.filled(layout, version_stores.stepped(step))
+        for known in (held, None):
+            got = reshard_ranks.blank(layout)
+            found = reader.read(newest, got, held=known)
+            assert all((got[name] == expected[name]).all() for name in expected)
+            assert (found < reader.plan.nbytes / 10) == (known is not None)
+        held = HeldVersion(newest, got)
+    Retention(store, 1, 0.0, time.monotonic).prune()
+    assert set(store.files.names("objects")) == newest.objects
+    got = reshard_ranks.blank(layout)
+    ShardReader(store, store.geometry(newest.geometry), layout).read(newest, got)
+    assert all((got[name] == expected[name]).all() for name in expected)
 
 
 @pytest.mark.usefixtures("server")

@@ -33,6 +33,7 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trainer.weight_sync import reshard
+from asyncmoe.trainer.weight_sync.background import BackgroundPublisher
 from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.publisher import Checksums
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
@@ -151,7 +152,7 @@ def expected(hf: dict[str, Any], config: Config, tensors: Mapping[str, torch.Ten
     return engine_checksums(hf, config.engines, tensors, device)
 
 
-def publish(sender: ReshardPublisher, version: int) -> dict[str, Any]:
+def publish(sender: BackgroundPublisher, version: int) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         sender.begin(version)

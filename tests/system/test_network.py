@@ -125,6 +125,25 @@ def test_weights_travel_as_planned() -> None:
     assert DIRECT in run.table({"skipped": "", "cases": [found]})
 
 
+def test_deltas_travel_as_they_were_coded() -> None:
+    """`measured` itself compares every pair of a full update and a delta, and in the end each engine host's weights with what the same
+    changes of the first version make."""
+    found = run.measured(Case(SMALL, trainers=2, engines=2, tp=1), WIRE, (DIRECT,), rounds=1, bucket_bytes=1 << 18, changed=(1.0, 10.0))
+    few, many = found["deltas"]["percents"]
+    for one, percent in ((few, 1.0), (many, 10.0)):
+        assert one["percent"] == percent
+        assert one["changed"] == pytest.approx(percent / 100, rel=0.02)
+        assert len(one["dense"]["seconds"]["all"]) == len(one["delta"]["seconds"]["all"]) == 1
+        assert one["dense"]["planned_bytes"] == found["ways"][DIRECT]["planned_bytes"] == 2 * found["bytes"]
+        assert one["delta"]["planned_bytes"] < one["dense"]["planned_bytes"] * percent / 100 * 1.8
+        assert min(one[way][name] for way in ("dense", "delta") for name in ("commit_s", "bytes", "cpu_share", "bound_s")) > 0
+        assert set(one["delta"]["phases"]) == {"encode", "agree", "send", "wait", "carry", "prove"}
+    assert few["ratio"]["bytes"] > 3 * many["ratio"]["bytes"] > 9
+    assert found["deltas"]["full"]["peak_extra_share"] > 0.95, "a second copy"
+    assert found["deltas"]["full"]["trainer_extra_share"] > 0.95, "what was published last"
+    assert "sooner" in run.table({"skipped": "", "cases": [found]})
+
+
 def test_other_bytes_than_planned_are_an_error() -> None:
     case = Case(SMALL, trainers=1, engines=1, tp=1)
     turn = {"seconds": 1.0, "cpu_s": 0.1, "retransmitted": 0, "right": True, "phases": {}}

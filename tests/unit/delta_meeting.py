@@ -53,6 +53,7 @@ HF = {
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }
+ENGINES = (EngineRanks("engine.0", 2, 2, 2), EngineRanks("engine.1", 1, 1, 4))
 TRAINER = {"tp": 2, "pp": 1, "ep": 1, "etp": 2, "dp": 1, "te": False}
 
 
@@ -175,6 +176,9 @@ def meet(
     audit_every: int = 0,
     timeout_s: float = 20.0,
     workers: dict[int, Worker] | None = None,
+    engines: tuple[EngineRanks, ...] = ENGINES,
+    relay: bool = False,
+    delta: bool = True,
     there: type[torch.Tensor] = torch.Tensor,
 ) -> Rig:
     """A trainer of two tensor-parallel ranks meets an engine of two ranks and one of a single rank. Stub `handshake` before.
@@ -184,7 +188,6 @@ def meet(
         there: the class of all weights, which says where they are.
     """
     place = torch.zeros(()).as_subclass(there).device
-    engines = (EngineRanks("engine.0", 2, 2, 2), EngineRanks("engine.1", 1, 1, 4))
     terms = Terms(
         HF,
         None,
@@ -197,7 +200,7 @@ def meet(
         staging,
         20_000,
         timeout_s,
-        delta=True,
+        delta=delta,
         audit_every=audit_every,
     )
     hosted = MeetingFile()
@@ -211,7 +214,8 @@ def meet(
         workers.setdefault(layout.rank, _worker(layout, there))
         worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
-    stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging))
+    stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging, relay=relay))
+    terms = MeetingOutcome(staging=staging, relay=relay).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
     sync = SimpleNamespace(timeout_s=timeout_s, delta_base="device")
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
@@ -219,7 +223,7 @@ def meet(
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})
         mesh = SimpleNamespace(rank=rank, device=place, world=2)
         side = SideStream(place) if place.type == "cuda" else None
-        met = Meeting(1, store, terms, transfer_plan.route(terms, rank))
+        met = Meeting(1, store, terms, transfer_plan.update_plans(terms, rank, transfer_plan.route(terms, rank)))
         event: Any = SimpleNamespace(set=lambda: None)
         rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], side, event))  # type: ignore[arg-type]
     return rig

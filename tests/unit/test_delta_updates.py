@@ -293,8 +293,8 @@ def test_a_rank_without_room_for_the_way_of_deltas_ends_the_others(meeting: Meet
     rig = meeting(timeout_s=5.0)
     real = Exchanger.open_carrier
 
-    def full(self: Exchanger) -> None:
-        real(self)
+    def full(self: Exchanger, *ranks: Any) -> None:
+        real(self, *ranks)
         if self.rank == rank:
             raise MemoryError("no room for messages")
 
@@ -334,8 +334,8 @@ def test_an_engine_rank_is_told_what_comes_from_whom() -> None:
         0: Offer(base=3, parts={2: Portion(9, (4, 5), (1 << 64) - 1), 3: Portion(9, (1,), 7)}),
         1: Offer(base=3, parts={2: Portion(9, (6,), 3)}),
     }
-    assert comings(offers, {2: "a", 3: "b"}, 3) == {2: Coming({0: (4, 5), 1: (6,)}, 2), 3: Coming({0: (1,)}, 7)}
-    assert comings(offers, {2: "a", 3: "b"}, None) == {2: Coming({}, 2), 3: Coming({}, 7)}
+    assert comings(offers, {2: 2, 3: 3, 4: 3}, 3) == {2: Coming({0: (4, 5), 1: (6,)}, 2), 3: Coming({0: (1,)}, 7), 4: Coming({0: (1,)}, 7)}
+    assert comings(offers, {2: 2, 3: 3}, None) == {2: Coming({}, 2), 3: Coming({}, 7)}
 
 
 def config(**values: Any) -> Config:
@@ -350,6 +350,7 @@ def config(**values: Any) -> Config:
         ({"sync": {"delta": "auto", "staging": False}}, "sync.staging is none"),
         ({"sync": {"delta": "auto"}, "train": "lora"}, "adapters are sent whole"),
         ({"sync": {"delta": "auto", "method": "broadcast"}}, "sync.method is broadcast"),
+        ({"sync": {"delta": "auto", "method": "store", "store": {"url": "/versions"}}}, ""),
     ],
 )
 def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], said: str) -> None:

@@ -18,6 +18,7 @@ from benchmarks.commands import learning_
 from benchmarks.learning import arms, changes, curves, figures, page, runner
 from benchmarks.learning.summary import summary
 from examples.real.tasks import Products, Records, Sums, number, record
+from tests.float8 import quantise
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,6 +178,28 @@ def test_changed_weights_are_counted_as_bfloat16(tmp_path: Path) -> None:
     ]
     changes.picture(runs, tmp_path / "found.svg")
     assert "dense-async, experts" in (tmp_path / "found.svg").read_text()
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (130, 576), (3, 5)])
+def test_weights_are_counted_as_the_float8_that_sglang_would_hold(tmp_path: Path, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    one = torch.randn(shape).to(torch.bfloat16)
+    other = one.clone()
+    other[0, 0] = 100.0  # the largest of its block: the scale changes, and with it most elements
+    expected = [quantise(matrix) for matrix in (one, other)]
+    for matrix, (coded, scales) in zip((one, other), expected, strict=True):
+        found, steps = changes.float8(matrix)
+        assert torch.equal(found, coded.view(torch.uint8))
+        assert torch.equal(steps, scales.view(torch.int32))
+    for name, matrix in (("one", one), ("other", other)):
+        (tmp_path / name).mkdir()
+        save_file({"model.layers.0.self_attn.q_proj.weight": matrix}, tmp_path / name / "model.safetensors")
+    differing = int((expected[0][0].view(torch.uint8) != expected[1][0].view(torch.uint8)).sum())
+    counted = changes.changed(tmp_path / "one", tmp_path / "other")
+    assert counted["attention"] == (1, one.numel())
+    assert counted[changes.FLOAT8] == (differing, one.numel())
+    assert counted[changes.SCALES] == (1, expected[0][1].numel())
+    assert changes.shares([tmp_path / "one", tmp_path / "other"])["all"] == [float(f"{1 / one.numel():.4g}")]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.trainer.weight_sync.announcer import Announcer
 from asyncmoe.trainer.weight_sync.publisher import unverified
-from asyncmoe.version_store import Geometry, ShareWriter, VersionId, VersionStore, divide, of_run, publish
+from asyncmoe.version_store import Folder, Geometry, ShareWriter, VersionId, VersionStore, divide, of_run, publish
 from tests.unit.test_receiver import HF
 
 PARALLEL = MegatronParallel(tp=2)
@@ -42,9 +42,9 @@ ENGINE = EngineParallel(2, 1)
 class Worker(torch.nn.Module):
     """A module with the parameters of one rank of an engine."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, hf: dict[str, Any] = HF) -> None:
         super().__init__()
-        for name, storage in Payload(HF).weights_of_engine(ENGINE, rank, "float32").storages.items():
+        for name, storage in Payload(hf).weights_of_engine(ENGINE, rank, "float32").storages.items():
             *path, last = name.split(".")
             inner: torch.nn.Module = self
             for part in path:
@@ -91,7 +91,7 @@ class Scene:
     """Trainer ranks that write, and the announcer of their rank 0."""
 
     def __init__(self, config: Config, controller: Controller) -> None:
-        self.controller = controller
+        self.controller, self.config = controller, config
         self.store = of_run.opened(config, 10.0)
         self.store.claim()
         payload = Payload(HF)
@@ -100,13 +100,34 @@ class Scene:
         model: Any = SimpleNamespace(hf=HF, parallel=PARALLEL, dtype=torch.float32)
         client: Any = controller
         self.announcer = Announcer(config, model, client, self.store)
+        self.reads = list[tuple[str, int]]()
+        self.writers = dict[int, ShareWriter]()
+        self.start_again(1)
+        plain = Folder.read
 
-    def write(self, step: int, value: float) -> str:
+        def noted(folder: Folder, name: str, begin: int = 0, nbytes: int | None = None) -> bytes | None:
+            found = plain(folder, name, begin, nbytes)
+            if name.startswith("objects/") and found is not None:
+                self.reads.append((name, len(found)))
+            return found
+
+        self.noted = noted
+
+    def start_again(self, full_every: int) -> None:
+        """Writers that have written nothing so far."""
+        for layout in self.sources:
+            share, store = self.sharing.shares[layout.rank], VersionStore(self.store.files, "")
+            self.writers[layout.rank] = ShareWriter(self.sharing.tensors, share, store, full_every=full_every)
+
+    def write(self, step: int, value: float, *, norms: float | None = None) -> str:
+        """Write a version of which all elements have a value, and those of the norms another one, if it is given."""
         parts = []
         for layout in self.sources:
-            arrays = {name: torch.full(storage.shape, value) for name, storage in layout.storages.items()}
-            writer = ShareWriter(self.sharing.tensors, self.sharing.shares[layout.rank], VersionStore(self.store.files, ""))
-            parts.append(writer.write(arrays))
+            arrays = {
+                name: torch.full(storage.shape, value if norms is None or "norm" not in name else norms)
+                for name, storage in layout.storages.items()
+            }
+            parts.append(self.writers[layout.rank].write(arrays))
         geometry = Geometry(self.sharing.tensors, tuple(share.slabs for share in self.sharing.shares.values()))
         return publish(self.store, VersionId(3, step), geometry, parts)
 
@@ -131,6 +152,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
     monkeypatch.setattr(worker, "_LOOK_S", 0.3)
     made = Scene(config_of(tmp_path), Controller([Worker(0), Worker(1)]))
+    monkeypatch.setattr(Folder, "read", made.noted)
     yield made
     for one in made.controller.workers:
         with suppress(KeyError):
@@ -185,6 +207,70 @@ def test_new_engines_are_met_and_get_the_version_that_is_there(scene: Scene) -> 
     assert scene.store.files.names("meetings") == []
 
 
+def whole(scene: Scene) -> int:
+    return sum(int(share.slabs.object_bytes.sum()) for share in scene.sharing.shares.values())
+
+
+def test_engines_read_what_changed_since_the_version_they_serve(scene: Scene) -> None:
+    """Swap for swap, although the memory for the next version has the one before: none is written before its commit."""
+    scene.start_again(100)
+    scene.announce(1, scene.write(1, 1.0))
+    for step in range(2, 7):
+        scene.reads.clear()
+        assert scene.announce(step, scene.write(step, 1.0, norms=float(step))) == 1.5
+        assert scene.norms == [step, step]
+        assert 0 < sum(nbytes for _, nbytes in scene.reads) < whole(scene) / 10
+        assert all((one.get_parameter("model.layers.1.mlp.experts.w13_weight") == 1.0).all() for one in scene.controller.workers)
+
+
+def test_engines_that_met_before_go_on_and_new_ones_read_from_the_beginning(scene: Scene) -> None:
+    """A meeting with other engines does not make the former ones read everything again."""
+    scene.start_again(100)
+    scene.announce(1, scene.write(1, 1.0))
+    scene.announce(2, scene.write(2, 1.0, norms=2.0))
+    scene.controller.roster = 2
+    scene.reads.clear()
+    scene.announce(3, scene.write(3, 1.0, norms=3.0))
+    assert 0 < sum(nbytes for _, nbytes in scene.reads) < whole(scene) / 4, "the geometry, and what changed"
+    scene.controller.workers, scene.controller.roster = [Worker(0), Worker(1)], 3
+    scene.reads.clear()
+    manifest = scene.write(4, 1.0, norms=4.0)
+    scene.announce(4, manifest)
+    assert scene.norms == [4.0, 4.0]
+    assert sum(nbytes for _, nbytes in scene.reads) > whole(scene)
+
+
+def test_a_delta_that_is_damaged_changes_nothing_and_a_whole_version_helps(scene: Scene) -> None:
+    scene.start_again(100)
+    scene.announce(1, scene.write(1, 1.0))
+    manifest = scene.write(2, 1.0, norms=2.0)
+    found = scene.store.manifest(VersionId(3, 2), manifest)
+    assert found is not None
+    deltas = {delta.name for rank in found.ranks for one in rank for delta in one.deltas}
+    assert deltas
+    for name in deltas:
+        scene.store.files.write(name, b"short")
+    with pytest.raises(WeightSyncError, match=r"objects/.* of version 2 of lineage 3: got .* \(engine\.0 rank [01] on .*, cpu\)$"):
+        scene.announce(2, manifest)
+    assert scene.controller.kinds()[-1] is WeightsAbort
+    assert scene.norms == [1.0, 1.0], "nothing is half applied"
+    for writer in scene.writers.values():
+        writer.forget()
+    assert scene.announce(3, scene.write(3, 1.0, norms=3.0)) == 1.5
+    assert scene.norms == [3.0, 3.0]
+
+
+def test_parameters_that_somebody_wrote_are_read_from_the_beginning(scene: Scene) -> None:
+    scene.start_again(100)
+    scene.announce(1, scene.write(1, 1.0))
+    scene.controller.workers[0].get_parameter("model.norm.weight").data[3] = 9.0
+    assert scene.announce(2, scene.write(2, 1.0, norms=2.0)) == 1.5
+    assert scene.norms == [2.0, 2.0]
+    scene.controller.workers[0].get_parameter("model.layers.1.mlp.experts.w13_weight").data[0, 0, 0] = 9.0
+    assert scene.announce(3, scene.write(3, 1.0, norms=3.0)) == 1.5
+    assert all((one.get_parameter("model.layers.1.mlp.experts.w13_weight") == 1.0).all() for one in scene.controller.workers)
+
+
 def test_an_engine_that_is_lost_ends_the_wait(scene: Scene) -> None:
     manifest = scene.write(1, 1.0)
     scene.announce(1, manifest)
@@ -225,6 +311,10 @@ def test_what_does_not_go_with_a_store_is_refused(tmp_path: Path) -> None:
         config_of(tmp_path, store={})
     with pytest.raises(AsyncmoeError, match=r"sync\.store\.url: got a value, expected nothing because sync\.method is reshard"):
         config_of(tmp_path, method="reshard")
+    with pytest.raises(AsyncmoeError, match=r"sync\.store\.full_every: got 0, expected"):
+        config_of(tmp_path, store={"url": str(tmp_path), "full_every": 0})
+    with pytest.raises(AsyncmoeError, match=r"sync\.staging: got delta, expected full because sync\.method is store"):
+        config_of(tmp_path, delta="auto", staging="delta")
     values = config_of(tmp_path).model_dump(mode="json")
     with pytest.raises(AsyncmoeError, match=r"sync\.method: got store, expected reshard or broadcast because train is lora"):
         parse(values | {"train": "lora"})

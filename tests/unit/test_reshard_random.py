@@ -30,8 +30,8 @@ def split(draw: st.DrawFn, box: Box, depth: int = 2) -> list[Box]:
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Shapes:
-    shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+def tensors(draw: st.DrawFn, largest: int = 6) -> Shapes:
+    shapes = st.lists(st.integers(1, largest), min_size=0, max_size=3).map(tuple)
     return {f"t{i}": shape for i, shape in enumerate(draw(st.lists(shapes, min_size=1, max_size=4)))}
 
 
@@ -74,8 +74,8 @@ def place(draw: st.DrawFn, rank: int, boxes: list[tuple[str, Box]], padding: boo
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Shapes, list[RankLayout], list[RankLayout]]:
-    shapes = draw(tensors())
+def cases(draw: st.DrawFn, largest: int = 6) -> tuple[Shapes, list[RankLayout], list[RankLayout]]:
+    shapes = draw(tensors(largest))
     ranks = draw(st.integers(1, 4))
     held: dict[int, list[tuple[str, Box]]] = {r: [] for r in range(ranks)}
     for _ in range(draw(st.integers(1, 3))):  # each round holds everything once more, cut differently: replicas and partial overlaps

@@ -199,7 +199,10 @@ def test_a_writer_killed_anywhere_leaves_whole_versions(tmp_path: Path) -> None:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        time.sleep(chance.uniform(0.0, 0.4))
+        until = time.monotonic() + 60
+        while len(store.versions()) < seen + 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 0.2))
         process.kill()
         process.wait(10)
         process.stdout.close()

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from model_cases import MODELS
 from reshard_ranks import Arrays, blank, filled, numbered, run_ranks
-from test_reshard_delta_float8 import Quantised
+from test_reshard_delta_float8 import Quantised, stepped
 from test_reshard_float8 import empty
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.reshard import RankLayout, plan
-from asyncmoe.version_store import Geometry, ShardReader, ShareWriter, VersionId, VersionStore, divide, publish
+from asyncmoe.version_store import Geometry, HeldVersion, ShardReader, ShareWriter, VersionId, VersionStore, divide, publish
 from tests.unit.version_stores import opened
 
 GRIDS = {
@@ -81,3 +81,30 @@ def test_weights_are_rounded_and_quantised_as_an_exchange_does(tmp_path: Path, d
         assert reader.plan.each_once
         for name, expected in dense[layout.rank].items():
             np.testing.assert_array_equal(got[name].view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize(("dtype", "float8"), [("float32", False), ("float32", True), ("bfloat16", True)])
+def test_deltas_of_rounded_and_quantised_weights_are_what_an_exchange_brings(tmp_path: Path, dtype: str, float8: bool) -> None:
+    """Steps in the trainer's dtype, of which few or all reach what engines serve; scales change with them."""
+    case, store = Quantised(dtype, float8), opened(tmp_path)
+    made = divide(case.shapes, case.source, case.destination)
+    geometry = Geometry(made.tensors, tuple(made.shares[one.rank].slabs for one in case.source))
+    writers = {one.rank: ShareWriter(made.tensors, made.shares[one.rank], store, full_every=100) for one in case.source}
+    readers = {layout.rank: ShardReader(store, geometry, layout) for layout in case.destination}
+    held: dict[int, HeldVersion] = {}
+    whole = sum(int(slabs.object_bytes.sum()) for slabs in geometry.ranks)
+    for step, (size, share) in enumerate([(0.0, 1.0), (1e-2, 0.01), (1e-5, 1.0), (1e-2, 0.001), (0.5, 1.0), (1e-2, 0.001)]):
+        stepped(case.values, size, share, step)
+        case.load()
+        publish(store, VersionId(0, step), geometry, [writer.write(case.held[rank]) for rank, writer in writers.items()])
+        manifest = store.newest()
+        assert manifest is not None
+        dense = {layout.rank: empty(layout) for layout in case.destination}
+        run_ranks(case.plan, case.held, dense)
+        for layout in case.destination:
+            got = empty(layout)
+            found = readers[layout.rank].read(manifest, got, held=held.get(layout.rank))
+            assert (found < whole / 10) == (size in (1e-2, 1e-5))
+            for name, expected in dense[layout.rank].items():
+                np.testing.assert_array_equal(got[name].view(np.uint8), expected.view(np.uint8))
+            held[layout.rank] = HeldVersion(manifest, got)

@@ -105,9 +105,7 @@ def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -
     assert watch.saved("stopped", configured) == "stopped before the first checkpoint; the same command starts over"
 
 
-def stops(
-    configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int, controller: type[Child] = Child
-) -> Interrupted:
+def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int, controller: type[Child] = Child) -> Interrupted:
     """Supervise shell scripts as a run that receives signals; what it says in the end. Each script says `ready` when it listens."""
 
     def start(ending: ExitStack) -> Processes:

@@ -3,8 +3,8 @@
 A version on its way from the optimizer step to serving, with `sync.method: reshard`:
 
 1. `trainer/loop.py` calls `begin` of a `Publisher` (`publisher.py`) at the start of the run and after every `sync.every` steps.
-2. `reshard.py` updates the tensors to send (`sources.py`, or a copy of the adapter by `trainer/lora/snapshot.py`), gathers the whole
-   checkpoint if the version is verified (`gather.py`), and starts the sending thread.
+2. `background.py` gathers the whole checkpoint if the version is verified (`gather.py`), updates the tensors to send (`sources.py`, or a
+   copy of the adapter by `trainer/lora/snapshot.py`), and starts the sending thread, which does what `reshard.py` says.
 3. `rendezvous.py`: for the first version, and if the set of engines has changed, the controller starts receivers in the engines; all
    trainer and engine ranks meet and compare plans (`TERMS`, `ready(rank)`, `VERDICT`).
 4. `sender.py`: with `sync.delta`, every rank codes what changed, and rank 0 decides whether a delta is sent (`deltas.py`). Rank 0 asks the
@@ -15,7 +15,7 @@ A version on its way from the optimizer step to serving, with `sync.method: resh
    (`expected_checksums.py`) and resumes them (`coordinator.py`); rank 0 sets `end(N)`.
 6. `sender.py`: until `settle`, rank 0 watches whether the version must be sent again to new engines, then sets `over(N)`.
 
-With `sync.method: store`, `store.py` takes the place of steps 2 and 4: every rank writes its share of the version as files
+With `sync.method: store`, `store.py` takes the place of step 4: every rank writes its share of the version as files
 (`asyncmoe.version_store`), and `announcer.py` on rank 0 meets the engines through small files and tells them which version to read.
 
 `asyncmoe.receiver` lists the engine's side of steps 3 to 5. With `sync.method: broadcast`, `broadcast.py` gathers whole tensors to rank 0

@@ -24,146 +24,67 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
-from datetime import timedelta
-from functools import cache, cached_property
 
 import torch
-import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.config.sync import no_deltas_on_gpus
 from asyncmoe.config.transports import transport_for
-from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
-from asyncmoe.models import engine_dtype
-from asyncmoe.process import yield_cores
-from asyncmoe.receiver import failing
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.channel_end import opener
-from asyncmoe.reshard import device_threads
 from asyncmoe.rpc.client import Client
-from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model.gpt import Model
-from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
-from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier, unverified
-from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, noticed_s, part
-from asyncmoe.trainer.weight_sync.sender import LOOK_S, Sender
-from asyncmoe.trainer.weight_sync.sources import WeightSources
+from asyncmoe.trainer.weight_sync.background import BackgroundPublisher
+from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier
+from asyncmoe.trainer.weight_sync.rendezvous import Meeting, NotMet, changed, in_all, meet, noticed_s, part
+from asyncmoe.trainer.weight_sync.sender import Sender
 
 log = logging.getLogger(__name__)
 
 
-class ReshardPublisher:
+class ReshardPublisher(BackgroundPublisher):
     """See `asyncmoe.trainer.weight_sync.publisher.Publisher`.
 
     Args:
-        client: connection to the controller, not shared with other threads; used on rank 0 only.
-        checksums: computes the expected checksums of a verified version.
+        client, checksums: as for `BackgroundPublisher`.
 
     Raises:
         ConfigError: a setting this path does not support.
     """
 
     def __init__(self, config: Config, model: Model, client: Client, checksums: Verifier) -> None:
-        self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
-        self._rank = model.mesh.rank
         _check(config, model)
+        super().__init__(config, model, client, checksums)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._sender: Sender | None = None
-        self._updates = 0
-        # For the sending thread only: the trainer's main thread uses other groups at the same time.
-        wait_s = config.engines.start_timeout_s + 2 * self._limit
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
         self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
-        self._running: Future[Published | None] | None = None
-        self._tried = 0.0  # start of the latest attempt to send the version under way, or of `settle`
-        self._settling = threading.Event()  # `settle` was called: the version is not to be sent again to new engines
         self._hold = threading.Lock()
         self._changing = False  # the weights may change, so the version cannot be sent again
-        self._sent = threading.Event()
-        self._sent.set()  # nothing is under way
-
-    def begin(self, version: int) -> None:
-        self._updates += 1
-        expected = self._gathered() if self._verifies else unverified
-        if self._snapshot is not None:
-            self._snapshot.take()
-        else:
-            self._sources.refresh()
-        if self._side is not None:
-            self._side.follow()
-        self._changing, self._tried = False, time.monotonic()
-        self._sent.clear()
-        self._settling.clear()
-        self._running = Future()
-        result = self._running
-
-        def failed(error: Exception) -> None:
-            self._sent.set()
-            result.set_exception(self._in_words(error))
-
-        device_threads.start(str(self._model.mesh.device), "weights", lambda: self._run(result, version, expected), failed)
-
-    def check(self) -> None:
-        if self._running is not None and self._running.done():
-            self._running.result()
 
     def wait_sent(self) -> None:
-        if self._snapshot is not None:
-            return
-        while True:
-            # Sending is bounded, and the sending thread sets `_sent` even if it fails, so this timeout means that the bound was broken.
-            while not self._sent.wait(LOOK_S):
-                self._bounded("its part of the version under way to be sent")
-            with self._hold:
-                if self._sent.is_set():
-                    self._changing = True
-                    return
-
-    def settle(self) -> Published | None:
-        if self._running is None:
-            return None
-        self._tried = time.monotonic()
-        self._settling.set()
-        while not wait([self._running], LOOK_S).done:
-            self._bounded("all engines to serve the new version")
-        running, self._running = self._running, None
-        return running.result()
+        if self._snapshot is None:
+            super().wait_sent()
 
     def close(self) -> None:
         self._disperse()
         if self._side is not None:
             self._side.communicators.close()
 
-    @property
-    def _limit(self) -> float:
-        """Seconds one attempt to publish a version, or one rendezvous, may take."""
-        return 4 * (self._sync.timeout_s + GRACE_S)
+    def _prepare(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.take()
+        else:
+            super()._prepare()
+        if self._side is not None:
+            self._side.follow()
+        self._changing = False
 
-    def _bounded(self, what: str) -> None:
-        heartbeats.beat(f"waiting for {what}")
-        limit = self._config.engines.start_timeout_s + 2 * self._limit
-        if time.monotonic() - self._tried > limit:
-            raise WaitTimeout("this rank's sender of weights", what, limit)
-
-    def _run(self, result: Future[Published | None], version: int, expected: Expected) -> None:
-        if self._sync.staging != "none":
-            yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
-        published = self._publish(version, expected)
-        self._sent.set()
-        result.set_result(published)
-
-    def _in_words(self, error: Exception) -> WeightSyncError:
-        """Convert the sending thread's error into one for the trainer's main thread."""
-        if isinstance(error, WeightSyncError):
-            return error
-        if isinstance(error, AsyncmoeError):
-            return WeightSyncError(str(error))  # the message the other ranks received
-        log.error("sending weights", exc_info=error)
-        made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {self._rank} on {failing.where(self._model.mesh.device)})")
-        made.__cause__ = error
-        return made
+    def _let_go(self) -> bool:
+        with self._hold:
+            self._changing = self._sent.is_set()  # else the version is being sent again
+            return self._changing
 
     def _publish(self, version: int, expected: Expected) -> Published | None:
         """Send the version until it needs no further attempt; return None if it was abandoned."""
@@ -230,35 +151,15 @@ class ReshardPublisher:
 
     @property
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._sources.tensors if self._snapshot is None else self._snapshot.tensors
+        return super()._tensors if self._snapshot is None else self._snapshot.tensors
 
     @property
     def _verifies(self) -> bool:
-        """Whether to compare checksums. SGLang has none for adapter memory; adapters rely on the digest of each message."""
-        return self._snapshot is None and self._sync.verify_every > 0 and (self._updates - 1) % self._sync.verify_every == 0
-
-    @cached_property
-    def _sources(self) -> WeightSources:
-        return WeightSources(self._model)
-
-    @cached_property
-    def _gatherer(self) -> Gatherer:
-        return Gatherer(self._model, self._sync.bucket_bytes, self._sync.timeout_s, quantised=True)
-
-    def _gathered(self) -> Expected:
-        """Gather the checkpoint to rank 0, and return the function that computes its checksums. Collective over the trainer's ranks."""
-        kept: dict[str, torch.Tensor] = {}
-        for bucket, flat in self._gatherer.run():
-            if flat is not None:
-                kept.update(tensors_in(bucket, flat.cpu()))
-        return cache(lambda device: self._checksums(kept, device))
+        # SGLang has no checksums for adapter memory; adapters rely on the digest of each message.
+        return self._snapshot is None and super()._verifies
 
 
 def _check(config: Config, model: Model) -> None:
     opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
     if config.sync.staging == "delta" and model.mesh.device.type != "cpu":
         raise no_deltas_on_gpus()
-    ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
-    if theirs not in (ours, "bfloat16"):
-        hint = f"set engines.dtype={ours} or sync.method=broadcast"
-        raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}, or bfloat16", hint=hint)

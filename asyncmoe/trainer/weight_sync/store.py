@@ -1,7 +1,8 @@
 """Publish a weight version as files, for engines that have no path to the trainer (`asyncmoe.version_store`).
 
 Every trainer rank writes its share from a background thread, while the next step computes; only the optimizer update waits until it is
-written. Then rank 0 writes the manifest: the version exists. From there on nobody needs the trainer's weights: rank 0 has the controller
+written. With `sync.delta` each rank writes what changed since the version before, and, from time to time, everything. Then rank 0 writes
+the manifest: the version exists. From there on nobody needs the trainer's weights: rank 0 has the controller
 start receivers in the engines, which meet it through small files in the same place (`asyncmoe.receiver.file_keys`), announces the version,
 and when all engine ranks have read and verified their shards, asks the controller to commit it. If an engine dies meanwhile, or starts
 again, the version is announced once more to those that are there.
@@ -13,6 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,11 +27,22 @@ from asyncmoe.receiver import failing
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync.announcer import Announcer
-from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier
+from asyncmoe.trainer.weight_sync.background import BackgroundPublisher
+from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Traffic, Verifier
 from asyncmoe.trainer.weight_sync.rendezvous import starving
-from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 from asyncmoe.trainer.weight_sync.sender import LOOK_S
-from asyncmoe.version_store import Geometry, Retention, ShareWriter, StoredObject, VersionId, VersionStore, divide, of_run, publish
+from asyncmoe.version_store import (
+    Geometry,
+    Retention,
+    ShareSize,
+    ShareWriter,
+    StoredObject,
+    VersionId,
+    VersionStore,
+    divide,
+    of_run,
+    publish,
+)
 from asyncmoe.version_store.manifest import objects_from_json, objects_to_json
 
 log = logging.getLogger(__name__)
@@ -37,11 +50,11 @@ _MOST_TOLD = 1 << 28
 """Bytes that a rank tells the others at a time."""
 
 
-class StorePublisher(ReshardPublisher):
+class StorePublisher(BackgroundPublisher):
     """See `asyncmoe.trainer.weight_sync.publisher.Publisher`.
 
     Args:
-        client, checksums: as for `ReshardPublisher`.
+        client, checksums: as for `BackgroundPublisher`.
 
     Raises:
         ConfigError: a setting this path does not support.
@@ -49,10 +62,10 @@ class StorePublisher(ReshardPublisher):
     """
 
     def __init__(self, config: Config, model: Model, client: Client, checksums: Verifier) -> None:
-        super().__init__(config, model, client, checksums)
         if model.mesh.device.type != "cpu":
             expected = "reshard or broadcast with weights on GPUs: versions are written from host memory so far"
             raise ConfigError("sync.method", got="store", expected=expected)
+        super().__init__(config, model, client, checksums)
         mesh, dtype = model.mesh, str(model.dtype).removeprefix("torch.")
         payload = Payload(model.hf)
         sources = payload.trainer(model.parallel, dtype)
@@ -65,21 +78,34 @@ class StorePublisher(ReshardPublisher):
             store.claim()
             geometry = Geometry(sharing.tensors, tuple(sharing.shares[rank].slabs for rank in range(mesh.world)))
             self._lead = _Lead(config, model, client, store, geometry)
-        self._writer = ShareWriter(sharing.tensors, sharing.shares[mesh.rank], VersionStore(files, ""))
+        self._deltas = config.sync.delta != "off"
+        full_every = config.sync.store.full_every if self._deltas else 1
+        self._writer = ShareWriter(sharing.tensors, sharing.shares[mesh.rank], VersionStore(files, ""), full_every=full_every)
 
     def close(self) -> None:
         if self._lead is not None:
             self._lead.announcer.part()
 
     def _publish(self, version: int, expected: Expected) -> Published:
+        whole = False
+        try:
+            published = self._written_and_read(version, expected)
+            whole = True
+        finally:
+            if not whole:
+                self._writer.forget()  # what nobody could write, or read, is no base
+        return published
+
+    def _written_and_read(self, version: int, expected: Expected) -> Published:
         begin = time.perf_counter()
-        parts = self._written()
+        shares = self._written()
+        traffic = _traffic([one.size for one in shares]) if self._deltas else None
         if self._lead is None:
             self._outcome("")
             return Published(version, time.perf_counter() - begin, 0.0)
         pause_ms, failure = 0.0, "rank 0 has failed"
         try:
-            self._lead.write(version, parts)
+            self._lead.write(version, [one.objects for one in shares])
             pause_ms, failure = self._announced(self._lead, version, expected), ""
         except AsyncmoeError as error:
             failure = str(error)
@@ -89,7 +115,7 @@ class StorePublisher(ReshardPublisher):
             raise
         finally:
             self._outcome(failure)
-        published = Published(version, time.perf_counter() - begin, pause_ms)
+        published = Published(version, time.perf_counter() - begin, pause_ms, traffic)
         while not self._settling.wait(LOOK_S):
             if starving(self._config, self._client):
                 log.warning("all engines that had version %d are gone; announcing it to those that are there now", version)
@@ -107,7 +133,7 @@ class StorePublisher(ReshardPublisher):
                     raise
                 log.warning("engines changed during version %d; announcing it to the current engines: %s", version, error)
 
-    def _written(self) -> list[tuple[StoredObject, ...]]:
+    def _written(self) -> list[_Share]:
         """Write this rank's share; return what all ranks have written.
 
         Raises:
@@ -116,6 +142,7 @@ class StorePublisher(ReshardPublisher):
         told: dict[str, object] = {}
         try:
             told["objects"] = objects_to_json(self._writer.write(self._tensors))
+            told["size"] = asdict(self._writer.size)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
                 log.exception("writing a version")
@@ -125,7 +152,7 @@ class StorePublisher(ReshardPublisher):
         failures = [one["failure"] for one in everyone if "failure" in one]
         if failures:
             raise WeightSyncError(failures[0])
-        return [objects_from_json(one["objects"]) for one in everyone]
+        return [_Share(objects_from_json(one["objects"]), ShareSize(**one["size"])) for one in everyone]
 
     def _outcome(self, failure: str) -> None:
         """Have every rank know rank 0's failure, if there is one. Collective; raises it on all others.
@@ -136,6 +163,14 @@ class StorePublisher(ReshardPublisher):
         told = in_turn(self._group, failure.encode()[: 1 << 12])[0].decode(errors="replace")
         if told and self._rank != 0:
             raise WeightSyncError(told)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank wrote of a version."""
+
+    objects: tuple[StoredObject, ...]
+    size: ShareSize
 
 
 class _Lead:
@@ -156,6 +191,14 @@ class _Lead:
             self._retention.prune()
         except AsyncmoeError as error:
             log.warning("old weight versions stay in %s: %s", self._store.files.shown, error)
+
+
+def _traffic(sizes: Sequence[ShareSize]) -> Traffic:
+    """Return what a version took, of which ranks wrote parts."""
+    changes = [one.changed for one in sizes if one.changed is not None]
+    elements = sum(one.elements for one in sizes)
+    share = sum(changes) / max(1, elements) if len(changes) == len(sizes) else None
+    return Traffic(sum(one.nbytes for one in sizes), share)
 
 
 def in_turn(group: dist.ProcessGroup, mine: bytes) -> list[bytes]:

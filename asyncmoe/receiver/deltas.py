@@ -157,7 +157,7 @@ class DeltaStaging:
 
     def _stage(self, source: int, message: np.ndarray) -> None:
         with self._refusing():
-            self._held.stage(source, message)
+            self._held.stage(source, message, owned=True)  # the carrier made it for this rank
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

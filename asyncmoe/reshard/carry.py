@@ -14,6 +14,9 @@ from asyncmoe.reshard.memory import memory_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
 
 PIECE_BYTES = 1 << 20
+_SMALL_PIECE_BYTES, _PIECES = 64 << 10, 8
+"""A message of less than `_PIECES` pieces is cut into so many, though not into smaller ones than the first: the buffers of a small message
+should be smaller than itself."""
 _SLOTS = 2
 BUFFERED_BYTES = _SLOTS * PIECE_BYTES
 """Bytes of the buffers for each pair of ranks, unless `piece_bytes` is given."""
@@ -82,8 +85,8 @@ class Carrier:
         """
         until = time.monotonic() + timeout_s
         _check({*outgoing} - {*self._destinations} | {*incoming} - {*self._sources})
-        out = {rank: [part for one in several for part in _parts(one, self._piece_bytes)] for rank, several in outgoing.items()}
-        into = {rank: _Arriving(rank, sizes, self._piece_bytes, take) for rank, sizes in incoming.items()}
+        out = {rank: _parts(several, self._piece(list(map(len, several)))) for rank, several in outgoing.items()}
+        into = {rank: _Arriving(rank, sizes, self._piece(sizes), take) for rank, sizes in incoming.items()}
         out, into = {rank: one for rank, one in out.items() if one}, {rank: one for rank, one in into.items() if one.pieces}
         if self._transport is None:
             if self._shared is not None:
@@ -102,6 +105,10 @@ class Carrier:
         """Release the memory. Peers that still wait notice."""
         if self._shared is not None:
             self._shared.close()
+
+    def _piece(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of a piece of a pair's messages, which both ends know."""
+        return min(self._piece_bytes, max(_SMALL_PIECE_BYTES, max(sizes, default=0) // _PIECES))
 
     def _move(
         self,
@@ -202,8 +209,8 @@ def _check(strangers: set[int]) -> None:
         raise LayoutError("ranks of messages", got=f"rank {min(strangers)}", expected="ranks that the carrier was made for")
 
 
-def _parts(message: np.ndarray, piece_bytes: int) -> list[np.ndarray]:
-    return [message[start:end] for start, end in _edges(len(message), piece_bytes)]
+def _parts(messages: Sequence[np.ndarray], piece_bytes: int) -> list[np.ndarray]:
+    return [message[start:end] for message in messages for start, end in _edges(len(message), piece_bytes)]
 
 
 def _edges(nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:

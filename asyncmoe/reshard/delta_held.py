@@ -73,10 +73,11 @@ class HeldMemory:
             one.held = held(one.table)
         self.padding, self._device = held(self._table), device
 
-    def copy(self, message: np.ndarray) -> np.ndarray:
-        """Return a copy of a message, uint8[n]: for a GPU in memory that stays in place. Raise MemoryError if there is none."""
+    def keep(self, message: np.ndarray, owned: bool) -> np.ndarray:
+        """Return a copy of a message, uint8[n], or, if it is `owned`, the message; for a GPU always a copy, in memory that stays in place.
+        Raise MemoryError if there is none."""
         if self._gpu is None:
-            return message.copy()
+            return message if owned else message.copy()
         kept = self._gpu.pinned(len(message))
         kept[:] = message
         return kept

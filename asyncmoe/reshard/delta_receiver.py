@@ -142,9 +142,12 @@ class DeltaReceiver:
         found = self._header(source, byte_row(header))
         return FRAME_BYTES + found.payload
 
-    def stage(self, source: int, message: np.ndarray) -> None:
+    def stage(self, source: int, message: np.ndarray, *, owned: bool = False) -> None:
         """Keep a copy of a message, uint8[n], from a source rank, and check that copy: the caller's memory may be written meanwhile, as a
         slot is that both ends share. Nothing is written to the destination.
+
+        Args:
+            owned: nobody writes to the message any more, so that it may be kept itself.
 
         Raises:
             LayoutError: `message` is no array of uint8.
@@ -156,7 +159,7 @@ class DeltaReceiver:
         if len(theirs) != expected:
             raise self._refusal(source, f"message of a delta: got {len(theirs)} bytes, expected {expected}")
         try:
-            kept = self._memory.copy(theirs)
+            kept = self._memory.keep(theirs, owned)
         except MemoryError as error:
             raise self._refusal(source, f"message of a delta: no host memory for its {len(theirs)} bytes: {error}") from error
         header = self._header(source, kept)  # again: what was read before may have been overwritten

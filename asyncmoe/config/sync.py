@@ -77,9 +77,9 @@ class SyncSection(Section):
     )
     relay: Annotated[Literal["auto", "off"], Switch] = Field(
         "auto",
-        description="auto: engines of equal layout pass on to each other what they receive, so that the trainer sends one copy however "
-        "many engines there are: over gloo, with sync.staging full, where the network cards allow a full update in less time that way. "
-        "off: the trainer sends to every engine.",
+        description="auto: engines of equal layout pass on to each other the weights they receive, so that the trainer sends one copy "
+        "however many engines there are: over gloo, with sync.staging full, where the network cards allow a full update in less time that "
+        "way. off: the trainer sends to every engine.",
     )
     delta_base: Literal["device", "host"] = Field(
         "device",

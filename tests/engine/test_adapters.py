@@ -26,7 +26,7 @@ from asyncmoe.rollout.engines.types import Generation, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import settings
-from tests.engine.oracle import Merged, routes
+from tests.engine.oracle import Merged, gaps, routes
 from tests.unit.adapters import ALL, random_adapter
 
 pytestmark = pytest.mark.engine
@@ -35,6 +35,8 @@ LIMIT = 6
 """Of the rank; adapters have less, so that what a slot holds besides them is seen."""
 SWAPS = 20
 WORKERS = 8
+TIE = 1e-5
+"""Difference of two router logits that rounding may reverse, as in test_adapter_sync."""
 
 
 @dataclass
@@ -197,21 +199,29 @@ def test_twenty_swaps_under_load(rig: Rig, model: Path, tmp_path: Path) -> None:
     versions = {serving.version for _, serving, _, _ in answers}
     overtaken = sum(late for *_, late in answers)
     worst = apart = 0.0
+    ties: list[float] = []
     for version in sorted(versions):
         merged = Merged(model, rig.m, made.get(version))
         for prompt, serving, generation, _ in answers:
             assert [span.version for span in generation.spans] == [str(serving.version)]
             if serving.version == version:
-                worst = max(worst, merged.difference(prompt, generation.tokens, generation.logprobs, 0.8))
+                found = merged.difference(prompt, generation.tokens, generation.logprobs, 0.8)
+                gap = 1.0 if found < 1e-4 else float(gaps(merged.model, np.array([*prompt, *generation.tokens])).min())
+                if gap < TIE:  # a router may decide it either way, and what follows differs
+                    ties.append(gap)
+                else:
+                    worst = max(worst, found)
             elif serving.version == version + 1 and not apart:
                 apart = merged.difference(prompt, generation.tokens, generation.logprobs, 0.8)
     seconds.sort()
     print(
         f"{len(answers)} responses of {len(versions)} versions, {overtaken} ended after the next was there; at most {worst:.1e} from their "
-        f"version's merged weights ({apart:.2f} from the one before); a response took {seconds[len(seconds) // 2]:.3f} s, at most "
-        f"{seconds[-1]:.3f} s; a swap {sorted(swaps)[len(swaps) // 2]:.3f} s, at most {max(swaps):.3f} s"
+        f"version's merged weights ({apart:.2f} from the one before), {len(ties)} with ties of routers; a response took "
+        f"{seconds[len(seconds) // 2]:.3f} s, at most {seconds[-1]:.3f} s; a swap {sorted(swaps)[len(swaps) // 2]:.3f} s, at most "
+        f"{max(swaps):.3f} s"
     )
     assert versions >= set(range(1, SWAPS + 1))
     assert overtaken >= SWAPS
     assert worst < 1e-4
+    assert len(ties) <= len(answers) // 50, ties
     assert apart > 0.05

@@ -207,6 +207,18 @@ def test_a_missing_program_says_so() -> None:
     assert asyncio.run(run()) == "ended with status 127; said: /nowhere/x: No such file or directory"
 
 
+def test_last_words_are_told_however_late_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ServerProcess._listen
+
+    async def late(self: ServerProcess) -> None:
+        await self._opened().wait()
+        await asyncio.sleep(0.1)
+        await real(self)
+
+    monkeypatch.setattr(ServerProcess, "_listen", late)
+    assert ran("import sys\nsys.exit('no more')")[1] == "ended with status 1; said: no more"
+
+
 @pytest.mark.parametrize("code", ["while True: print('x', end='')", "while True: print('xx')"])
 def test_a_flood_ends_within_its_bound(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "MAX_BYTES", 100_000)

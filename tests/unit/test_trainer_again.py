@@ -121,16 +121,25 @@ class StandIn:
     async def ask(self, request: Request, rank: int = 0) -> Reply:
         return (await asyncio.to_thread(self.ranks[rank].ask, request, 30.0))[0]
 
+    async def of_all(self, request_of: Callable[[int], Request]) -> list[Reply]:
+        """Every rank asks; returns, or raises the first error, when all have their answer: a client that waits in a thread may not be
+        closed, which zmq ends the process for."""
+        said = await asyncio.gather(*(self.ask(request_of(rank), rank) for rank in range(RANKS)), return_exceptions=True)
+        for one in said:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in said if not isinstance(one, BaseException)]
+
     async def hello(self, step: int) -> Welcome:
         self.step, digests = step, (self.config.digest, self.config.digest_without_layout)
-        said = await asyncio.gather(*(self.ask(Hello(rank, RANKS, digests[0], step, None, digests[1]), rank) for rank in range(RANKS)))
+        said = await self.of_all(lambda rank: Hello(rank, RANKS, digests[0], step, None, digests[1]))
         assert isinstance(said[0], Welcome)
         assert said[0] == said[1]
         return said[0]
 
     async def lease(self) -> Leased:
         asked = Lease(self.step, "rl", self.config.rollout.batch, self.step, 20.0)
-        said = await asyncio.gather(*(self.ask(asked, rank) for rank in range(RANKS)))
+        said = await self.of_all(lambda rank: asked)
         assert isinstance(said[0], Leased)
         assert said[0] == said[1]
         return said[0]
@@ -139,7 +148,7 @@ class StandIn:
         leased = await self.lease()
         assert leased.items
         await self.ask(Fetch(self.step, tuple(item.key for item in leased.items)))
-        await asyncio.gather(*(self.ask(Commit(self.step), rank) for rank in range(RANKS)))
+        await self.of_all(lambda rank: Commit(self.step))
         self.batches[self.step] = leased
         self.step += 1
         return leased
@@ -152,7 +161,7 @@ class StandIn:
         await self.ask(WeightsCommit(self.step, update=self.updates))
 
     async def goodbye(self, finished: bool = True) -> None:
-        await asyncio.gather(*(self.ask(Goodbye(rank, finished), rank) for rank in range(RANKS)))
+        await self.of_all(lambda rank: Goodbye(rank, finished))
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,15 @@ def test_several_chat_templates_are_copied(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """A command started here is ended by SIGHUP, which it would ignore if these tests were started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_what_a_stopped_command_wrote_is_deleted(tmp_path: Path, number: signal.Signals) -> None:
     """At once, or by the next one with the same place if it was killed."""

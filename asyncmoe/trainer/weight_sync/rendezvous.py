@@ -260,7 +260,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
         delta=sync.delta != "off" and not unsupported(config),
         audit_every=sync.audit_every,
-        relay=sync.relay != "off",
+        relay=sync.relay != "off" and model.adapter is None,  # adapters are small
     )
     store.put(protocol.TERMS, terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)

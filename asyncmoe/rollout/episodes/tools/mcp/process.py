@@ -115,12 +115,14 @@ class ServerProcess:
         return "; ".join(parts)
 
     async def settled(self) -> None:
-        """Wait a moment for the end of a process whose output has ended, so that `state` knows its status."""
+        """Wait a moment for the end of a process whose output has ended, so that `state` knows its status and its last words."""
         process = self._opened()
         if self.fault is None and process.stdout is not None and process.stdout.at_eof():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_S):
                     await process.wait()
+                    if self._listening is not None:  # ends with the stream, which what the server started may keep open
+                        await asyncio.wait([self._listening])
 
     async def close(self) -> None:
         """End the process and all that it started.

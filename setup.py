@@ -21,7 +21,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 RESHARD = "asyncmoe.reshard._C"
-CUDA_SOURCES = ["csrc/copy.cu", "csrc/device.cu", "csrc/scales.cu"]
+CUDA_SOURCES = ["csrc/copy.cu", "csrc/delta.cu", "csrc/device.cu", "csrc/scales.cu"]
 EXTRA_FLAGS = os.environ.get("ASYNCMOE_CXXFLAGS", "").split()
 
 

@@ -1,8 +1,7 @@
 #include <algorithm>
-#include <memory>
 
+#include "device_array.h"
 #include "device_program.h"
-#include "device_scope.h"
 
 namespace asyncmoe {
 namespace {
@@ -85,36 +84,6 @@ int64_t blocks_that_fit(Kernel kernel, int device) {
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "the copy kernel");
     return int64_t{multiprocessors} * std::max(1, blocks);
-}
-
-// An array on the current device; null if it is empty.
-template <typename T>
-class DeviceArray {
-  public:
-    explicit DeviceArray(size_t count) {
-        if (count) check(cudaMalloc(&start_, count * sizeof(T)), "cudaMalloc of the copy kernel's tables");
-    }
-    explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
-        if (!values.empty())
-            check(cudaMemcpy(start_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    }
-    ~DeviceArray() { cudaFree(start_); }
-    DeviceArray(const DeviceArray&) = delete;
-    DeviceArray& operator=(const DeviceArray&) = delete;
-    T* get() const { return static_cast<T*>(start_); }
-
-  private:
-    void* start_ = nullptr;
-};
-
-void upload(const DeviceArray<int64_t>& there, std::vector<int64_t>& known, const std::vector<int64_t>& wanted,
-            int64_t count, cudaStream_t stream) {
-    const auto n = static_cast<size_t>(count);
-    if (n == 0 || (known.size() == n && std::equal(known.begin(), known.end(), wanted.begin()))) return;
-    known.assign(wanted.begin(), wanted.begin() + count);
-    // The source is pageable memory, so the call returns only after reading it.
-    check(cudaMemcpyAsync(there.get(), known.data(), n * sizeof(int64_t), cudaMemcpyHostToDevice, stream),
-          "uploading base addresses");
 }
 
 }  // namespace

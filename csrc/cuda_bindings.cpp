@@ -77,6 +77,9 @@ void define_device(py::module_& module) {
         .def_property_readonly("address", &DeviceMemory::address)
         .def_property_readonly("nbytes", &DeviceMemory::nbytes)
         .def("handle", [](const DeviceMemory& self) { return py::bytes(self.handle()); });
+    py::class_<PinnedMemory>(module, "PinnedMemory", "Host memory that stays in place (csrc/device.h).")
+        .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"))
+        .def_property_readonly("address", &PinnedMemory::address);
     py::class_<DeviceProgram>(module, "DeviceProgram", "A program on a GPU (csrc/device_program.h).")
         .def(py::init<const Program&, int>(), py::arg("program"), py::arg("device"), py::keep_alive<1, 2>())
         .def(

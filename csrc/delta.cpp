@@ -142,10 +142,12 @@ void DeltaTable::check_chunk(int64_t chunk) const {
                                     std::to_string(chunks()));
 }
 
-void DeltaTable::check_bases(const std::vector<int64_t>& bases) const {
+void DeltaTable::check_bases(const std::vector<int64_t>& bases, bool null) const {
     if (static_cast<int64_t>(bases.size()) < bases_)
         throw std::invalid_argument("base addresses of a delta: got " + std::to_string(bases.size()) +
                                     ", expected at least " + std::to_string(bases_));
+    if (!null && std::count(bases.begin(), bases.end(), 0))
+        throw std::invalid_argument("base addresses of a delta: got null, expected memory");
 }
 
 int64_t DeltaTable::bytes(int64_t chunk) const {
@@ -166,7 +168,7 @@ const DeltaTable::Block* DeltaTable::end(int64_t chunk) const {
 int64_t DeltaTable::bound(int64_t chunk) const { return bytes(chunk) + kEntry * (end(chunk) - begin(chunk)); }
 
 uint64_t DeltaTable::read(int64_t chunk, const std::vector<int64_t>& bases, int threads) const {
-    check_bases(bases);
+    check_bases(bases, true);
     const Block* blocks = begin(chunk);
     std::atomic<uint64_t> sum{0};
     run_on_threads(threads_for(threads, bytes(chunk)), end(chunk) - blocks, [&](int64_t i) {
@@ -220,9 +222,7 @@ std::optional<std::string> DeltaTable::fault(int64_t chunk, const std::byte* pay
 
 uint64_t DeltaTable::apply(int64_t chunk, const std::byte* payload, int64_t nbytes, const std::vector<int64_t>& bases,
                            bool write, int threads) const {
-    check_bases(bases);
-    if (std::count(bases.begin(), bases.end(), 0))
-        throw std::invalid_argument("base addresses of a delta: got null, expected memory");
+    check_bases(bases, false);
     const Block* blocks = begin(chunk);
     const int64_t count = end(chunk) - blocks;
     const auto wrong = [] { return std::invalid_argument("payload of a delta: got a fault, expected none"); };

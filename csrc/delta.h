@@ -53,6 +53,12 @@ class DeltaTable {
     int64_t bound(int64_t chunk) const;
     const std::vector<int64_t>& firsts() const { return firsts_; }
     const Row& row(int64_t number) const { return rows_[static_cast<size_t>(number)]; }
+    // Number of bases that the rows need.
+    int64_t bases() const { return bases_; }
+    // Throws std::invalid_argument for too few bases, and unless `null`, for null ones.
+    void check_bases(const std::vector<int64_t>& bases, bool null) const;
+    // Throws std::invalid_argument unless the elements of a chunk lie one after another from byte 0, as in a message.
+    void check_message(int64_t chunk) const;
     // The blocks of a chunk.
     const Block* begin(int64_t chunk) const;
     const Block* end(int64_t chunk) const;
@@ -74,7 +80,6 @@ class DeltaTable {
   private:
     void add_blocks();
     void check_chunk(int64_t chunk) const;
-    void check_bases(const std::vector<int64_t>& bases) const;
 
     std::vector<Row> rows_;
     std::vector<int64_t> firsts_;

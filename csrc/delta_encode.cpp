@@ -33,15 +33,12 @@ void check_rows(const DeltaTable& table, const Program& pack, int64_t chunk, con
     };
     if (table.firsts() != pack.firsts() || table.bytes(chunk) != pack.bytes(chunk)) throw wrong("rows");
     const auto first = static_cast<size_t>(chunk);
-    int64_t at = 0;
     for (int64_t i = table.firsts()[first]; i < table.firsts()[first + 1]; ++i) {
-        const DeltaTable::Row& row = table.row(i);
-        const int64_t bytes = row.elements * row.item;
+        const int64_t bytes = table.row(i).elements * table.row(i).item;
         if (bytes != pack.descriptors()[static_cast<size_t>(i)].copy.bytes())
             throw wrong("rows: row " + std::to_string(i) + " has " + std::to_string(bytes) + " bytes");
-        if (!lies_at(row, at)) throw wrong("places: row " + std::to_string(i) + " does not follow the one before");
-        at += bytes;
     }
+    table.check_message(chunk);
 }
 
 // Memory of one thread, of which only what is used is touched.
@@ -177,6 +174,17 @@ class Encoder {
 };
 
 }  // namespace
+
+void DeltaTable::check_message(int64_t chunk) const {
+    check_chunk(chunk);
+    int64_t at = 0;
+    for (int64_t i = firsts_[static_cast<size_t>(chunk)]; i < firsts_[static_cast<size_t>(chunk) + 1]; ++i) {
+        if (!lies_at(row(i), at))
+            throw std::invalid_argument("delta of a program: got a table of other places: row " + std::to_string(i) +
+                                        " does not follow the one before, expected those of the program");
+        at += row(i).elements * row(i).item;
+    }
+}
 
 int64_t Encoded::nbytes() const {
     int64_t total = static_cast<int64_t>(entries.size());

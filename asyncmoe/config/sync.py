@@ -20,8 +20,8 @@ StagingChoice = Literal["auto", "full", "delta", "none"]
 
 
 def no_deltas_on_gpus() -> ConfigError:
-    """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, which deltas are not read from."""
-    return ConfigError("sync.staging", got="delta", expected="auto, full or none on GPUs, where every update is full", hint="leave it out")
+    """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, of which no plan counts it yet."""
+    return ConfigError("sync.staging", got="delta", expected="auto, full or none on GPUs", hint="leave it out")
 
 
 def _former(value: Any) -> Any:
@@ -71,15 +71,21 @@ class SyncSection(Section):
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
         description="auto: send only the elements that changed since the version before, or with sync.method store write them, where that "
-        "is supported (reshard between CPUs and store; weights; sync.staging not none) and takes at most half of everything; each trainer "
-        "rank keeps a copy of what it sent last, and every engine rank proves by a digest of its whole shard that it holds the version. "
-        "Whatever is doubtful is sent in full. off: send everything.",
+        "is supported (reshard and store; weights; sync.staging not none) and takes at most half of everything; each trainer rank keeps a "
+        "copy of what it sent last, and every engine rank proves by a digest of its whole shard that it holds the version. Whatever is "
+        "doubtful is sent in full. Between GPUs this has been tested in emulation only, never on one. off: send everything.",
     )
     relay: Annotated[Literal["auto", "off"], Switch] = Field(
         "auto",
         description="auto: engines of equal layout pass on to each other the weights they receive, so that the trainer sends one copy "
         "however many engines there are: over gloo, with sync.staging full, where the network cards allow a full update in less time that "
         "way. off: the trainer sends to every engine.",
+    )
+    delta_base: Literal["device", "host"] = Field(
+        "device",
+        description="With sync.delta and weights on GPUs, where each trainer rank keeps what it sent last. device: in its GPU's memory, as "
+        "many bytes as it sends in a full update. host: in as much host memory that cannot be paged out; each update reads all of it "
+        "over PCIe.",
     )
     audit_every: NonNegative = Field(
         20,

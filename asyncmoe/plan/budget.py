@@ -37,6 +37,7 @@ class Budget:
         cpu: the run is for machines without GPUs.
         shared: a trainer rank and an engine share each GPU.
         checkpoint_copy: host memory of a trainer rank, in bytes, for the copy that `trainer.async_save` keeps; on a CPU part of `trainer`.
+        delta_base: host memory of a trainer rank, in bytes, for what it sent last, if `sync.delta` keeps that there.
     """
 
     trainer: GpuMemory
@@ -45,13 +46,14 @@ class Budget:
     cpu: bool = False
     shared: bool = False
     checkpoint_copy: int = 0
+    delta_base: int = 0
 
     @property
     def host_line(self) -> str:
         """What a trainer rank needs of its host's memory; "" if nothing is planned."""
-        if not self.checkpoint_copy:
-            return ""
-        return f"# host memory: {_gb(self.checkpoint_copy)} GB a trainer rank, for the copy that trainer.async_save keeps"
+        copies = {"trainer.async_save": self.checkpoint_copy, "sync.delta": self.delta_base}
+        needs = (f"{_gb(nbytes)} GB a trainer rank, for the copy that {key} keeps" for key, nbytes in copies.items() if nbytes)
+        return "\n".join(f"# host memory: {need}" for need in needs)
 
     @property
     def line(self) -> str:
@@ -85,7 +87,8 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
         largest = GpuMemory({**largest.parts, "checkpoint copy": copied})
     serves = serving(config, hf, cpu, staging_of(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serves)
-    return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, copied)
+    base = host.delta_base(hf, parallel, settings) if _keeps_base(config, hf) and not settings.delta_base else 0
+    return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, copied, base)
 
 
 def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
@@ -219,8 +222,14 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         adapter=adapter_of(config, hf),
         unmasked=objective.kl.coefficient > 0 and config.keeps_sampling_mask,
     )
-    distributed, reference = trainer.distributed_optimizer, objective.kl.coefficient > 0
-    return Training(microbatch, distributed, reference, config.sync.bucket_bytes, _communicators(config, cpu, config.engines.count))
+    return Training(
+        microbatch,
+        trainer.distributed_optimizer,
+        reference=objective.kl.coefficient > 0,
+        bucket_bytes=config.sync.bucket_bytes,
+        communicators=_communicators(config, cpu, config.engines.count),
+        delta_base=_keeps_base(config, hf) and (cpu or (config.sync.method == "reshard" and config.sync.delta_base == "device")),
+    )
 
 
 def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staging: Staging | None = None) -> EngineMemory:
@@ -252,6 +261,11 @@ def _configured(config: Config) -> Staging:
     if config.sync.method == "broadcast":
         return "none"
     return "full" if config.sync.staging == "auto" else config.sync.staging
+
+
+def _keeps_base(config: Config, hf: Mapping[str, Any]) -> bool:
+    """Return whether trainer ranks keep what they sent last, to send only what changed since."""
+    return config.sync.delta == "auto" and config.sync.method in ("reshard", "store") and adapter_of(config, hf) is None
 
 
 def _communicators(config: Config, cpu: bool, mine: int) -> int:

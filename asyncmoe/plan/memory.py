@@ -75,6 +75,7 @@ class Training:
         reference: the run has a reference policy.
         bucket_bytes: `sync.bucket_bytes`.
         communicators: bytes of the communicators that move weights (`asyncmoe.reshard.nccl_room`).
+        delta_base: what a rank sent last is kept in this memory, to send only what changed since (`sync.delta`).
     """
 
     microbatch: Microbatch
@@ -82,6 +83,7 @@ class Training:
     reference: bool = False
     bucket_bytes: int = 256 << 20
     communicators: int = 0
+    delta_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,14 @@ class RankParameters:
         experts: parameters replicated over expert-data-parallel ranks.
         nbytes: bytes of all parameters in their dtypes, and of the router biases, which have no gradient.
         copies: bytes of the parameters that are sent to engines in a dtype different from their own.
+        sent: bytes that the rank sends to an engine, in the dtypes of the engine: ranks with the same weights each send a share.
     """
 
     dense: int = 0
     experts: int = 0
     nbytes: int = 0
     copies: int = 0
+    sent: int = 0
 
     @property
     def all(self) -> int:
@@ -158,6 +162,8 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),
+        # `DeltaSender`: what was sent last, a message as it is now, and its code
+        "delta base": weights.sent + BUFFERS * min(training.bucket_bytes, weights.sent) if training.delta_base else 0,
     }
     return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
@@ -186,15 +192,19 @@ def weights_of(hf: Hf, parallel: MegatronParallel, rank: int, dtype: str) -> Ran
     """Return a trainer rank's weights. Megatron reduces expert gradients separately only with expert parallelism."""
     layout = family_of(hf).megatron_layout(hf, parallel, rank, dtype)
     dense = experts = biases = copies = 0
-    for name, size, sent in _sizes(layout):
+    sent = 0.0
+    for name, size, sent_as in _sizes(layout):
+        nbytes, owners = size * ITEM_BYTES[sent_as], parallel.dp
         if name.endswith(_BIAS):
-            biases += size * ITEM_BYTES[sent]
+            biases += nbytes
         elif _EXPERTS in name and parallel.ep > 1:
             experts += size
+            owners = expert_data_parallel(parallel)
         else:
             dense += size
-            copies += size * ITEM_BYTES[sent] if sent != dtype else 0
-    return RankParameters(dense, experts, (dense + experts) * ITEM_BYTES[dtype] + biases, copies)
+            copies += nbytes if sent_as != dtype else 0
+        sent += nbytes / owners
+    return RankParameters(dense, experts, (dense + experts) * ITEM_BYTES[dtype] + biases, copies, round(sent))
 
 
 def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> RankParameters:

@@ -114,7 +114,8 @@ def show_updates(found: Forecast, console: Console) -> None:
         grid.add_row(f"engines pause with staging {staging}", *(f"{one.pauses[staging]:.3g} s" for one in found.updates))
     console.print(grid)
     console.print(
-        "Deltas are for changes at random places. So far they travel between CPUs only; on GPUs every update is whole.", highlight=False
+        "Deltas are for changes at random places. Between GPUs they have not been measured, and sync.staging=delta is refused.",
+        highlight=False,
     )
 
 

@@ -250,7 +250,7 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
 def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes by the rule of an engine over so many nodes, or None."""
     m = family_of(hf).shape_of(hf)
-    modes: tuple[Staging, ...] = ("full", "none")  # deltas are not read from the memory of GPUs
+    modes: tuple[Staging, ...] = ("full", "none")  # sync.staging=delta is refused on GPUs
     for staging, prefill in product(modes, _PREFILLS):
         # Memory for one engine's communicator; with more than 16 engines each takes less.
         serving = EngineMemory(

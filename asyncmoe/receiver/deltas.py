@@ -14,11 +14,13 @@ import torch
 
 from asyncmoe.errors import InvariantBroken, TransferError, WeightSyncError
 from asyncmoe.receiver import failing
+from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import Coming, largest_share
 from asyncmoe.receiver.protocol import Header, Terms
 from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.reshard import DeltaReceiver, expected_digest
 from asyncmoe.reshard.delta_relay import Numbered, firsthand, in_order, secondhand
+from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.reshard.relay_exchange import AnyExchanger
 
 log = logging.getLogger(__name__)
@@ -35,15 +37,23 @@ class DeltaStaging:
 
     Args:
         plans: the rank's parts.
+        side: where to enqueue copies and kernels, if the weights are on a GPU. Around `commit` the caller waits for all of its streams.
     """
 
-    def __init__(self, plans: UpdatePlans, rank: int, terms: Terms) -> None:
+    def __init__(self, plans: UpdatePlans, rank: int, terms: Terms, side: SideStream | None = None) -> None:
         self._plan, self._rank, self._terms = plans.delta, rank, terms
         self._first = first = plans.first(rank)
         self._replicas = plans.replicas[first]
         dense = sum(transfer.nbytes for transfer in plans.delta.transfers if transfer.destination == first)
         # One thread: the engine generates at the same time.
-        self._held = DeltaReceiver(plans.delta, first, limit_bytes=int(largest_share(terms) * dense), threads=1)
+        self._held = DeltaReceiver(
+            plans.delta,
+            first,
+            limit_bytes=int(largest_share(terms) * dense),
+            threads=1,
+            stream=side.stream.cuda_stream if side else 0,
+            relieve=torch.cuda.empty_cache if side else nothing_to_give,
+        )
         self._deltas = 0  # since all elements were read
 
     def forget(self) -> None:
@@ -147,7 +157,7 @@ class DeltaStaging:
 
     def _stage(self, source: int, message: np.ndarray) -> None:
         with self._refusing():
-            self._held.stage(source, message)
+            self._held.stage(source, message, owned=True)  # the carrier made it for this rank
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

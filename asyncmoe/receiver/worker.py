@@ -26,6 +26,8 @@ from asyncmoe.receiver.pulling import Puller
 from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
 from asyncmoe.reshard import Plan, device_threads
+from asyncmoe.reshard.carry import BUFFERED_BYTES
+from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES
 from asyncmoe.reshard.relay_exchange import AnyExchanger
 from asyncmoe.rpc.address import host_id
 from asyncmoe.version_store import VersionManifest
@@ -122,7 +124,7 @@ class Receiver:
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
             plans = transfer_plan.update_plans(terms, self._join.rank, plan)
-            self._deltas = DeltaStaging(plans, self._join.rank, terms) if terms.delta else None
+            self._deltas = DeltaStaging(plans, self._join.rank, terms, self._side) if terms.delta else None
             self._serve(store, terms, plans)
 
     def _ends(self, error: Exception) -> None:
@@ -191,8 +193,12 @@ class Receiver:
         """Return upper bounds of the bytes that receiving allocates on the worker's GPU: message buffers, unless messages stay in the
         senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
-        messages = 0 if TRANSPORTS[terms.transport].reads_sender else 2 * terms.bucket_bytes
-        return min(messages, 2 * room), room
+        reads_sender = TRANSPORTS[terms.transport].reads_sender
+        messages = min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room)
+        if terms.delta:  # one coded message at a time, and the carrier's buffers
+            trainers = terms.engines[0].first
+            messages += min(MESSAGE_BYTES, room) + (0 if reads_sender else BUFFERED_BYTES * trainers)
+        return messages, room
 
     def _serve(self, store: Store, terms: Terms, plans: UpdatePlans) -> None:
         number, epoch = _FIRST, 0

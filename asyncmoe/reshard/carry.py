@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.gpu import HostCopies
 from asyncmoe.reshard.memory import memory_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
 
 PIECE_BYTES = 1 << 20
+_SMALL_PIECE_BYTES, _PIECES = 64 << 10, 8
+"""A message of less than `_PIECES` pieces is cut into so many, though not into smaller ones than the first: the buffers of a small message
+should be smaller than itself."""
 _SLOTS = 2
 BUFFERED_BYTES = _SLOTS * PIECE_BYTES
 """Bytes of the buffers for each pair of ranks, unless `piece_bytes` is given."""
@@ -23,10 +27,12 @@ Take = Callable[[int, np.ndarray], None]
 class Carrier:
     """One rank's end of a way for messages in host memory, besides those of an exchange. All ranks of the way make one.
 
-    Memory: two buffers of at most `piece_bytes` for each peer, and during a run one incoming message of each source.
+    Memory: two buffers of at most `piece_bytes` for each peer, and during a run one incoming message of each source. A transport between
+    GPUs carries pieces through buffers on the device: each is copied there, sent, and copied back, one after another.
 
     Args:
-        transport: nothing else is under way over it while the carrier is made, or runs.
+        transport: nothing else is under way over it while the carrier is made, or runs. Between GPUs a `SharedTransport`, or one that
+            waits for its messages (`Transport.waits`).
         destinations, sources: the ranks to which, and from which, messages may go.
         piece_bytes: the same on all ranks.
         timeout_s: how long to wait for a peer to connect.
@@ -34,6 +40,8 @@ class Carrier:
 
     Raises:
         WaitTimeout, TransferError: a peer did not connect, or there is no memory to connect in.
+        OutOfDeviceMemory: the GPU has no room for the buffers.
+        LayoutError: the transport enqueues messages on a GPU's stream and does not wait for them.
     """
 
     def __init__(
@@ -53,8 +61,11 @@ class Carrier:
         if isinstance(transport, SharedTransport):
             out, into = ([Lane(rank, (piece_bytes,) * _SLOTS, piece_bytes) for rank in ranks] for ranks in (destinations, sources))
             self._shared = transport.connect(out, into, _SLOTS, timeout_s)
+            device = getattr(self._shared, "device", "cpu")
         else:
-            self._transport = transport
+            device = memory_of(transport.empty(1), "message buffer").device if destinations or sources else "cpu"
+            self._transport = transport if device == "cpu" else _Kept(transport, len(destinations) + len(sources), piece_bytes)
+        self._copies = None if device == "cpu" else HostCopies(device)
 
     def run(
         self, outgoing: Mapping[int, Sequence[np.ndarray]], incoming: Mapping[int, Sequence[int]], take: Take, timeout_s: float = 300.0
@@ -74,13 +85,15 @@ class Carrier:
         """
         until = time.monotonic() + timeout_s
         _check({*outgoing} - {*self._destinations} | {*incoming} - {*self._sources})
-        out = {rank: [part for one in several for part in _parts(one, self._piece_bytes)] for rank, several in outgoing.items()}
-        into = {rank: _Arriving(rank, sizes, self._piece_bytes, take) for rank, sizes in incoming.items()}
+        out = {rank: _parts(several, self._piece(list(map(len, several)))) for rank, several in outgoing.items()}
+        into = {rank: _Arriving(rank, sizes, self._piece(sizes), take) for rank, sizes in incoming.items()}
         out, into = {rank: one for rank, one in out.items() if one}, {rank: one for rank, one in into.items() if one.pieces}
         if self._transport is None:
             if self._shared is not None:
                 self._move(self._shared, self._destinations, self._sources, out, into, until)
             return
+        if isinstance(self._transport, _Kept):
+            self._transport.begin()
         lanes = [_lane(rank, [len(piece) for piece in pieces]) for rank, pieces in out.items()]
         link = MessageLink(self._transport, lanes, [_lane(rank, one.pieces) for rank, one in into.items()], _SLOTS, True, self._watch)
         try:
@@ -92,6 +105,10 @@ class Carrier:
         """Release the memory. Peers that still wait notice."""
         if self._shared is not None:
             self._shared.close()
+
+    def _piece(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of a piece of a pair's messages, which both ends know."""
+        return min(self._piece_bytes, max(_SMALL_PIECE_BYTES, max(sizes, default=0) // _PIECES))
 
     def _move(
         self,
@@ -115,15 +132,53 @@ class Carrier:
             for lane, rank in enumerate(destinations):
                 if number < len(out.get(rank, ())):
                     piece = out[rank][number]
-                    _bytes_of(link.pack_into(lane, at(number), left()))[: len(piece)] = piece
+                    self._put(link.pack_into(lane, at(number), left()), piece, left())
                     link.post(lane, at(number))
             if number < rounds:
                 link.close_round(at(number), left())
             for lane, rank in enumerate(sources):
                 if rank in into and 0 <= number - ahead < len(into[rank].pieces):
-                    into[rank].piece(number - ahead, _bytes_of(link.unpack_from(lane, at(number - ahead), left())))
+                    into[rank].piece(number - ahead, self._taken(link.unpack_from(lane, at(number - ahead), left()), left()))
                     link.release(lane, at(number - ahead))
         link.finish(left())
+
+    def _put(self, buffer: Buffer, piece: np.ndarray, timeout_s: float) -> None:
+        """Copy a piece to the beginning of a message buffer."""
+        if self._copies is None:
+            _bytes_of(buffer)[: len(piece)] = piece
+        else:
+            self._copies.run(memory_of(buffer, "message buffer", write=True).address, int(piece.ctypes.data), len(piece), timeout_s)
+
+    def _taken(self, buffer: Buffer, timeout_s: float) -> np.ndarray:
+        """Return a message buffer's bytes in host memory."""
+        if self._copies is None:
+            return _bytes_of(buffer)
+        memory = memory_of(buffer, "message buffer")
+        found = np.empty(memory.nbytes, np.uint8)
+        self._copies.run(int(found.ctypes.data), memory.address, memory.nbytes, timeout_s)
+        return found
+
+
+class _Kept:
+    """A transport between GPUs whose buffers are allocated once: freeing device memory waits for all kernels of the device."""
+
+    def __init__(self, transport: Transport, peers: int, piece_bytes: int) -> None:
+        if not getattr(transport, "waits", False):
+            got = f"{type(transport).__name__}, which only enqueues them"
+            raise LayoutError("transport of a delta's messages between GPUs", got=got, expected="one that waits for its messages")
+        self.rank, self._transport = transport.rank, transport
+        self._buffers = [transport.empty(piece_bytes) for _ in range(_SLOTS * peers)]
+        self._free: list[Buffer] = []
+
+    def begin(self) -> None:
+        """Make all buffers free: no run is under way."""
+        self._free = list(self._buffers)
+
+    def empty(self, nbytes: int) -> Buffer:
+        return self._free.pop()[:nbytes]
+
+    def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]], timeout_s: float) -> None:
+        self._transport.exchange(sends, receives, timeout_s)
 
 
 class _Arriving:
@@ -154,8 +209,8 @@ def _check(strangers: set[int]) -> None:
         raise LayoutError("ranks of messages", got=f"rank {min(strangers)}", expected="ranks that the carrier was made for")
 
 
-def _parts(message: np.ndarray, piece_bytes: int) -> list[np.ndarray]:
-    return [message[start:end] for start, end in _edges(len(message), piece_bytes)]
+def _parts(messages: Sequence[np.ndarray], piece_bytes: int) -> list[np.ndarray]:
+    return [message[start:end] for message in messages for start, end in _edges(len(message), piece_bytes)]
 
 
 def _edges(nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ is the element's row-major number in the whole tensor, `bits` are the stored bit
 Lea, Flood: Fast splittable pseudorandom number generators, 2014). The sum can be computed in any order and in parts by those who hold the
 parts, and a change of an element takes out one term and adds another. Every stored element counts: one that a rank stores twice counts
 twice. An element of padding is an element of a tensor of its storage, at its place in the storage. The digest detects damage; it is no
-cryptographic hash. So far it reads host memory only.
+cryptographic hash. `shard_digest` reads host memory; `DeltaReceiver.audit` reads a GPU's, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ from asyncmoe.reshard.table import (
 WORD = (1 << 64) - 1
 BLOCK_BYTES = _C.DELTA_BLOCK_BYTES
 """Boxes are cut into parts of at most so many bytes, the most that the C++ code takes as one row."""
-ON_HOST = "host memory: deltas and canonical digests are not computed on a device yet"
 
 
 def seed_of(name: str) -> int:
@@ -156,14 +155,27 @@ def host_addresses(storages: Mapping[str, Storage], arrays: Mapping[str, Array],
     """Return int64[storages]: addresses of the arrays of storages.
 
     Raises:
-        LayoutError: an array is missing, does not match its storage, or is not in host memory.
+        LayoutError: as `addresses`, or an array is not in host memory.
     """
-    found = []
+    found, device = addresses(storages, arrays, what, write=write)
+    if device != "cpu":
+        raise LayoutError(f"{what} {next(iter(storages))}", got=device, expected="host memory: only `DeltaReceiver` reads a GPU's")
+    return found
+
+
+def addresses(storages: Mapping[str, Storage], arrays: Mapping[str, Array], what: str, *, write: bool) -> tuple[np.ndarray, str]:
+    """Return int64[storages]: addresses of the arrays of storages; and the device of all of them, "cpu" or "cuda:0".
+
+    Raises:
+        LayoutError: an array is missing or does not match its storage, or not all are on one device.
+    """
+    found, devices = [], {}
     for name, storage in storages.items():
         if name not in arrays:
             raise LayoutError(f"{what} {name}", got="nothing", expected=f"an array for each of {len(storages)} storages")
         memory = storage_memory(arrays[name], storage, f"{what} {name}", write=write)
-        if memory.device != "cpu":
-            raise LayoutError(f"{what} {name}", got=memory.device, expected=ON_HOST)
         found.append(memory.address)
-    return np.array(found, np.uint64).view(np.int64)
+        devices[memory.device] = name
+    if len(devices) > 1:
+        raise LayoutError(f"{what}s of a delta", got=" and ".join(sorted(devices)), expected="all on one device")
+    return np.array(found, np.uint64).view(np.int64), next(iter(devices), "cpu")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
-import asyncmoe.reshard._C as _C
-from asyncmoe.errors import InvariantBroken, TransferError
-from asyncmoe.reshard.delta_digest import WORD, host_addresses, padding_table, seeds
+from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError
+from asyncmoe.reshard.delta_digest import WORD, addresses, padding_table, seeds
 from asyncmoe.reshard.delta_format import (
     FRAME_BYTES,
-    HEADER_BYTES,
     DeltaHeader,
     byte_row,
     check_limit,
@@ -20,24 +17,12 @@ from asyncmoe.reshard.delta_format import (
     frame_fault,
     read_header,
 )
-from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
+from asyncmoe.reshard.delta_held import HeldMemory, Incoming
+from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, lanes_of
+from asyncmoe.reshard.delta_work import payload_of
+from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
-
-
-@dataclass(eq=False)
-class _Incoming:
-    """The messages of one source rank.
-
-    Attributes:
-        sums: of the terms of each message's elements, as they lay in the destination storages when they were read or written last.
-        staged: by number, header and bytes of the messages of the next version.
-    """
-
-    lane: DeltaLane
-    table: _C.DeltaTable
-    sums: list[int]
-    staged: dict[int, tuple[DeltaHeader, np.ndarray]] = field(default_factory=dict)
 
 
 class DeltaReceiver:
@@ -49,29 +34,41 @@ class DeltaReceiver:
     have, while the old weights are still in use; `commit` writes the changed elements straight into the storages. Nothing is written
     unless every message of the version is there, whole, made from the version that is held, and proven. `audit` reads everything again.
 
-    Host memory only so far: arrays on a device are refused.
+    In arrays on a GPU, kernels prove, write and read (`asyncmoe.reshard.delta_gpu`); staged messages are in pinned host memory.
 
     Args:
         plan: the plan, or its part of this rank.
         message_bytes: as the senders'.
         limit_bytes: the most that the coded bytes of a version may take here; None: as much as all messages could be at most.
-        threads: threads that read and write; 0: as many as the machine has, at most 4.
+        threads: threads that read and write host memory; 0: as many as the machine has, at most 4.
+        stream: for arrays on a GPU, the CUDA stream of all copies and kernels, as for `Exchanger`. Every method waits for its own: order
+            `commit` and what reads the weights on other streams with waits on both sides.
+        relieve: see `asyncmoe.reshard.gpu.Relieve`.
 
     Raises:
         LayoutError: `message_bytes` is less than the largest element, `limit_bytes` less than 0, or the rank is no destination of the plan.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, *, message_bytes: int = MESSAGE_BYTES, limit_bytes: int | None = None, threads: int = 0
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        message_bytes: int = MESSAGE_BYTES,
+        limit_bytes: int | None = None,
+        threads: int = 0,
+        stream: int = 0,
+        relieve: Relieve = nothing_to_give,
     ) -> None:
         check_limit(limit_bytes)
-        self.rank, self._threads = rank, threads
+        self.rank, self._threads, self._stream, self._relieve = rank, threads, stream, relieve
         self._storages = plan.destinations.get(rank, {})
         seed = seeds(plan.match.sources.tensors, ())
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, message_bytes)
-        self._incoming = {lane.source: _Incoming(lane, lane.stored(seed), [0] * len(lane)) for lane in lanes}
-        self._padding = padding_table(plan, rank, self._storages)
-        self._padding_sum = self._padding.read(0, np.zeros(len(self._storages), np.int64), 1)
+        self._incoming = {lane.source: Incoming(lane, lane.stored(seed), [0] * len(lane)) for lane in lanes}
+        padding = padding_table(plan, rank, self._storages)
+        self._padding_sum = padding.read(0, np.zeros(len(self._storages), np.int64), 1)
+        self._memory = HeldMemory(list(self._incoming.values()), padding, threads)
         bounds = (FRAME_BYTES + one.table.bound(i) for one in self._incoming.values() for i in range(len(one.lane)))
         self.limit_bytes = sum(bounds) if limit_bytes is None else limit_bytes
         self.staged_bytes = 0
@@ -92,7 +89,9 @@ class DeltaReceiver:
         """Set the arrays of the storages, as for `Exchanger.bind`; they are kept alive until the next `bind`. Forgets what they hold.
 
         Raises:
-            LayoutError: an array is missing, does not match its storage, or is not in host memory.
+            LayoutError: an array is missing, or does not match its storage; they are not all on one device; or they are on a GPU, and this
+                build has no CUDA kernels.
+            OutOfDeviceMemory: the GPU has no room for the tables.
         """
         self.rebind(destination_arrays)
         self.forget()
@@ -103,8 +102,9 @@ class DeltaReceiver:
         Raises:
             LayoutError: as `bind`.
         """
-        self._places = host_addresses(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
+        self._places, device = addresses(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
         self._bound = destination_arrays
+        self._memory.move(device, self._stream, self._relieve)
 
     def forget(self) -> None:
         """Hold no version: call before anything else writes to the arrays, as a full update does."""
@@ -126,7 +126,7 @@ class DeltaReceiver:
         self.forget()
         self._check_padding()
         for one in self._incoming.values():
-            one.sums = [one.table.read(i, self._places, self._threads) for i in range(len(one.lane))]
+            one.sums = [one.elements.read(i, self._places) for i in range(len(one.lane))]
         if expected is not None and self.digest != expected:
             raise self._refusal(self.rank, f"version {version} has digest {self.digest:016x}, but its senders have {expected:016x}")
         self.version = version
@@ -142,9 +142,12 @@ class DeltaReceiver:
         found = self._header(source, byte_row(header))
         return FRAME_BYTES + found.payload
 
-    def stage(self, source: int, message: np.ndarray) -> None:
+    def stage(self, source: int, message: np.ndarray, *, owned: bool = False) -> None:
         """Keep a copy of a message, uint8[n], from a source rank, and check that copy: the caller's memory may be written meanwhile, as a
         slot is that both ends share. Nothing is written to the destination.
+
+        Args:
+            owned: nobody writes to the message any more, so that it may be kept itself.
 
         Raises:
             LayoutError: `message` is no array of uint8.
@@ -155,12 +158,14 @@ class DeltaReceiver:
         expected = FRAME_BYTES + self._header(source, theirs).payload
         if len(theirs) != expected:
             raise self._refusal(source, f"message of a delta: got {len(theirs)} bytes, expected {expected}")
-        kept = theirs.copy()
+        try:
+            kept = self._memory.keep(theirs, owned)
+        except MemoryError as error:
+            raise self._refusal(source, f"message of a delta: no host memory for its {len(theirs)} bytes: {error}") from error
         header = self._header(source, kept)  # again: what was read before may have been overwritten
         one = self._incoming[source]
-        wrong = frame_fault(kept, header)
-        if wrong is None:
-            wrong = one.table.fault(header.number, int(kept.ctypes.data) + HEADER_BYTES, header.payload, self._threads)
+        if (wrong := frame_fault(kept, header)) is None:
+            wrong = one.table.fault(header.number, *payload_of(kept), self._threads)
         if wrong is not None:
             raise self._refusal(source, f"message {header.number + 1} of a delta: {wrong}")
         one.staged[header.number] = header, kept
@@ -227,7 +232,7 @@ class DeltaReceiver:
         self._check_padding()
         for source, one in self._incoming.items():
             for i in range(len(one.lane)):
-                found = one.table.read(i, self._places, self._threads)
+                found = one.elements.read(i, self._places)
                 if found != one.sums[i]:
                     what = f"what message {i + 1} of {len(one.lane)} wrote has digest {found:016x}, expected {one.sums[i]:016x}"
                     raise self._lost(source, what)
@@ -236,8 +241,7 @@ class DeltaReceiver:
     def _header(self, source: int, message: np.ndarray) -> DeltaHeader:
         found = read_header(message)
         if not isinstance(found, str):
-            wrong = self._header_fault(source, found)
-            if wrong is None:
+            if (wrong := self._header_fault(source, found)) is None:
                 return found
             found = wrong
         raise self._refusal(source, f"message of a delta: {found}")
@@ -262,9 +266,10 @@ class DeltaReceiver:
         for source, one in self._incoming.items():
             for i in range(len(one.lane)):
                 header, message = one.staged[i]
-                payload = int(message.ctypes.data) + HEADER_BYTES
                 try:
-                    change = one.table.apply(i, payload, header.payload, self._places, write, self._threads)
+                    change = one.elements.apply(i, message, self._places, write=write)
+                except OutOfDeviceMemory as error:
+                    raise self._refusal(source, str(error)) from error
                 except ValueError as error:  # it was whole when it was staged
                     raise self._lost(source, f"message {i + 1} of {len(one.lane)} of a delta changed in memory: {error}") from None
                 if (one.sums[i] + change) & WORD != header.after:
@@ -272,7 +277,7 @@ class DeltaReceiver:
                     raise self._lost(source, what)
 
     def _check_padding(self) -> None:
-        if self._padding.read(0, self._places, self._threads) != self._padding_sum:
+        if self._memory.padding.read(0, self._places) != self._padding_sum:
             raise self._lost(self.rank, "padding is not zero")
 
     def _check_bound(self) -> None:

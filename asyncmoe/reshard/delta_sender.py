@@ -9,9 +9,12 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.reshard.delta_digest import WORD, host_addresses, seeds
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES, DeltaHeader, check_limit, check_version, seal
+from asyncmoe.reshard.delta_digest import WORD, addresses, seeds
+from asyncmoe.reshard.delta_format import FRAME_BYTES, DeltaHeader, check_limit, check_version, seal
+from asyncmoe.reshard.delta_gpu import BaseMemory, DeltaGpu, DeviceBase
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
+from asyncmoe.reshard.delta_work import Base, HostBase, payload_of
+from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import message_program, scales_of
@@ -40,8 +43,8 @@ class _Stream:
     """What one or several destinations are sent alike: destinations of equal layouts get equal messages.
 
     Attributes:
-        base: uint8[bytes of the dense messages]; message i begins at `begins[i]`. Written by `DeltaSender.full` and `commit`.
-        sums: of the terms of each message's elements in `base`.
+        kept: the base; None: no arrays are bound yet. Written by `DeltaSender.full` and `commit`.
+        sums: of the terms of each message's elements in the base.
         messages, after: of the pending version.
     """
 
@@ -49,14 +52,15 @@ class _Stream:
     destinations: list[int]
     pack: _C.Program
     table: _C.DeltaTable
-    base: np.ndarray
-    begins: list[int]
     sums: list[int]
     messages: list[np.ndarray]
     after: list[int]
+    kept: Base | None = None
 
-    def base_address(self, number: int) -> int:
-        return int(self.base.ctypes.data) + self.begins[number]
+    @property
+    def base(self) -> Base:
+        assert self.kept is not None
+        return self.kept
 
 
 class DeltaSender:
@@ -68,19 +72,34 @@ class DeltaSender:
     With float8, values and scales are compared as they are stored (`Scaler.write` comes first, as before an exchange): a changed scale
     counts, and with it every element of its block of 128 x 128 whose stored bits it changes; the others are right already.
 
-    Host memory only so far: arrays on a device are refused. The C++ functions take addresses, as those of `Exchanger` do.
+    Of arrays on a GPU, kernels compare and code (`asyncmoe.reshard.delta_gpu`); the messages are in host memory and have the same bytes.
+    The C++ functions take addresses, as those of `Exchanger` do.
 
     Args:
         plan: the plan, or its part of this rank.
         message_bytes: a message covers at most so many bytes of the dense message; the same on all ranks.
-        threads: threads that compare and copy; 0: as many as the machine has, at most 4.
+        threads: threads that compare and copy in host memory; 0: as many as the machine has, at most 4.
+        memory: where the base of arrays on a GPU is.
+        stream: for arrays on a GPU, the CUDA stream of all copies and kernels, as for `Exchanger`.
+        relieve: see `asyncmoe.reshard.gpu.Relieve`.
 
     Raises:
         LayoutError: `message_bytes` is less than the largest element.
     """
 
-    def __init__(self, plan: Plan, rank: int, *, message_bytes: int = MESSAGE_BYTES, threads: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        message_bytes: int = MESSAGE_BYTES,
+        threads: int = 0,
+        memory: BaseMemory = "device",
+        stream: int = 0,
+        relieve: Relieve = nothing_to_give,
+    ) -> None:
         self.rank, self._threads = rank, threads
+        self._memory, self._stream, self._relieve = memory, stream, relieve
         lanes = lanes_of(plan, lambda transfer: transfer.source == rank, message_bytes)
         self._scales = scales_of(plan.sources.get(rank, {}), [lane.chunks.copies for lane in lanes])
         self._storages = {**plan.sources.get(rank, {}), **self._scales.storages}
@@ -88,9 +107,9 @@ class DeltaSender:
         self._streams: list[_Stream] = []
         for lane in lanes:
             self._add(lane, seed)
-        self.base_bytes = sum(stream.base.nbytes for stream in self._streams)
+        self.base_bytes = sum(sum(one.lane.chunks.nbytes) for one in self._streams)
         """Bytes of the base."""
-        bounds = [FRAME_BYTES + stream.table.bound(i) for stream in self._streams for i in range(len(stream.lane))]
+        bounds = [FRAME_BYTES + one.table.bound(i) for one in self._streams for i in range(len(one.lane))]
         self.largest_message, self.largest_delta = max(bounds, default=0), sum(bounds)
         """The most bytes of one message, and of all messages of a version: if everything changes."""
         self.base: int | None = None
@@ -98,16 +117,23 @@ class DeltaSender:
         self._pending: int | None = None
         self._pending_full = False
         self._bound: object = None
+        self._device = ""
         self._sources = np.empty(0, np.int64)
 
     def bind(self, source_arrays: Mapping[str, Array]) -> None:
         """Set the arrays of the storages, as for `Exchanger.bind`. They are kept alive until the next `bind`.
 
+        Takes the memory of the base, when it is called first or with arrays on another device: there is no base then.
+
         Raises:
-            LayoutError: an array is missing, does not match its storage, or is not in host memory.
+            LayoutError: an array is missing, or does not match its storage; they are not all on one device; or they are on a GPU, and this
+                build has no CUDA kernels.
+            OutOfDeviceMemory: the GPU has no room for the base, or for two messages.
         """
-        self._sources = host_addresses(self._storages, source_arrays, f"rank {self.rank}: source array", write=False)
+        self._sources, device = addresses(self._storages, source_arrays, f"rank {self.rank}: source array", write=False)
         self._bound = source_arrays
+        if device != self._device:
+            self._move(device)
 
     def full(self, version: int) -> None:
         """Make the sources as they are now the pending version, of which the destinations get everything, by an `Exchanger`.
@@ -118,10 +144,7 @@ class DeltaSender:
         self.base = None
         for stream in self._streams:
             stream.messages = []
-            stream.after = [
-                _C.fill_delta_base(stream.table, stream.pack, i, self._sources, stream.base_address(i), self._threads)
-                for i in range(len(stream.lane))
-            ]
+            stream.after = [stream.base.fill(i, self._sources) for i in range(len(stream.lane))]
         self._pending, self._pending_full = version, True
 
     def encode(self, version: int, *, limit_bytes: int | None = None) -> DeltaSize | None:
@@ -209,10 +232,20 @@ class DeltaSender:
                 stream.destinations.append(lane.destination)
                 return
         pack, table = message_program(lane.chunks, "destination", self._scales), lane.sent(seed)
-        begins = np.cumsum([0, *lane.chunks.nbytes])
-        base = np.empty(int(begins[-1]), np.uint8)
         count = len(lane)
-        self._streams.append(_Stream(lane, [lane.destination], pack, table, base, begins.tolist(), [0] * count, [], [0] * count))
+        self._streams.append(_Stream(lane, [lane.destination], pack, table, [0] * count, [], [0] * count))
+
+    def _move(self, device: str) -> None:
+        """Take the memory of the base where arrays are on a device."""
+        self.abandon()
+        self.base, self._device = None, ""
+        for stream in self._streams:
+            stream.kept = None
+        gpu = None if device == "cpu" else DeltaGpu(device, self._stream, self._relieve)
+        for one in self._streams:
+            what = one.pack, one.table, one.lane.chunks.nbytes
+            one.kept = HostBase(*what, self._threads) if gpu is None else DeviceBase(gpu, *what, self._memory)
+        self._device = device
 
     def _begin(self, version: int) -> None:
         if self._pending is not None:
@@ -224,19 +257,16 @@ class DeltaSender:
     def _code(self, stream: _Stream, number: int, version: int) -> tuple[np.ndarray, int, int, int]:
         """Return a message, the sum of the terms after it, its changed elements and its dense blocks."""
         assert self.base is not None
-        place = stream.base_address(number), HEADER_BYTES, TRAILER_BYTES
-        frame, difference, changed, dense = _C.encode_delta(stream.table, stream.pack, number, self._sources, *place, self._threads)
-        before = stream.sums[number]
-        after, payload = (before + difference) & WORD, len(frame) - FRAME_BYTES
+        coded = stream.base.encode(number, self._sources)
+        before, payload = stream.sums[number], len(coded.frame) - FRAME_BYTES
+        after = (before + coded.difference) & WORD
         header = DeltaHeader(stream.lane.identity, number, len(stream.lane), self.base, version, before, after, payload)
-        return seal(frame, header), after, changed, dense
+        return seal(coded.frame, header), after, coded.changed, coded.blocks
 
     def _advance(self, stream: _Stream) -> None:
         for number, message in enumerate(stream.messages):
-            payload, nbytes = int(message.ctypes.data) + HEADER_BYTES, len(message) - FRAME_BYTES
-            place = np.array([stream.base_address(number)], np.uint64).view(np.int64)
-            whole = stream.table.fault(number, payload, nbytes, self._threads) is None
-            difference = stream.table.apply(number, payload, nbytes, place, True, self._threads) if whole else 0
+            whole = stream.table.fault(number, *payload_of(message), self._threads) is None
+            difference = stream.base.advance(number, message) if whole else 0
             if not whole or (stream.sums[number] + difference) & WORD != stream.after[number]:
                 raise InvariantBroken(
                     f"rank {self.rank}: message {number + 1} to rank {stream.lane.destination}, or its base, changed in memory"

@@ -322,7 +322,7 @@ def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
     def checksums(tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:
         return engine_checksums(built.hf, config.engines, tensors, device)
 
-    if built.mesh.rank == 0 and (why := unsupported(config, built.mesh.device)):
+    if built.mesh.rank == 0 and (why := unsupported(config)):
         log.info("updates of weights are full, although sync.delta is auto: %s", why)
     if config.sync.method == "store":
         return StorePublisher(config, built, client, checksums)

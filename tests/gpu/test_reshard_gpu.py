@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from reshard_ranks import filled, numbered  # noqa: E402
 from test_reshard_copy import check_box  # noqa: E402
+from test_reshard_delta_cuda_emulated import message_of  # noqa: E402
 from test_reshard_program import casts, message_rows, rounded, swapped  # noqa: E402
 
 import asyncmoe.reshard._C as _C  # noqa: E402
@@ -291,6 +292,38 @@ def _check_kernels() -> None:
         end.record(0)
         assert end.wait(120)
         assert held_programs[1].take_mismatch() == -1
+    _check_deltas()
+
+
+def _check_deltas() -> None:
+    """All kernels of deltas, over blocks of mixed items: few changes, many, and too many to code."""
+    message = message_of([(2, (1, 65536), 0), (1, (3, 333), 1), (8, (2, 77), 0), (4, (40, 500), 3)])
+    held, now, old, payload = (_C.DeviceMemory(0, n + 16) for n in (message.held, message.nbytes, message.nbytes, message.sent.bound(0)))
+    sent, stored, end = _C.DeviceDelta(message.sent, 0), _C.DeviceDelta(message.stored, 0), _C.DeviceEvent(0)
+    pack, places = _C.DeviceProgram(message.pack, 0), np.array([held.address], np.int64)
+    before = fresh(message.held)
+
+    def put(values: np.ndarray, packed: Any) -> None:
+        _C.copy_plainly(0, held.address, values.ctypes.data, values.nbytes, 0)
+        pack.run(0, places, np.array([packed.address], np.int64), 0, 0)
+
+    for share in (0.001, 0.1, 1.0):
+        after = np.where(fresh(len(before)) < 256 * share, before ^ 1, before)
+        put(after, now)
+        put(before, old)
+        sent.encode(0, now.address, old.address, payload.address, 0)
+        end.record(0)
+        assert end.wait(120)
+        nbytes, difference, *_ = sent.take()
+        for write in (False, True):
+            stored.apply(0, payload.address, nbytes, places, write, 0)
+            end.record(0)
+            assert end.wait(120)
+            assert stored.take()[1] == difference
+        stored.read(0, places, 0)
+        end.record(0)
+        assert end.wait(120)
+        assert stored.take()[1] == message.stored.read(0, np.array([after.ctypes.data], np.int64))
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on PATH")

@@ -19,6 +19,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.receiver import command, hosting, protocol, transfer_plan, worker
+from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.hosting import MeetingFile
 from asyncmoe.receiver.protocol import EngineRanks, MeetingOutcome, Terms
@@ -170,7 +171,7 @@ class Rig:
 
 
 def meet(
-    transport: Literal["shm", "gloo"] = "shm",
+    transport: Literal["shm", "gloo", "ipc"] = "shm",
     staging: Staging = "full",
     audit_every: int = 0,
     timeout_s: float = 20.0,
@@ -178,12 +179,15 @@ def meet(
     engines: tuple[EngineRanks, ...] = ENGINES,
     relay: bool = False,
     delta: bool = True,
+    there: type[torch.Tensor] = torch.Tensor,
 ) -> Rig:
     """A trainer of two tensor-parallel ranks meets an engine of two ranks and one of a single rank. Stub `handshake` before.
 
     Args:
         workers: of an earlier meeting.
+        there: the class of all weights, which says where they are.
     """
+    place = torch.zeros(()).as_subclass(there).device
     terms = Terms(
         HF,
         None,
@@ -207,24 +211,25 @@ def meet(
     values = {name: generator.integers(-1 << 15, 1 << 15, shape, np.int16) for name, shape in Payload(HF).tensors().items()}
     workers = dict(workers or {})
     for layout in transfer_plan.engine_layouts(terms):
-        workers.setdefault(layout.rank, _worker(layout))
+        workers.setdefault(layout.rank, _worker(layout, there))
         worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
     stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging, relay=relay))
     terms = MeetingOutcome(staging=staging, relay=relay).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
-    sync = SimpleNamespace(timeout_s=timeout_s)
+    sync = SimpleNamespace(timeout_s=timeout_s, delta_base="device")
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
     for rank, store in enumerate(stores):
-        rig.sources.append(tensors_of(rig.layout(rank), values))
-        mesh = SimpleNamespace(rank=rank, device=torch.device("cpu"), world=2)
+        rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})
+        mesh = SimpleNamespace(rank=rank, device=place, world=2)
+        side = SideStream(place) if place.type == "cuda" else None
         met = Meeting(1, store, terms, transfer_plan.update_plans(terms, rank, transfer_plan.route(terms, rank)))
         event: Any = SimpleNamespace(set=lambda: None)
-        rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], None, event))  # type: ignore[arg-type]
+        rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], side, event))  # type: ignore[arg-type]
     return rig
 
 
-def _worker(layout: RankLayout) -> Worker:
+def _worker(layout: RankLayout, there: type[torch.Tensor]) -> Worker:
     model = Worker()
     for name, storage in layout.storages.items():
         *path, last = name.split(".")
@@ -233,6 +238,6 @@ def _worker(layout: RankLayout) -> Worker:
             if not hasattr(inner, part):
                 inner.add_module(part, torch.nn.Module())
             inner = getattr(inner, part)
-        parameter = torch.nn.Parameter(torch.zeros(storage.shape, dtype=torch.bfloat16), requires_grad=False)
+        parameter = torch.nn.Parameter(torch.zeros(storage.shape, dtype=torch.bfloat16).as_subclass(there), requires_grad=False)
         inner.register_parameter(last, parameter)
     return model

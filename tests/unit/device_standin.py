@@ -24,14 +24,15 @@ from asyncmoe.reshard.chunks import trailer_offset
 
 ROOT = Path(asyncmoe.__file__).parents[1]
 TOTAL = 1 << 30
-_MODULES = ("gpu", "memory", "device_threads", "programs")
+_MODULES = ("gpu", "memory", "device_threads", "programs", "delta_gpu")
 """Of asyncmoe.reshard: those that call what the extension has of a device."""
 
 
 def build(folder: Path) -> Path:
     """The shared library of the stand-in."""
     here, library = Path(__file__).parent / "fake_cuda", folder / "fake_cuda.so"
-    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", f"-I{here}", f"-I{ROOT / 'csrc'}"]
+    # Without unique symbols: otherwise all libraries of a process, one for each module of tests, are one machine.
+    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{here}", f"-I{ROOT / 'csrc'}"]
     subprocess.run(["g++", *options, "-o", str(library), str(here / "shim.cpp")], check=True, timeout=120)
     return library
 
@@ -173,7 +174,41 @@ class Extension:
                 found, self._mismatch = self._mismatch, -1
                 return found
 
+        class PinnedMemory:
+            def __init__(self, device: int, nbytes: int) -> None:
+                self._made = np.empty(nbytes, np.uint8)
+                self.address = int(self._made.ctypes.data)
+
+        class DeviceDelta:
+            """The emulated kernels of deltas (csrc/delta.cu); what they find shows when it is asked for. Tables take a page."""
+
+            def __init__(self, table: Any, device: int) -> None:
+                self._delta, self._table, self._found = table, DeviceMemory(device, 4096), (0, 0, 0, 0)
+                self._error: ValueError | None = None
+
+            def encode(self, chunk: int, now: int, old: int, payload: int, stream: int) -> None:
+                self._keep(lambda: _C.emulate_delta_encode(self._delta, chunk, now, old, payload))
+
+            def apply(self, chunk: int, payload: int, nbytes: int, bases: np.ndarray, write: bool, stream: int) -> None:
+                self._keep(lambda: _C.emulate_delta_apply(self._delta, chunk, payload, nbytes, bases, write))
+
+            def read(self, chunk: int, bases: np.ndarray, stream: int) -> None:
+                self._keep(lambda: _C.emulate_delta_read(self._delta, chunk, bases))
+
+            def take(self) -> tuple[int, int, int, int]:
+                if self._error is not None:
+                    raise self._error
+                return self._found
+
+            def _keep(self, found: Callable[[], tuple[int, int, int, int]]) -> None:
+                self._error = None
+                try:
+                    self._found = found()
+                except ValueError as error:
+                    self._error = error
+
         extension = self
+        self.PinnedMemory, self.DeviceDelta = PinnedMemory, DeviceDelta
         self.wires: dict[int, str] = {}
         self.DeviceMemory, self.DeviceStream, self.DeviceEvent, self.DeviceProgram = DeviceMemory, DeviceStream, DeviceEvent, DeviceProgram
 
@@ -183,6 +218,7 @@ class Extension:
             return made
 
         self.Program = make_program
+        self.copy_plainly = lambda device, to, source, nbytes, stream: ctypes.memmove(to, source, nbytes)
         self.cuda_device_count = lambda: 2
         self.swap_device = lambda device: machine.call("swap", device)
         self.restore_device = lambda device: machine.call("restore", device)

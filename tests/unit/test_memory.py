@@ -14,7 +14,7 @@ from asyncmoe.config.lora import GROUPED, MLP
 from asyncmoe.errors import UserError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
-from asyncmoe.plan import activations, budget, memory
+from asyncmoe.plan import activations, budget, memory, traffic
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.trainer.model.logprobs import _ROWS
@@ -72,6 +72,39 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights_but_not_under_adapte
     plain = of(NODE, Training(PASS))
     assert of(NODE, Training(PASS, reference=True))["reference"] == plain["weights"]
     assert "reference" not in of(NODE, Training(replace(PASS, adapter=KIND), reference=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "engine"),
+    [
+        (NODE, EngineParallel(4, 4)),
+        (MegatronParallel(tp=4, pp=2, ep=4, dp=2), EngineParallel(2, 1)),
+        (MegatronParallel(dp=4), EngineParallel(2, 1)),
+    ],
+)
+def test_the_base_of_deltas_is_what_a_rank_sends_by_the_real_plan(sizes: MegatronParallel, engine: EngineParallel) -> None:
+    """Ranks with the same weights share the work; an engine's TP ranks all get norms and routers, which the plan counts each time."""
+    sent = traffic.foresee("", HF, sizes, engine, 1).ways["direct"].sent
+    bases = [stage.parts["delta base"] for stage in memory.trainer(HF, sizes, Training(PASS, bucket_bytes=0, delta_base=True))]
+    assert max(bases) == pytest.approx(sent.most, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sync", "on_gpu", "on_host"),
+    [
+        ({}, False, False),
+        ({"delta": "auto"}, True, False),
+        ({"delta": "auto", "delta_base": "host"}, False, True),
+        ({"delta": "auto", "method": "store", "store": {"url": "store"}}, False, True),
+    ],
+)
+def test_a_run_says_where_the_base_of_its_deltas_is(sync: dict[str, Any], on_gpu: bool, on_host: bool) -> None:
+    values = {"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": {"kind": "arithmetic"}, "sync": sync}
+    found = budget.of_run(parse({**values, "trainer": {"dtype": "bfloat16"}}), HF)
+    assert ("delta base" in found.trainer.parts, found.delta_base > 0) == (on_gpu, on_host)
+    assert ("for the copy that sync.delta keeps" in found.host_line) == on_host
+    cpu = budget.of_run(parse({**values, "trainer": {"dtype": "float32"}}), HF, budget.CPU_GB, True)
+    assert ("delta base" in cpu.trainer.parts, cpu.delta_base) == (bool(sync), 0), "a process on a CPU has only its host's memory"
 
 
 def test_adapters_are_all_that_has_gradients() -> None:

@@ -44,7 +44,9 @@ def test_deepseek_v3_on_a_trainers_rank() -> None:
     mine = 61 * (down + up // 8 + norms) + 3 * dense // 8 + 58 * (router + shared // 8) + 2 * table // 8 + 7168
     of_experts = 58 * 4 * expert
     held = memory.weights_of(DEEPSEEK, parallel, 0, "bfloat16")
-    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + 58 * 256 * 4)
+    biases = 58 * 256 * 4
+    sent = round((2 * mine + biases) / 16 + 2 * of_experts / 2)
+    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + biases, sent=sent)
     parts = memory.trainer(DEEPSEEK, parallel, Training(PASS))[0].parts
     assert parts["gradients"] == 4 * (mine + of_experts)
     assert parts["optimizer"] == 12 * (-(-mine // 16) + of_experts // 2)
@@ -62,10 +64,14 @@ def test_glms_routers_are_sent_from_copies() -> None:
     of_experts = 89 * 5 * expert
     biases, copies = 89 * 160 * 4, 89 * router * 4
     held = memory.weights_of(GLM, parallel, 0, "bfloat16")
-    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + biases, copies)
+    sent = (2 * mine + biases + copies // 2) // 4 + 2 * of_experts  # routers take twice the bytes
+    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + biases, copies, sent)
     assert memory.trainer(GLM, parallel, Training(PASS))[0].parts["weight sync"] == 2 * (256 << 20) + 291_635_200
     assert copies == 291_635_200
-    assert memory.weights_of(GLM, parallel, 0, "float32") == RankParameters(mine, of_experts, 4 * (mine + of_experts) + biases)
+    nbytes = 4 * (mine + of_experts) + biases
+    assert memory.weights_of(GLM, parallel, 0, "float32") == RankParameters(
+        mine, of_experts, nbytes, sent=(4 * mine + biases) // 4 + 4 * of_experts
+    )
 
 
 @families

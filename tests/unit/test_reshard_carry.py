@@ -110,7 +110,13 @@ def test_no_buffer_is_larger_than_a_piece_whatever_the_message() -> None:
     pairs = {(0, 1): [np.arange(100_000, dtype=np.uint32).view(np.uint8)]}
     found = together(connected({rank: Counting(rank, lanes) for rank in range(2)}, piece_bytes=3000), pairs)
     assert found[0, 1][0].tobytes() == pairs[0, 1][0].tobytes()
-    assert sorted(asked) == [3000] * 4
+    assert sorted(asked) == [1, 1] + [3000] * 4  # a byte tells where buffers are
+    asked.clear()
+    for nbytes, piece in ((10, 10), (100_000, 64 << 10), (1 << 20, 128 << 10), (32 << 20, 1 << 20)):
+        pairs = {(0, 1): [np.zeros(nbytes, np.uint8)]}
+        together(connected({rank: Counting(rank, lanes) for rank in range(2)}, piece_bytes=1 << 20), pairs)
+        assert max(asked) == piece, "buffers of a small message are smaller than itself, but not tiny"
+        asked.clear()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -47,7 +47,7 @@ def architectures(content: bytes) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_the_kernels_compile_for_hopper_and_blackwell(
     setup_py: ModuleType, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thorough: bool
 ) -> None:
@@ -59,7 +59,7 @@ def test_the_kernels_compile_for_hopper_and_blackwell(
     wanted = ("90", "100") if thorough else ("90",)
     if not thorough:
         monkeypatch.setenv("ASYNCMOE_CUDA_ARCHS", "90")
-    assert len(setup_py.CUDA_SOURCES) == 3
+    assert len(setup_py.CUDA_SOURCES) == 4
     target = tmp_path / "kernels.o"
     command = build.command(compiler, ROOT / setup_py.CUDA_SOURCES[number], target)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

@@ -163,6 +163,18 @@ def test_who_missed_a_version_is_refused_and_a_full_update_helps() -> None:
     ranks.check(shapes, [wanted])
 
 
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_message_is_copied_unless_it_is_the_receivers_own(owned: bool) -> None:
+    ranks, _, _ = large("bfloat16", 2)
+    ranks.full(1)
+    change(ranks.sources[0]["s"], 0.01, np.random.default_rng(9))
+    ranks.encode(2)
+    message = ranks.senders[0].messages(1)[0].copy()
+    ranks.receivers[1].stage(0, message, owned=owned)
+    ((_, kept),) = ranks.receivers[1]._incoming[0].staged.values()
+    assert np.shares_memory(kept, message) is owned
+
+
 def test_another_base_of_the_same_number_is_refused() -> None:
     """A trainer that is replayed after a crash numbers its versions alike, and has other bits."""
     ranks, _, _ = large("bfloat16", 2)
@@ -223,7 +235,7 @@ def test_a_base_that_changed_in_memory_is_found_at_commit() -> None:
     ranks.full(1)
     change(ranks.sources[0]["s"], 1.0, np.random.default_rng(11))
     ranks.encode(2)
-    sender._streams[0].base[77] ^= 1
+    sender._streams[0].kept.base[77] ^= 1
     with pytest.raises(InvariantBroken, match="changed in memory"):
         sender.commit()
     assert sender.base is None

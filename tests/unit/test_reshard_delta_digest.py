@@ -1,4 +1,4 @@
-"""The canonical digest of a shard, against its definition in plain Python; and memory of devices, which is refused."""
+"""The canonical digest of a shard, against its definition in plain Python; and memory of devices that are not there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from delta_ranks import oracle_digest, oracle_term
 from test_reshard_delta import RAW, large, matrix
 from test_reshard_random import Shapes
 
-from asyncmoe.errors import LayoutError
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import LayoutError, UserError
 from asyncmoe.reshard import Box, LayoutBuilder, shard_digest
 from asyncmoe.reshard.delta_digest import seed_of
 
@@ -87,12 +88,16 @@ class _OnDevice:
         raise AssertionError
 
 
-def test_device_memory_is_refused() -> None:
+def test_memory_of_a_device_that_is_not_there_is_refused() -> None:
+    """And shard_digest reads host memory only."""
     ranks, shapes, wanted = large("bfloat16", 2)
-    half = (700, 500)
-    with pytest.raises(LayoutError, match="source array s: got cuda:0, expected host memory"):
-        ranks.senders[0].bind({"s": _OnDevice((700, 1000))})
-    with pytest.raises(LayoutError, match="destination array half0: got cuda:0, expected host memory"):
-        ranks.receivers[1].bind({"half0": _OnDevice(half), "half1": _OnDevice(half)})
+    halves = {f"half{i}": _OnDevice((700, 500)) for i in range(2)}
+    error, said = (UserError, "GPU 0: got 0 visible devices") if _C.CUDA else (LayoutError, "arrays of a delta: got cuda:0, expected host")
+    for bind in (lambda: ranks.senders[0].bind({"s": _OnDevice((700, 1000))}), lambda: ranks.receivers[1].bind(halves)):
+        if _C.cuda_device_count() == 0:
+            with pytest.raises(error, match=said):
+                bind()
     with pytest.raises(LayoutError, match="array half0: got cuda:0, expected host memory"):
-        shard_digest(shapes, wanted, {"half0": _OnDevice(half), "half1": _OnDevice(half)})
+        shard_digest(shapes, wanted, halves)
+    with pytest.raises(LayoutError, match="destination arrays of a delta: got cpu and cuda:0, expected all on one device"):
+        ranks.receivers[1].bind({**halves, "half1": ranks.destinations[1]["half1"]})

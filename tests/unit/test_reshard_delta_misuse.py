@@ -51,7 +51,7 @@ def test_after_a_commit_that_failed_a_full_update_helps(touched: str) -> None:
     ranks.full(1)
     change(ranks.sources[0]["s"], 1.0, np.random.default_rng(1))
     ranks.encode(2)
-    (sender._streams[0].base if touched == "base" else sender.messages(1)[1])[77] ^= 1
+    (sender._streams[0].kept.base if touched == "base" else sender.messages(1)[1])[77] ^= 1
     with pytest.raises(InvariantBroken, match="changed in memory"):
         sender.commit()
     assert sender.base is None

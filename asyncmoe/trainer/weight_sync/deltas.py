@@ -10,10 +10,13 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.reshard import DeltaSender
+from asyncmoe.reshard.delta_gpu import BaseMemory
 from asyncmoe.reshard.delta_relay import from_source
+from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.reshard.relay_exchange import AnyExchanger
 from asyncmoe.trainer.weight_sync.publisher import Traffic
 
@@ -26,13 +29,33 @@ class DeltaSource:
 
     Args:
         plans: the rank's parts.
-        tensors: the tensors to send, in host memory, by the names of the plan's storages.
+        tensors: the tensors to send, by the names of the plan's storages.
         largest: share of the bytes of a full update that a delta takes at most.
+        memory: where what was sent last is kept, for tensors on a GPU.
+        side: where to enqueue copies and kernels, if the tensors are on a GPU.
+
+    Raises:
+        OutOfDeviceMemory: the GPU has no room for what was sent last, or for two messages.
     """
 
-    def __init__(self, plans: UpdatePlans, rank: int, tensors: Mapping[str, torch.Tensor], largest: float) -> None:
+    def __init__(
+        self,
+        plans: UpdatePlans,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        largest: float,
+        memory: BaseMemory = "device",
+        side: SideStream | None = None,
+    ) -> None:
         # One thread: the trainer's step runs at the same time.
-        self._sender = DeltaSender(plans.delta, rank, threads=1)
+        self._sender = DeltaSender(
+            plans.delta,
+            rank,
+            threads=1,
+            memory=memory,
+            stream=side.stream.cuda_stream if side else 0,
+            relieve=torch.cuda.empty_cache if side else nothing_to_give,
+        )
         self._rank, self._replicas = rank, plans.replicas
         self._sender.bind(tensors)
         self._dense: dict[int, int] = {}
@@ -138,13 +161,12 @@ def traffic(offers: Mapping[int, Offer], base: int | None, replicas: Mapping[int
     return Traffic(nbytes, sum(one.changed for one in offers.values()) / max(1, elements))
 
 
-def unsupported(config: Config, device: torch.device) -> str:
+def unsupported(config: Config) -> str:
     """Return why the updates of a run cannot be deltas although `sync.delta` asks for them; empty if they can, or if it does not ask."""
     if config.sync.delta == "off":
         return ""
     reasons = {
         f"sync.method is {config.sync.method}": config.sync.method == "broadcast",
-        "weights on a GPU are sent whole": device.type != "cpu",
         "adapters are sent whole": config.adapter is not None,
         "sync.staging is none, so every update is written in place": config.sync.staging == "none",
     }

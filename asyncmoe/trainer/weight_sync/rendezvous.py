@@ -258,7 +258,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
-        delta=sync.delta != "off" and not unsupported(config, model.mesh.device),
+        delta=sync.delta != "off" and not unsupported(config),
         audit_every=sync.audit_every,
         relay=sync.relay != "off" and model.adapter is None,  # adapters are small
     )

@@ -186,7 +186,8 @@ class Sender:
     def _offer(self, version: int) -> Offer:
         try:
             if self._deltas is None:
-                self._deltas = DeltaSource(self.met.plans, self._rank, self._tensors, delta_messages.largest_share(self.met.terms))
+                largest = delta_messages.largest_share(self.met.terms)
+                self._deltas = DeltaSource(self.met.plans, self._rank, self._tensors, largest, self._sync.delta_base, self._side)
             return self._deltas.offer(version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):

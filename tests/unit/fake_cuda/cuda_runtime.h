@@ -105,6 +105,17 @@ inline cudaError_t cudaFree(void* start) {
     std::free(start);
     return cudaSuccess;
 }
+constexpr unsigned int cudaHostAllocPortable = 1;
+inline cudaError_t cudaHostAlloc(void** start, size_t nbytes, unsigned int) {
+    fake::use();
+    *start = std::aligned_alloc(256, (nbytes + 511) / 256 * 256);
+    return cudaSuccess;
+}
+inline cudaError_t cudaFreeHost(void* start) {
+    fake::use();
+    std::free(start);
+    return cudaSuccess;
+}
 inline cudaError_t create(FakeObject** made) {
     fake::use();
     *made = new FakeObject{fake::current};

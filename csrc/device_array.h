@@ -1,0 +1,43 @@
+// Arrays on a device, for .cu files.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "device_scope.h"
+
+namespace asyncmoe {
+
+// An array on the current device; null if it is empty.
+template <typename T>
+class DeviceArray {
+  public:
+    explicit DeviceArray(size_t count) {
+        if (count) check(cudaMalloc(&start_, count * sizeof(T)), "cudaMalloc of a kernel's tables");
+    }
+    explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
+        if (!values.empty())
+            check(cudaMemcpy(start_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    }
+    ~DeviceArray() { cudaFree(start_); }
+    DeviceArray(const DeviceArray&) = delete;
+    DeviceArray& operator=(const DeviceArray&) = delete;
+    T* get() const { return static_cast<T*>(start_); }
+
+  private:
+    void* start_ = nullptr;
+};
+
+// Uploads `count` base addresses unless `known` says that they are there.
+inline void upload(const DeviceArray<int64_t>& there, std::vector<int64_t>& known, const std::vector<int64_t>& wanted,
+                   int64_t count, cudaStream_t stream) {
+    const auto n = static_cast<size_t>(count);
+    if (n == 0 || (known.size() == n && std::equal(known.begin(), known.end(), wanted.begin()))) return;
+    known.assign(wanted.begin(), wanted.begin() + count);
+    // The source is pageable memory, so the call returns only after reading it.
+    check(cudaMemcpyAsync(there.get(), known.data(), n * sizeof(int64_t), cudaMemcpyHostToDevice, stream),
+          "uploading base addresses");
+}
+
+}  // namespace asyncmoe

@@ -1,0 +1,93 @@
+"""Updates that are deltas between GPUs: the real senders and receivers over CUDA IPC, on the stand-in of a machine with GPUs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from delta_meeting import Rig, meet
+from device_standin import Machine, OnDevice1, build
+
+import asyncmoe.reshard.delta_gpu as delta_gpu
+from asyncmoe.config.sync import Staging
+from asyncmoe.receiver import handshake, protocol, worker
+from asyncmoe.reshard import ipc_transport
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the stand-in with")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def rig(library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
+    monkeypatch.setattr(handshake, "obstacles", lambda _: [])
+    # Receivers of this rig hold on to their memory until senders have gone.
+    monkeypatch.setattr(ipc_transport, "_CLOSING_S", 0.2)
+    monkeypatch.setattr(ipc_transport, "_kept", [])
+    machine = Machine(library)
+    machine.install(monkeypatch)
+    machine.call("swap", 1)
+    made = meet(transport="ipc", there=OnDevice1, **getattr(request, "param", {}))
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("rig", [{}], indirect=True)
+def test_a_card_counts_what_deltas_take(rig: Rig) -> None:
+    """CUDA IPC has no buffers at the receiver: one coded message, of at most the shard."""
+    for rank, model in rig.workers.items():
+        card = rig.senders[0].met.store.get(protocol.ready(rank), 1.0).card
+        assert card is not None
+        assert (card.wanted, card.copy) == (card.copy, sum(one.nbytes for one in model.parameters()))
+
+
+def each(staging: Staging) -> Any:
+    return pytest.param({"staging": staging, "audit_every": 2}, id=staging)
+
+
+@pytest.mark.parametrize("rig", [each("full"), each("none")], indirect=True)
+def test_versions_in_a_row_are_what_the_trainer_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With staging none, as auto is on a GPU without room for a second copy, full updates only are written in place."""
+    waited: list[Any] = []
+    wait_idle = worker.wait_idle
+    monkeypatch.setattr(worker, "wait_idle", lambda device, seconds: waited.append(device) or wait_idle(device, seconds))
+    coded: list[bool] = []
+    run = delta_gpu.DeviceElements.apply
+
+    def apply(self: Any, *args: Any, write: bool) -> int:
+        coded.append(write)
+        return run(self, *args, write=write)
+
+    monkeypatch.setattr(delta_gpu.DeviceElements, "apply", apply)
+    for version, share in ((1, 0.0), (2, 0.01), (3, 0.0), (4, 0.1), (5, 1.0), (6, 0.01)):
+        rig.change(share, version)
+        found = rig.send(version)
+        assert all(isinstance(one, float) for one in found), found
+        assert rig.wrong == []
+    assert rig.kinds() == ["full", "delta of 1", "delta of 2", "delta of 3", "full", "delta of 5"]
+    in_place = rig.terms.staging == "none"
+    assert rig.staged_in_place() == [in_place, False, False, False, in_place, False]
+    assert {True, False} == set(coded)
+    assert {str(device) for device in waited} == {"cuda:1"}
+
+
+def test_a_weight_that_somebody_else_wrote_makes_the_update_full(rig: Rig) -> None:
+    for version in (1, 2):
+        rig.change(0.01, version)
+        assert all(isinstance(one, float) for one in rig.send(version))
+    name = next(iter(dict(rig.workers[2].named_parameters())))
+    with torch.no_grad():
+        rig.workers[2].get_parameter(name).view(torch.int16).reshape(-1)[:] ^= 1
+    rig.change(0.01, 3)
+    assert any(isinstance(one, Exception) for one in rig.send(3))
+    assert rig.senders[0].doubted
+    assert all(isinstance(one, float) for one in rig.send(3))
+    assert rig.wrong == []

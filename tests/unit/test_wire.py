@@ -100,13 +100,18 @@ def test_reply_and_frames_arrive_unchanged() -> None:
 def test_an_answer_that_all_ranks_get_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [Leased(step, (), queue_depth=step, dropped={}) for step in range(2)]
     encoded: list[int] = []
-    monkeypatch.setattr(server_module, "encode", lambda message, *most: encoded.append(message.step) or codec.encode(message, *most))
+
+    def encode(message: Leased, most: int) -> bytes:
+        encoded.append(message.step)
+        return codec.encode(message, most)
+
+    monkeypatch.setattr(server_module, "encode", encode)
 
     async def handler(request: Request) -> Answer:
         assert isinstance(request, Lease)
         return answers[request.step]
 
-    with served(handler) as running, Client(running.rendezvous) as client:
+    with served(handler) as running, Client(running.rendezvous, "rank 0") as client:
         for step in (0, 0, 0, 1, 1, 0):
             assert client.ask(Lease(step, "rl", 1, version=0, wait_s=0.0), 10)[0] == answers[step]
     assert encoded == [0, 1, 0]

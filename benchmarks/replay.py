@@ -59,6 +59,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from asyncmoe.models.make import make_model
     from asyncmoe.trainer import loop, objective
     from asyncmoe.trainer.data import batch
+    from asyncmoe.trainer.data.schedule import BatchGrid
     from asyncmoe.trainer.losses import SupervisedLoss
     from asyncmoe.trainer.model import gpt, mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
@@ -82,7 +83,7 @@ def measure(folder: Path) -> dict[str, Any]:
     def microbatches(kept: bool) -> list[batch.MicroBatch]:
         nothing = np.zeros(TRAJECTORIES)
         routing = replay.routing if kept else None
-        return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=batch.BatchGrid(), packed=True, routing=routing)]
+        return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=BatchGrid(), packed=True, routing=routing)]
 
     chosen: list[np.ndarray] = []
 

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -30,6 +31,10 @@ class Group:
     """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
 
     def __len__(self) -> int:
+        return self._episodes
+
+    @cached_property
+    def _episodes(self) -> int:
         return len({item.episode for item in self.items})
 
     @property
@@ -37,7 +42,7 @@ class Group:
         """Number of its prompt."""
         return self.items[0].group
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
         return min(item.oldest_version for item in self.items)
 
@@ -96,7 +101,12 @@ def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
 
 
 class GroupBuffer:
-    """Groups in training order; at most `capacity` episodes, including leased episodes."""
+    """Groups in training order; at most `capacity` episodes, including leased episodes.
+
+    Attributes:
+        depth: number of episodes not yet leased.
+        leased: number of leased episodes, neither committed nor released.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -104,17 +114,9 @@ class GroupBuffer:
         """Arrival numbers of groups that wait for space, first come first served."""
         self._queued: list[Group] = []
         self._leased: dict[int, tuple[Group, ...]] = {}
+        self._frames: dict[int, dict[str, list[Buffer]]] = {}
         self._keys: set[str] = set()
-
-    @property
-    def depth(self) -> int:
-        """Number of episodes not yet leased."""
-        return sum(map(len, self._queued))
-
-    @property
-    def leased(self) -> int:
-        """Number of leased episodes, neither committed nor released."""
-        return sum(len(g) for groups in self._leased.values() for g in groups)
+        self.depth = self.leased = 0
 
     def fits(self, count: int) -> bool:
         """Whether `count` more episodes fit into the capacity."""
@@ -123,13 +125,14 @@ class GroupBuffer:
     def insert(self, group: Group) -> None:
         """Add a group. Raises InvariantBroken for a duplicate key."""
         self._know(group)
-        insort(self._queued, group, key=lambda g: g.order)
+        self._queue(group)
 
     def drop_older(self, than: int) -> list[Group]:
         """Remove and return the queued groups whose oldest token is older than version `than`."""
         cut = bisect_left(self._queued, than, key=lambda g: g.oldest_version)
         dropped, self._queued = self._queued[:cut], self._queued[cut:]
         self._forget(dropped)
+        self.depth -= sum(map(len, dropped))
         return dropped
 
     def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
@@ -141,41 +144,57 @@ class GroupBuffer:
         if total != count:
             return None
         groups, self._queued = tuple(self._queued[:taken]), self._queued[taken:]
-        self._leased[step] = groups
+        self.depth -= count
+        self._hold(step, groups)
         return groups
 
     def hold(self, step: int, groups: tuple[Group, ...]) -> None:
         """Hold the groups of a lease that an earlier process granted. Raises InvariantBroken for a duplicate key."""
         for group in groups:
             self._know(group)
-        self._leased[step] = groups
+        self._hold(step, groups)
 
     def release(self, step: int) -> int:
         """Return the groups of a lease to their places in the queue. Returns their number of episodes."""
-        groups = self._leased.pop(step)
+        groups = self._end(step)
         for group in groups:
-            insort(self._queued, group, key=lambda g: g.order)
+            self._queue(group)
         return sum(map(len, groups))
 
     def commit(self, step: int) -> tuple[Group, ...]:
         """Delete and return the groups of a lease."""
-        groups = self._leased.pop(step)
+        groups = self._end(step)
         self._forget(groups)
         return groups
 
     def forget_leases(self) -> None:
         """Delete the groups of all leases."""
-        for groups in self._leased.values():
-            self._forget(groups)
-        self._leased = {}
+        for step in tuple(self._leased):
+            self.commit(step)
 
     def clear(self) -> None:
         """Delete all groups."""
-        self._queued, self._leased, self._keys = [], {}, set()
+        self._queued, self._leased, self._frames, self._keys = [], {}, {}, set()
+        self.depth = self.leased = 0
 
-    def frames(self, step: int) -> dict[str, list[Buffer]]:
+    def frames(self, step: int) -> Mapping[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""
-        return {key: frames for group in self._leased[step] for key, frames in group.frames.items()}
+        return self._frames[step]
+
+    def _queue(self, group: Group) -> None:
+        insort(self._queued, group, key=lambda g: g.order)
+        self.depth += len(group)
+
+    def _hold(self, step: int, groups: tuple[Group, ...]) -> None:
+        self._leased[step] = groups
+        self._frames[step] = {key: frames for group in groups for key, frames in group.frames.items()}
+        self.leased += sum(map(len, groups))
+
+    def _end(self, step: int) -> tuple[Group, ...]:
+        groups = self._leased.pop(step)
+        del self._frames[step]
+        self.leased -= sum(map(len, groups))
+        return groups
 
     def _know(self, group: Group) -> None:
         known = self._keys.intersection(group.frames)

@@ -70,6 +70,7 @@ class Server:
         # ZeroMQ allows one authentication handler per context, so the server has its own context.
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._sockets: list[zmq.asyncio.Socket] = []
+        self._encoded: tuple[Reply, bytes] | None = None
         self._local_dir: Path | None = None
         self._authenticator: AsyncioAuthenticator | None = None
 
@@ -157,7 +158,7 @@ class Server:
         number = request[0] if request else b""
         try:
             reply, frames = await self._handle(request)
-            payload = encode(reply, self._max_frame_bytes)
+            payload = self._encode(reply)
         except InvariantBroken as error:
             await self._send(router, sender, number, encode(_refused(error)))
             raise
@@ -174,6 +175,12 @@ class Server:
             raise ProtocolError(f"request: got {len(request)} frames, expected 2")
         answer = await self._handler(decode_request(request[1]))
         return answer if isinstance(answer, tuple) else (answer, [])
+
+    def _encode(self, reply: Reply) -> bytes:
+        """Encode a reply, but not twice in a row: every rank gets the same `Leased`, megabytes of it."""
+        if self._encoded is None or self._encoded[0] is not reply:
+            self._encoded = reply, encode(reply, self._max_frame_bytes)
+        return self._encoded[1]
 
     async def _send(self, router: zmq.asyncio.Socket, *parts: Buffer) -> None:
         if not router.closed:

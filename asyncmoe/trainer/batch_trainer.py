@@ -11,15 +11,18 @@ import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import Disagreement
+from asyncmoe.models import family_of
+from asyncmoe.models.cost import attention_width
 from asyncmoe.platform import megatron
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Leased, Phase, Probe
 from asyncmoe.trainer import logprob_mismatch, probe, replay_drift
 from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
 from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.data.batch import MicroBatch, pack, schedule
+from asyncmoe.trainer.data.batch import MicroBatch, pack
 from asyncmoe.trainer.data.batch_client import ANSWER_S, Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
+from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import collectives, optimizer
 from asyncmoe.trainer.model.gpt import Model
@@ -90,7 +93,7 @@ class Learner:
     ) -> None:
         self._plugins, self._samples, self._watch = plugins, samples, watch
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
-        self._mesh = model.mesh
+        self._mesh, self._width = model.mesh, attention_width(family_of(model.hf).shape_of(model.hf))
         self._drift: float | None = None
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
@@ -105,7 +108,7 @@ class Learner:
             Disagreement: engine and trainer differ by more than `verify` allows; nothing was trained.
             AnomalyFound: a rule of `verify.anomalies` stops the run; no further update was made.
         """
-        updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh)
+        updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
         wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
         layers = () if self._replay is None else self._replay.layers
         with mark("fetch"):
@@ -134,7 +137,7 @@ class Learner:
         texts = probe.shortened(whole, chosen)
         lengths = [one.tokens for one in chosen]
         trainer = config.trainer
-        planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid)
+        planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, self._width)
         nothing = np.zeros(len(chosen))
         made = [
             pack(texts, indices, advantages=nothing, weights=nothing, grid=mesh.grid, packed=trainer.pack, rows=planned.rows)

@@ -29,8 +29,9 @@ from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
-from asyncmoe.trainer.data.batch import MicroBatch, Schedule
+from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.credit import token_advantages
+from asyncmoe.trainer.data.schedule import Schedule, schedule
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
 from tests.ranks import case
@@ -61,7 +62,7 @@ class Job:
     @property
     def schedule(self) -> Schedule:
         trainer = self.config.trainer
-        return batch.schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.grid)
+        return schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.grid)
 
     def microbatches(
         self,

@@ -21,6 +21,7 @@ from asyncmoe.config import Config
 from asyncmoe.models import load_hf_config
 from asyncmoe.trainer import loop, step
 from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trajectory import Trajectory, decode
 from tests.ranks import case
@@ -63,7 +64,7 @@ def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temper
         largest: with routes and masks as recorded. bias_mean, bias_largest: of trainer - engine with routes as recorded, but without masks.
     """
     place, lengths = built.mesh, [len(t) for t in recorded]
-    schedule = batch.schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
+    planned = schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
     replay = loop.replay(config, built)
     assert replay is not None
     nothing = np.zeros(len(recorded))
@@ -75,10 +76,10 @@ def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temper
             weights=nothing,
             grid=place.grid,
             packed=config.trainer.pack,
-            rows=schedule.rows,
+            rows=planned.rows,
             routing=replay.routing,
         )
-        for indices in schedule.ranks[place.dp_rank]
+        for indices in planned.ranks[place.dp_rank]
     ]
     ours = step.logprobs_only(built, batches, lengths, temperature, replay)
     bare = step.logprobs_only(built, [replace(b, support=None) for b in batches], lengths, temperature, replay)

@@ -29,7 +29,8 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc.messages import Item
 from asyncmoe.trainer.data import batch
-from asyncmoe.trainer.data.batch import BatchGrid, MicroBatch
+from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import Trajectory

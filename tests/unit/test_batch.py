@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.data.batch import BatchGrid, MicroBatch, Schedule, pack, schedule, split_updates
+from asyncmoe.models import family_of
+from asyncmoe.models.cost import attention_width
+from asyncmoe.trainer.data.batch import MicroBatch, pack
+from asyncmoe.trainer.data.schedule import BatchGrid, Schedule, cost, first_fit_decreasing, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from benchmarks.published import REAL
 
 shapes = st.fixed_dictionaries(
     {
@@ -21,6 +25,7 @@ shapes = st.fixed_dictionaries(
         "tokens_per_microbatch": st.integers(8, 400),
         "pack": st.booleans(),
         "grid": st.builds(BatchGrid, tp=st.sampled_from([1, 2, 4, 8]), stages=st.sampled_from([1, 2, 3])),
+        "width": st.sampled_from([0, 1, 50, 10_000]),
     }
 )
 
@@ -50,8 +55,8 @@ def test_schedule_invariants(shape: dict) -> None:
 
 @given(shapes)
 def test_ranks_are_balanced_and_in_lockstep(shape: dict) -> None:
-    plan, lengths = schedule(**shape), shape["lengths"]
-    sizes = [[tokens(m, lengths) for m in rank] for rank in plan.ranks]
+    plan, costs = schedule(**shape), [cost(length, shape["width"]) for length in shape["lengths"]]
+    sizes = [[tokens(m, costs) for m in rank] for rank in plan.ranks]
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= max(max(s) for s in sizes)
     for before, after in zip(zip(*sizes, strict=True), list(zip(*sizes, strict=True))[1:], strict=False):
         assert min(before) >= max(after)  # whatever waits for the m-th of another rank waits for one of like size
@@ -84,6 +89,35 @@ def test_padding_counts_towards_the_bound() -> None:
 def test_the_bound_goes_before_balance() -> None:
     assert schedule([3, 3, 2, 2, 2], 1, 6, True, BatchGrid(1)) == Schedule((((0, 1), (2, 3, 4)),))
     assert schedule([3, 3, 2, 2, 2], 3, 6, True, BatchGrid(1)).microbatches == 1
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 40))
+def test_first_fit_is_that_of_the_definition(lengths: list[int], bound: int) -> None:
+    """Johnson, "Near-optimal bin packing algorithms" (1973): each item, largest first, into the first bin with room."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = next((one for one in bins if sum(lengths[i] for i in one) + lengths[index] <= bound), None)
+        bins.append([index]) if room is None else room.append(index)
+    assert [sorted(one) for one in bins] == [list(one) for one in first_fit_decreasing(lengths, bound)]
+
+
+def test_a_long_trajectory_costs_more_than_its_tokens() -> None:
+    """Two ranks of 24 tokens each by tokens alone; by cost the one of 16 has less beside it."""
+    lengths = [16, *[4] * 8]
+    even = schedule(lengths, 2, 1000, True, BatchGrid())
+    assert sorted(tokens(rank[0], lengths) for rank in even.ranks) == [24, 24]
+    found = schedule(lengths, 2, 1000, True, BatchGrid(), width=8)
+    assert sorted(tokens(rank[0], lengths) for rank in found.ranks) == [16, 32]
+    assert [cost(16, 8), 8 * cost(4, 8)] == [384, 384]
+
+
+def test_the_width_of_a_real_model() -> None:
+    """Qwen3-30B-A3B: of its 3.3 billion active parameters the embedding is looked up; 48 layers of 32 heads of 128."""
+    shape = family_of(REAL["Qwen3-30B-A3B"]).shape_of(REAL["Qwen3-30B-A3B"])
+    active = 3.345e9 - 151936 * 2048
+    assert attention_width(shape) == pytest.approx(active / (48 * 32 * 128), rel=0.01)
+    latent = family_of(REAL["DeepSeek-V3"]).shape_of(REAL["DeepSeek-V3"])
+    assert attention_width(latent) == pytest.approx(2 * (37.5e9 - 129280 * 7168) / (61 * 128 * (192 + 128)), rel=0.02)
 
 
 def test_a_packed_batch_is_split_over_all_ranks() -> None:

@@ -8,7 +8,8 @@ import torch
 from kept_trajectory import ROUTING, trajectory
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.data.batch import BatchGrid, MicroBatch, pack
+from asyncmoe.trainer.data.batch import MicroBatch, pack
+from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trajectory import Routing, Trajectory
 
 

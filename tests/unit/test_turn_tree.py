@@ -26,8 +26,8 @@ from asyncmoe.rollout.scoring import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trainer.data import batch, trees
-from asyncmoe.trainer.data.batch import BatchGrid
 from asyncmoe.trainer.data.credit import relatives, token_advantages
+from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trajectory import Trajectory, decode, encode, validate
 from tests.unit import openai_policy

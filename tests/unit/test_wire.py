@@ -25,6 +25,7 @@ from asyncmoe import errors
 from asyncmoe.errors import ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
 from asyncmoe.rpc import client as client_module
 from asyncmoe.rpc import codec, keys
+from asyncmoe.rpc import server as server_module
 from asyncmoe.rpc.client import Client, rebuild
 from asyncmoe.rpc.connection import Connection
 from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
@@ -94,6 +95,26 @@ def test_reply_and_frames_arrive_unchanged() -> None:
     assert reply == Fetched(("a", "b"))
     assert [bytes(f) for f in frames] == [big.tobytes(), small, empty]
     assert memoryview(frames[0]).readonly
+
+
+def test_an_answer_that_all_ranks_get_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [Leased(step, (), queue_depth=step, dropped={}) for step in range(2)]
+    encoded: list[int] = []
+
+    def encode(message: Leased, most: int) -> bytes:
+        encoded.append(message.step)
+        return codec.encode(message, most)
+
+    monkeypatch.setattr(server_module, "encode", encode)
+
+    async def handler(request: Request) -> Answer:
+        assert isinstance(request, Lease)
+        return answers[request.step]
+
+    with served(handler) as running, Client(running.rendezvous, "rank 0") as client:
+        for step in (0, 0, 0, 1, 1, 0):
+            assert client.ask(Lease(step, "rl", 1, version=0, wait_s=0.0), 10)[0] == answers[step]
+    assert encoded == [0, 1, 0]
 
 
 def test_a_slow_lease_holds_up_nobody() -> None:

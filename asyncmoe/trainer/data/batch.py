@@ -1,11 +1,7 @@
-"""Assignment of trajectories to the micro-batches of ranks, and the tensors of a micro-batch.
-
-Everything here is a pure function of plain data, so every rank computes the whole schedule and all ranks agree without communication.
-"""
+"""The tensors of a micro-batch."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,142 +12,8 @@ import torch
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.data import replay_data
 from asyncmoe.trainer.data.replay_data import Experts, Support
+from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory
-
-Indices = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class BatchGrid:
-    """Constraints that the trainer's parallel sizes put on micro-batches.
-
-    Attributes:
-        tp: tensor-parallel ranks, which hold equal consecutive parts of the rows.
-        stages: pipeline stages if model chunks interleave; 1 if every stage holds one chunk. Megatron's interleaved schedule deals out
-            micro-batches in rounds of one per stage and does not announce row counts to the receiving stage, so all micro-batches have
-            the same row count.
-    """
-
-    tp: int = 1
-    stages: int = 1
-
-    @property
-    def rows(self) -> int:
-        """A micro-batch's row count is a multiple of this."""
-        return self.tp
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The micro-batches of a step. `ranks[d][m]` lists the trajectories in micro-batch `m` of data-parallel rank `d`. Every micro-batch is
-    padded to `rows` rows; 0: each has as many rows as it needs.
-
-    Invariants:
-        every trajectory is in exactly one micro-batch;
-        all ranks have the same number of micro-batches, at least one (expert parallelism spans data-parallel ranks: its all-to-alls need
-        the same number of forward passes everywhere), a multiple of `BatchGrid.stages`; an empty micro-batch is filler;
-        a micro-batch has at most `tokens_per_microbatch` rows after padding, unless it is a single longer trajectory;
-        the token counts of any two ranks differ by at most the largest micro-batch;
-        the schedule depends only on the arguments.
-    """
-
-    ranks: tuple[tuple[Indices, ...], ...]
-    rows: int = 0
-
-    @property
-    def microbatches(self) -> int:
-        """Micro-batches of each rank, filler included."""
-        return len(self.ranks[0])
-
-    def indices(self, dp_rank: int) -> list[int]:
-        """The trajectories that rank `dp_rank` trains on and therefore fetches."""
-        return [index for microbatch in self.ranks[dp_rank] for index in microbatch]
-
-
-def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: bool, grid: BatchGrid) -> Schedule:
-    """Distribute trajectories over `dp` ranks by token count.
-
-    Micro-batches are made as equal as possible, sorted by size and dealt in turn, so the m-th micro-batches of all ranks, which wait for
-    each other in every expert all-to-all, have similar sizes. Token counts stand for cost; the quadratic part of attention is ignored.
-
-    Args:
-        lengths: token count of each trajectory, > 0.
-        dp: data-parallel ranks.
-        tokens_per_microbatch: row limit of a packed micro-batch; a longer trajectory gets a micro-batch of its own.
-        pack: put several trajectories into a micro-batch; if false, one.
-        grid: the trainer's constraints.
-    """
-    if any(length <= 0 for length in lengths) or dp <= 0:
-        raise InvariantBroken(f"schedule: got lengths {[n for n in lengths if n <= 0]} and dp {dp}, expected positive numbers")
-    bound, multiple = tokens_per_microbatch - tokens_per_microbatch % grid.rows, dp * grid.stages
-    bins: list[Indices] = _bins(lengths, multiple, bound) if pack else [(index,) for index in range(len(lengths))]
-    bins += [()] * (-len(bins) % multiple)
-    bins = bins or [()] * multiple
-    bins.sort(key=lambda b: (-_tokens(b, lengths), b))
-    largest = max(_tokens(bins[0], lengths), 1)
-    rows = largest + -largest % grid.rows if grid.stages > 1 else 0
-    return Schedule(tuple(tuple(bins[rank::dp]) for rank in range(dp)), rows)
-
-
-def _bins(lengths: Sequence[int], multiple: int, bound: int) -> list[Indices]:
-    """Return micro-batches within `bound`; their number is a multiple of `multiple` if there are enough trajectories."""
-    tight = _first_fit_decreasing(lengths, bound)
-    count = len(tight) + -len(tight) % multiple
-    even = _evenly(lengths, count)
-    if all(_tokens(b, lengths) <= bound or len(b) == 1 for b in even):
-        return even
-    while len(tight) < count:  # splitting never exceeds the bound
-        largest = max(tight, key=lambda b: (len(b) > 1, _tokens(b, lengths)))
-        if len(largest) == 1:
-            break
-        tight.remove(largest)
-        tight += [tuple(largest[i] for i in half) for half in _evenly([lengths[i] for i in largest], 2)]
-    return tight
-
-
-def _first_fit_decreasing(lengths: Sequence[int], bound: int) -> list[Indices]:
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in _longest_first(lengths):
-        place = next((i for i, room in enumerate(free) if room >= lengths[index]), None)
-        if place is None:
-            place = len(bins)
-            bins.append([])
-            free.append(bound)
-        bins[place].append(index)
-        free[place] -= lengths[index]
-    return [tuple(sorted(b)) for b in bins]
-
-
-def _evenly(lengths: Sequence[int], count: int) -> list[Indices]:
-    """Return `count` bins with similar sums, fewer if there are fewer indices: each index, longest first, goes to the smallest bin."""
-    heap: list[tuple[int, int]] = [(0, i) for i in range(count)]
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for index in _longest_first(lengths):
-        tokens, place = heapq.heappop(heap)
-        bins[place].append(index)
-        heapq.heappush(heap, (tokens + lengths[index], place))
-    return [tuple(sorted(b)) for b in bins if b]
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-
-
-def _tokens(indices: Indices, lengths: Sequence[int]) -> int:
-    return sum(lengths[i] for i in indices)
-
-
-def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
-    """Split a batch into `updates` parts of whole groups, in order; `groups[i]` is the group of trajectory i.
-
-    Returns the trajectory indices of each part; the first parts get the groups left over by an uneven division.
-    """
-    order = list(dict.fromkeys(groups))
-    if not 0 < updates <= len(order):
-        raise InvariantBroken(f"split_updates: got {updates} updates of {len(order)} groups")
-    part = {group: place for place, block in enumerate(np.array_split(np.array(order), updates)) for group in block.tolist()}
-    return [[i for i, group in enumerate(groups) if part[group] == place] for place in range(updates)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,8 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.data import batch, trees
-from asyncmoe.trainer.data.batch import MicroBatch, Schedule
+from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
 
@@ -38,10 +39,14 @@ class Update:
     """float64[len(members)]: loss weight of a sampled token of each member."""
 
 
-def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh) -> list[Update]:
-    """Split a batch into optimizer steps, and each step into micro-batches."""
+def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh, width: int) -> list[Update]:
+    """Split a batch into optimizer steps, and each step into micro-batches.
+
+    Args:
+        width: as for `asyncmoe.trainer.data.schedule.cost`.
+    """
     if phase == "rl":
-        parts = batch.split_updates([item.group for item in items], config.objective.updates_per_batch)
+        parts = split_updates([item.group for item in items], config.objective.updates_per_batch)
     else:
         parts = [list(range(len(items)))]
     aggregation = config.objective.aggregation if phase == "rl" else "token_mean"
@@ -49,7 +54,7 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
     return [
         Update(
             tuple(part),
-            batch.schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid),
+            schedule([items[i].tokens for i in part], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, width),
             trees.token_weights([items[i] for i in part], aggregation, config.rollout.max_new_tokens),
         )
         for part in parts

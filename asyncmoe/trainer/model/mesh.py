@@ -13,7 +13,7 @@ from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import gloo, megatron
-from asyncmoe.trainer.data.batch import BatchGrid
+from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.model import collectives
 
 megatron.prepare()

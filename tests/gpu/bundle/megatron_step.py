@@ -89,6 +89,7 @@ def step(spec: str, dtype: str, target: str) -> None:
     from asyncmoe.models.make import make_model
     from asyncmoe.trainer import loop, objective
     from asyncmoe.trainer.data import batch
+    from asyncmoe.trainer.data.schedule import BatchGrid
     from asyncmoe.trainer.losses import SupervisedLoss
     from asyncmoe.trainer.model import gpt, mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
@@ -110,7 +111,7 @@ def step(spec: str, dtype: str, target: str) -> None:
 
     def microbatches() -> list[batch.MicroBatch]:
         nothing = np.zeros(TRAJECTORIES)
-        grid, routing = batch.BatchGrid(), replay.routing
+        grid, routing = BatchGrid(), replay.routing
         return [batch.pack(known, list(known), advantages=nothing, weights=weights, grid=grid, packed=True, routing=routing)]
 
     def logprobs() -> np.ndarray:

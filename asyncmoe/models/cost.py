@@ -1,0 +1,25 @@
+"""What computing a sequence costs, from the sizes of a model."""
+
+from __future__ import annotations
+
+from math import prod
+
+from asyncmoe.models.latent import Latent
+from asyncmoe.models.shape import Shape
+
+
+def attention_width(m: Shape) -> int:
+    """Return the tokens of a sequence at which causal attention costs as many operations as everything else.
+
+    A sequence of s tokens takes 2 P s operations for the P weights that a token is multiplied with (its experts only, the output layer
+    once), and s^2 A for scores and weighted values of causal attention: over all layers, A is the heads times the sum of a key's and a
+    value's dimensions. So its cost grows as s (s + w) with w = 2 P / A. (Korthikanti et al., arXiv 2205.05198, appendix A, count the same
+    with dense causal scores, twice as many.)
+    """
+    matrices = sum(prod(shape) for shape in m.attention.shapes(m).values() if len(shape) == 2)
+    dense, mixture = 3 * m.hidden * m.dense_width, 3 * m.hidden * (m.experts_per_token * m.expert_width + m.shared_width)
+    without = len(m.dense_layers)
+    weights = m.layers * matrices + without * dense + (m.layers - without) * (mixture + m.hidden * m.experts) + m.vocab * m.hidden
+    latent = m.attention if isinstance(m.attention, Latent) else None
+    key, value = (latent.nope + latent.rope, latent.value) if latent else (m.head_dim, m.head_dim)
+    return 2 * weights // (m.layers * m.heads * (key + value))

@@ -1,0 +1,196 @@
+"""Assignment of trajectories to the micro-batches of ranks.
+
+A pure function of plain data, so every rank computes the whole schedule and all ranks agree without communication. It takes
+O(n log n) for n trajectories.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncmoe.errors import InvariantBroken
+
+Indices = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BatchGrid:
+    """Constraints that the trainer's parallel sizes put on micro-batches.
+
+    Attributes:
+        tp: tensor-parallel ranks, which hold equal consecutive parts of the rows.
+        stages: pipeline stages if model chunks interleave; 1 if every stage holds one chunk. Megatron's interleaved schedule deals out
+            micro-batches in rounds of one per stage and does not announce row counts to the receiving stage, so all micro-batches have
+            the same row count.
+    """
+
+    tp: int = 1
+    stages: int = 1
+
+    @property
+    def rows(self) -> int:
+        """A micro-batch's row count is a multiple of this."""
+        return self.tp
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The micro-batches of a step. `ranks[d][m]` lists the trajectories in micro-batch `m` of data-parallel rank `d`. Every micro-batch is
+    padded to `rows` rows; 0: each has as many rows as it needs.
+
+    Invariants:
+        every trajectory is in exactly one micro-batch;
+        all ranks have the same number of micro-batches, at least one (expert parallelism spans data-parallel ranks: its all-to-alls need
+        the same number of forward passes everywhere), a multiple of `BatchGrid.stages`; an empty micro-batch is filler;
+        a micro-batch has at most `tokens_per_microbatch` rows after padding, unless it is a single longer trajectory;
+        the costs of any two ranks differ by at most the largest micro-batch;
+        the schedule depends only on the arguments.
+    """
+
+    ranks: tuple[tuple[Indices, ...], ...]
+    rows: int = 0
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of each rank, filler included."""
+        return len(self.ranks[0])
+
+    def indices(self, dp_rank: int) -> list[int]:
+        """The trajectories that rank `dp_rank` trains on and therefore fetches."""
+        return [index for microbatch in self.ranks[dp_rank] for index in microbatch]
+
+
+def cost(length: int, width: int) -> int:
+    """Return the cost of computing a trajectory: s (s + w) for s tokens, of which the first term is attention's.
+
+    Args:
+        width: w, the tokens at which attention costs as much as everything else (`asyncmoe.models.cost.attention_width`); 0: only
+            tokens count.
+    """
+    return length * (length + width) if width else length
+
+
+def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: bool, grid: BatchGrid, width: int = 0) -> Schedule:
+    """Distribute trajectories over `dp` ranks by cost.
+
+    Micro-batches are made as equal as possible, sorted by cost and dealt in turn, so the m-th micro-batches of all ranks, which wait for
+    each other in every expert all-to-all, cost about the same. How many there are follows from tokens alone.
+
+    Args:
+        lengths: token count of each trajectory, > 0.
+        dp: data-parallel ranks.
+        tokens_per_microbatch: row limit of a packed micro-batch; a longer trajectory gets a micro-batch of its own.
+        pack: put several trajectories into a micro-batch; if false, one.
+        grid: the trainer's constraints.
+        width: as for `cost`.
+    """
+    if any(length <= 0 for length in lengths) or dp <= 0:
+        raise InvariantBroken(f"schedule: got lengths {[n for n in lengths if n <= 0]} and dp {dp}, expected positive numbers")
+    bound, multiple = tokens_per_microbatch - tokens_per_microbatch % grid.rows, dp * grid.stages
+    costs = [cost(length, width) for length in lengths]
+    bins: list[Indices] = _bins(lengths, costs, multiple, bound) if pack else [(index,) for index in range(len(lengths))]
+    bins += [()] * (-len(bins) % multiple)
+    bins = bins or [()] * multiple
+    bins.sort(key=lambda b: (-_sum(b, costs), b))
+    largest = max(1, *(_sum(b, lengths) for b in bins))
+    rows = largest + -largest % grid.rows if grid.stages > 1 else 0
+    return Schedule(tuple(tuple(bins[rank::dp]) for rank in range(dp)), rows)
+
+
+def _bins(lengths: Sequence[int], costs: Sequence[int], multiple: int, bound: int) -> list[Indices]:
+    """Return micro-batches within `bound`; their number is a multiple of `multiple` if there are enough trajectories.
+
+    Of equal cost if that keeps within the bound, else of equal token counts if that does, else as few as first fit leaves, the largest
+    of them split.
+    """
+    tight = first_fit_decreasing(lengths, bound)
+    count = len(tight) + -len(tight) % multiple
+    for values in [costs, lengths] if costs != lengths else [lengths]:
+        even = _evenly(range(len(lengths)), values, count)
+        if all(len(b) == 1 or _sum(b, lengths) <= bound for b in even):
+            return even
+    return _split_largest(tight, costs, count)
+
+
+def first_fit_decreasing(lengths: Sequence[int], bound: int) -> list[Indices]:
+    """Put each index, longest first, into the first bin with room, or a new one.
+
+    A tree over the bins holds in each node the most room of any bin below it, so that the first bin with room is found from the root.
+    """
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [bound] * (2 * leaves)
+    bins: list[list[int]] = []
+    for index in _largest_first(range(len(lengths)), lengths):
+        need, node = lengths[index], 1
+        if need > bound:
+            bins.append([index])
+            node, left = leaves + len(bins) - 1, -1
+        else:
+            while node < leaves:
+                node *= 2
+                node += room[node] < need
+            left = room[node] - need
+            if node - leaves == len(bins):
+                bins.append([])
+            bins[node - leaves].append(index)
+        room[node] = left
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    return [tuple(sorted(b)) for b in bins]
+
+
+def _evenly(indices: Sequence[int], values: Sequence[int], count: int) -> list[Indices]:
+    """Return `count` bins with similar sums, fewer if there are fewer indices: each index, largest first, goes to the smallest bin."""
+    heap: list[tuple[int, int]] = [(0, i) for i in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for index in _largest_first(indices, values):
+        held, place = heap[0]
+        bins[place].append(index)
+        heapq.heapreplace(heap, (held + values[index], place))
+    return [tuple(sorted(b)) for b in bins if b]
+
+
+def _split_largest(bins: Sequence[Indices], costs: Sequence[int], count: int) -> list[Indices]:
+    """Halve the costliest bin of several trajectories until there are `count` bins, or none can be halved. That never exceeds a bound."""
+    heap = [(-_sum(b, costs), b) for b in bins if len(b) > 1]
+    heapq.heapify(heap)
+    found: list[Indices] = [b for b in bins if len(b) == 1]
+    while heap and len(found) + len(heap) < count:
+        _, largest = heapq.heappop(heap)
+        for half in _evenly(largest, costs, 2):
+            if len(half) > 1:
+                heapq.heappush(heap, (-_sum(half, costs), half))
+            else:
+                found.append(half)
+    return [*found, *(b for _, b in heap)]
+
+
+def _largest_first(indices: Sequence[int], values: Sequence[int]) -> list[int]:
+    return sorted(indices, key=lambda i: (-values[i], i))
+
+
+def _sum(indices: Indices, values: Sequence[int]) -> int:
+    return sum(values[i] for i in indices)
+
+
+def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
+    """Split a batch into `updates` parts of whole groups, in order; `groups[i]` is the group of trajectory i.
+
+    Returns the trajectory indices of each part; the first parts get the groups left over by an uneven division.
+    """
+    order = list(dict.fromkeys(groups))
+    if not 0 < updates <= len(order):
+        raise InvariantBroken(f"split_updates: got {updates} updates of {len(order)} groups")
+    size, extra = divmod(len(order), updates)
+    sizes = [size + (place < extra) for place in range(updates)]
+    part = dict(zip(order, (place for place, n in enumerate(sizes) for _ in range(n)), strict=True))
+    found: list[list[int]] = [[] for _ in range(updates)]
+    for i, group in enumerate(groups):
+        found[part[group]].append(i)
+    return found

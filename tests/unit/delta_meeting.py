@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from reshard_ranks import filled
 
@@ -18,7 +20,8 @@ from asyncmoe.config.sync import Staging
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
-from asyncmoe.receiver import command, hosting, protocol, transfer_plan, worker
+from asyncmoe.platform import gloo
+from asyncmoe.receiver import command, handshake, hosting, protocol, transfer_plan, worker
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.hosting import MeetingFile
@@ -170,6 +173,29 @@ class Rig:
             receiver.join(5.0)
 
 
+@contextmanager
+def meetings() -> Iterator[Callable[..., Rig]]:
+    """Yield `meet`, and end what it began. Ranks are threads here: none has a place in an engine, and none shuts another's ports."""
+    rigs: list[Rig] = []
+
+    def make(**how: Any) -> Rig:
+        rigs.append(meet(**how))
+        return rigs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
+        patch.setattr(handshake, "obstacles", lambda _: [])
+        patch.setattr(gloo, "shut", lambda listeners: None)
+        yield make
+        for rig in rigs:
+            rig.end()
+
+
+def fine(found: list[Any]) -> bool:
+    """Whether all ranks sent a version."""
+    return all(isinstance(one, float) for one in found)
+
+
 def meet(
     transport: Literal["shm", "gloo", "ipc"] = "shm",
     staging: Staging = "full",
@@ -181,7 +207,7 @@ def meet(
     delta: bool = True,
     there: type[torch.Tensor] = torch.Tensor,
 ) -> Rig:
-    """A trainer of two tensor-parallel ranks meets an engine of two ranks and one of a single rank. Stub `handshake` before.
+    """A trainer of two tensor-parallel ranks meets an engine of two ranks and one of a single rank; in `meetings`.
 
     Args:
         workers: of an earlier meeting.

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from delta_meeting import Rig, meet
+from delta_meeting import Rig, fine, meetings
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, TransferError, WeightSyncError
-from asyncmoe.platform import gloo
-from asyncmoe.receiver import delta_messages, handshake, protocol, worker
+from asyncmoe.receiver import delta_messages, protocol, worker
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.reshard import Exchanger
@@ -26,23 +25,9 @@ NORM = "final_norm"
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
-    monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
-    monkeypatch.setattr(handshake, "obstacles", lambda _: [])
-    monkeypatch.setattr(gloo, "shut", lambda listeners: None)  # ranks in threads of one process would shut each other's ports
-    rigs: list[Rig] = []
-
-    def make(**how: Any) -> Rig:
-        rigs.append(meet(**how))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.end()
-
-
-def fine(found: list[Any]) -> bool:
-    return all(isinstance(one, float) for one in found)
+def meeting() -> Iterator[Meet]:
+    with meetings() as make:
+        yield make
 
 
 @pytest.mark.parametrize(("transport", "staging"), [("shm", "full"), ("shm", "delta"), ("gloo", "full"), ("gloo", "delta")])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from delta_meeting import Rig, meet
+from delta_meeting import Rig, meetings
 from device_standin import Machine, OnDevice1, build
 
 import asyncmoe.reshard.delta_gpu as delta_gpu
 from asyncmoe.config.sync import Staging
-from asyncmoe.receiver import handshake, protocol, worker
+from asyncmoe.receiver import protocol, worker
 from asyncmoe.reshard import ipc_transport
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the stand-in with")
@@ -27,17 +27,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rig(library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
-    monkeypatch.setattr(handshake, "obstacles", lambda _: [])
     # Receivers of this rig hold on to their memory until senders have gone.
     monkeypatch.setattr(ipc_transport, "_CLOSING_S", 0.2)
     monkeypatch.setattr(ipc_transport, "_kept", [])
     machine = Machine(library)
     machine.install(monkeypatch)
     machine.call("swap", 1)
-    made = meet(transport="ipc", there=OnDevice1, **getattr(request, "param", {}))
-    yield made
-    made.end()
+    with meetings() as meet:
+        yield meet(transport="ipc", there=OnDevice1, **getattr(request, "param", {}))
 
 
 @pytest.mark.parametrize("rig", [{}], indirect=True)

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from delta_meeting import HF, TRAINER, Rig, meet
+from delta_meeting import HF, TRAINER, Rig, fine, meetings
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import TransferError
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
-from asyncmoe.platform import gloo
-from asyncmoe.receiver import handshake, transfer_plan, worker
+from asyncmoe.receiver import transfer_plan, worker
 from asyncmoe.receiver.protocol import EngineRanks, Terms
 from asyncmoe.reshard import Exchanger, relay
 from asyncmoe.reshard.carry import Carrier
@@ -33,19 +32,9 @@ TRAINERS = (0, 1)
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
-    monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
-    monkeypatch.setattr(handshake, "obstacles", lambda _: [])
-    monkeypatch.setattr(gloo, "shut", lambda listeners: None)  # ranks in threads of one process would shut each other's ports
-    rigs: list[Rig] = []
-
-    def make(engines: tuple[EngineRanks, ...], **how: Any) -> Rig:
-        rigs.append(meet("gloo", engines=engines, relay=True, **how))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.end()
+def meeting() -> Iterator[Meet]:
+    with meetings() as make:
+        yield lambda engines, **how: make(transport="gloo", engines=engines, relay=True, **how)
 
 
 @pytest.fixture
@@ -60,10 +49,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
     monkeypatch.setattr(TorchTransport, "_post", counted)
     return found
-
-
-def fine(found: list[Any]) -> bool:
-    return all(isinstance(one, float) for one in found)
 
 
 @pytest.mark.parametrize("engines", [THREE, PAIRS, MIXED], ids=["three", "pairs", "mixed"])

@@ -154,6 +154,7 @@ def changes_(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="A run's configuration instead of an arm.")] = None,
     steps: Annotated[int, typer.Option(min=2, help="RL steps of a run; each is exported.")] = 8,
     rates: Annotated[str, typer.Option(help="Learning rates, separated by commas.")] = "2e-5,2e-6",
+    dither: Annotated[bool, typer.Option("--dither", help="Weights begin anywhere between two bfloat16 numbers.")] = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw all results as SVG.")] = None,
 ) -> None:
     """Share of the bfloat16 and float8 weights that a step of a real model changes, by kind of layer and learning rate."""
@@ -165,6 +166,8 @@ def changes_(
     if settings and config is None:
         raise UserError("KEY=VALUE", got=settings[0], expected="none without --config")
     subject = changes.of_arm(arm) if config is None else changes.of_configuration(config, settings or [])
+    if dither:
+        subject = subject.from_anywhere()
     found = changes.run(results, subject, steps, known.rates(rates))
     if picture is not None:
         changes.picture(found, picture)

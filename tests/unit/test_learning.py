@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import DataError, EngineError, UserError
@@ -369,3 +369,26 @@ def test_changes_of_a_configuration_begin_with_its_model_or_after_its_warm_up(mo
         changes.of_configuration(ROOT / "examples" / "real" / "sums.yaml", given)
     (tmp_path / "config.json").write_text("{}")
     assert changes.of_configuration(ROOT / "examples" / "real" / "sums.yaml", [f"model.path={tmp_path}"]).start == tmp_path
+
+
+def test_dithered_weights_round_to_those_that_they_were(tmp_path: Path) -> None:
+    values = torch.randn(64, 64).to(torch.bfloat16)
+    values[0, :4] = torch.tensor([1.0, -2.0, 0.0, 1e-30])
+    (tmp_path / "model").mkdir()
+    save_file({"a": values}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    subject = changes.Subject("own", Path("own.yaml"), ("a=b",), tmp_path / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes, "RUNS", tmp_path)
+        found = subject.from_anywhere()
+    assert (found.name, found.start) == ("own-dithered", tmp_path / "dithered-model")
+    assert found.settings == ("a=b", f"model.path={found.start}", "trainer.dtype=float32")
+    assert (tmp_path / "dithered-model" / "config.json").is_file()
+    moved = load_file(tmp_path / "dithered-model" / "model.safetensors")["a"]
+    assert moved.dtype == torch.float32
+    assert torch.equal(moved.to(torch.bfloat16), values)
+    within = (moved - values.float()) / torch.exp2((torch.frexp(values.float()).exponent - 8).float())
+    assert -0.5 <= float(within.min()) < -0.4, "evenly between the middles of the intervals"
+    assert 0.4 < float(within.max()) <= 0.5
+    with pytest.raises(UserError, match="--dither: got own, whose model the warm-up makes"):
+        changes.Subject("own", Path("own.yaml"), (), None, 3).from_anywhere()

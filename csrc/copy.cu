@@ -140,6 +140,7 @@ void DeviceProgram::run(int64_t number, const std::vector<int64_t>& sources, con
     const Trailer trailer{seal, memory_->progress.get(), static_cast<volatile int64_t*>(memory_->mismatch_there),
                           number};
     const auto blocks = static_cast<unsigned>(std::min(chunk.tiles, most_blocks_));
+    forget_errors();
     kernel_for(wire_)<<<blocks, kThreads, 0, stream>>>(view, chunk.tiles, trailer);
     check(cudaGetLastError(), "the copy kernel");
 }

@@ -14,6 +14,7 @@
 #include "device.h"
 #include "device_program.h"
 #include "patience.h"
+#include "unlocked.h"
 #endif
 
 namespace py = pybind11;
@@ -66,22 +67,27 @@ void define_device(py::module_& module) {
         .def("done", &DeviceEvent::done)
         .def("hold", &DeviceEvent::hold, py::arg("stream"))
         .def("wait", &wait_for_event, py::arg("timeout_s"), "Whether the device passed the point in time.");
-    py::class_<DeviceMemory>(module, "DeviceMemory", "Memory of a device (csrc/device.h).")
-        .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"))
+    py::class_<DeviceMemory, Owner<DeviceMemory>>(module, "DeviceMemory", "Memory of a device (csrc/device.h).")
+        .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"), Unguarded())
         .def_static(
             "open",
             [](int device, int64_t nbytes, const py::bytes& handle) {
-                return std::make_unique<DeviceMemory>(device, nbytes, std::string(handle));
+                const std::string text(handle);
+                py::gil_scoped_release released;
+                return Owner<DeviceMemory>(new DeviceMemory(device, nbytes, text));
             },
             py::arg("device"), py::arg("nbytes"), py::arg("handle"))
         .def_property_readonly("address", &DeviceMemory::address)
         .def_property_readonly("nbytes", &DeviceMemory::nbytes)
         .def("handle", [](const DeviceMemory& self) { return py::bytes(self.handle()); });
-    py::class_<PinnedMemory>(module, "PinnedMemory", "Host memory that stays in place (csrc/device.h).")
-        .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"))
+    py::class_<PinnedMemory, Owner<PinnedMemory>>(module, "PinnedMemory",
+                                                  "Host memory that stays in place (csrc/device.h).")
+        .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"), Unguarded())
         .def_property_readonly("address", &PinnedMemory::address);
-    py::class_<DeviceProgram>(module, "DeviceProgram", "A program on a GPU (csrc/device_program.h).")
-        .def(py::init<const Program&, int>(), py::arg("program"), py::arg("device"), py::keep_alive<1, 2>())
+    py::class_<DeviceProgram, Owner<DeviceProgram>>(module, "DeviceProgram",
+                                                    "A program on a GPU (csrc/device_program.h).")
+        .def(py::init<const Program&, int>(), py::arg("program"), py::arg("device"), Unguarded(),
+             py::keep_alive<1, 2>())
         .def(
             "run",
             [](DeviceProgram& self, int64_t chunk, const Int64Array& sources, const Int64Array& destinations,
@@ -98,7 +104,7 @@ void define_device(py::module_& module) {
     module.def("device_memory", &device_memory, py::arg("device"), "(free, total) in bytes.");
     module.def("cuda_device_name", &cuda_device_name, py::arg("device"));
     module.def("copy_plainly", &copy_plainly, py::arg("device"), py::arg("destination"), py::arg("source"),
-               py::arg("nbytes"), py::arg("stream"),
+               py::arg("nbytes"), py::arg("stream"), Unguarded(),
                "Enqueue a cudaMemcpyAsync within a device, or between the host and it.");
 }
 #endif

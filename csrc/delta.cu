@@ -116,6 +116,7 @@ DeltaView DeviceDelta::view(int64_t chunk, const std::vector<int64_t>& bases, ui
 }
 
 void DeviceDelta::begin(uintptr_t stream) {
+    forget_errors();
     check(cudaMemsetAsync(memory_->found.get(), 0, sizeof(DeltaFound), stream_of(stream)), "cudaMemsetAsync");
 }
 

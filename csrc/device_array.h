@@ -9,6 +9,18 @@
 
 namespace asyncmoe {
 
+// Copies from pageable memory to the current device and waits. Not by cudaMemcpy, which returns before the last part of
+// such a copy has arrived, and which the default stream orders: kernels of other streams would not wait for it, and it
+// would wait for the step of a model that is enqueued there.
+inline void copy_now(void* there, const void* here, size_t nbytes) {
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    cudaError_t status = cudaMemcpyAsync(there, here, nbytes, cudaMemcpyHostToDevice, stream);
+    if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+    check(status, "uploading a kernel's tables");
+}
+
 // An array on the current device; null if it is empty.
 template <typename T>
 class DeviceArray {
@@ -17,8 +29,7 @@ class DeviceArray {
         if (count) check(cudaMalloc(&start_, count * sizeof(T)), "cudaMalloc of a kernel's tables");
     }
     explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
-        if (!values.empty())
-            check(cudaMemcpy(start_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+        if (!values.empty()) copy_now(start_, values.data(), values.size() * sizeof(T));
     }
     ~DeviceArray() { cudaFree(start_); }
     DeviceArray(const DeviceArray&) = delete;
@@ -36,8 +47,10 @@ inline void upload(const DeviceArray<int64_t>& there, std::vector<int64_t>& know
     if (n == 0 || (known.size() == n && std::equal(known.begin(), known.end(), wanted.begin()))) return;
     known.assign(wanted.begin(), wanted.begin() + count);
     // The source is pageable memory, so the call returns only after reading it.
-    check(cudaMemcpyAsync(there.get(), known.data(), n * sizeof(int64_t), cudaMemcpyHostToDevice, stream),
-          "uploading base addresses");
+    const cudaError_t status =
+        cudaMemcpyAsync(there.get(), known.data(), n * sizeof(int64_t), cudaMemcpyHostToDevice, stream);
+    if (status != cudaSuccess) known.clear();
+    check(status, "uploading base addresses");
 }
 
 }  // namespace asyncmoe

@@ -6,6 +6,9 @@
 #include "arrays.h"
 #include "delta_bindings.h"
 #include "device_delta.h"
+#ifdef ASYNCMOE_CUDA
+#include "unlocked.h"
+#endif
 
 namespace py = pybind11;
 
@@ -48,20 +51,28 @@ void bind_device_delta(py::module_& module) {
         py::arg("table"), py::arg("chunk"), py::arg("bases").noconvert(),
         "DeviceDelta.read and take, in host memory. Slow. Addresses are not checked.");
 #ifdef ASYNCMOE_CUDA
-    py::class_<DeviceDelta>(module, "DeviceDelta", "A table of deltas on a GPU (csrc/device_delta.h).")
-        .def(py::init<const DeltaTable&, int>(), py::arg("table"), py::arg("device"), py::keep_alive<1, 2>())
+    py::class_<DeviceDelta, Owner<DeviceDelta>>(module, "DeviceDelta",
+                                                "A table of deltas on a GPU (csrc/device_delta.h).")
+        .def(py::init<const DeltaTable&, int>(), py::arg("table"), py::arg("device"), Unguarded(),
+             py::keep_alive<1, 2>())
         .def("encode", &DeviceDelta::encode, py::arg("chunk"), py::arg("now"), py::arg("old"), py::arg("payload"),
-             py::arg("stream"), "Enqueue the comparison of a packed message with the one before.")
+             py::arg("stream"), Unguarded(), "Enqueue the comparison of a packed message with the one before.")
         .def(
             "apply",
             [](DeviceDelta& self, int64_t chunk, uintptr_t payload, int64_t nbytes, const Int64Array& bases, bool write,
-               uintptr_t stream) { self.apply(chunk, payload, nbytes, bases_of(bases), write, stream); },
+               uintptr_t stream) {
+                const auto places = bases_of(bases);
+                py::gil_scoped_release released;
+                self.apply(chunk, payload, nbytes, places, write, stream);
+            },
             py::arg("chunk"), py::arg("payload"), py::arg("nbytes"), py::arg("bases").noconvert(), py::arg("write"),
             py::arg("stream"), "Enqueue the proof of a payload, or its scatter. Addresses are not checked.")
         .def(
             "read",
             [](DeviceDelta& self, int64_t chunk, const Int64Array& bases, uintptr_t stream) {
-                self.read(chunk, bases_of(bases), stream);
+                const auto places = bases_of(bases);
+                py::gil_scoped_release released;
+                self.read(chunk, places, stream);
             },
             py::arg("chunk"), py::arg("bases").noconvert(), py::arg("stream"), "Enqueue the sum of a chunk's terms.")
         .def(

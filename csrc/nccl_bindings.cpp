@@ -1,7 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -9,6 +8,7 @@
 #include "cuda_bindings.h"
 #include "nccl.h"
 #include "patience.h"
+#include "unlocked.h"
 
 namespace py = pybind11;
 
@@ -35,15 +35,6 @@ int wait(const NcclCommunicator& self, double timeout_s) {
     return state;
 }
 
-// Releases the GIL while a communicator is destroyed, because NCCL may wait for its own threads.
-struct Unlocked {
-    void operator()(NcclCommunicator* communicator) const {
-        py::gil_scoped_release released;
-        delete communicator;
-    }
-};
-using Owner = std::unique_ptr<NcclCommunicator, Unlocked>;
-
 }  // namespace
 
 void bind_nccl(py::module_& module) {
@@ -57,21 +48,22 @@ void bind_nccl(py::module_& module) {
     module.def(
         "nccl_unique_id", [](const std::string& library) { return py::bytes(nccl_unique_id(library)); },
         py::arg("library"));
-    py::class_<NcclCommunicator, Owner>(module, "NcclCommunicator", "A non-blocking communicator (csrc/nccl.h).")
+    py::class_<NcclCommunicator, Owner<NcclCommunicator>>(module, "NcclCommunicator",
+                                                          "A non-blocking communicator (csrc/nccl.h).")
         .def(py::init([](const std::string& library, int rank, int world, const py::bytes& unique_id, int max_ctas) {
                  const std::string id(unique_id);
                  py::gil_scoped_release released;
-                 return Owner(new NcclCommunicator(library, rank, world, id, max_ctas));
+                 return Owner<NcclCommunicator>(new NcclCommunicator(library, rank, world, id, max_ctas));
              }),
              py::arg("library"), py::arg("rank"), py::arg("world"), py::arg("unique_id"), py::arg("max_ctas") = 0)
         .def("exchange", &exchange, py::arg("sends"), py::arg("receives"), py::arg("stream"),
              "Enqueue (peer, address, bytes) as one group.")
-        .def("state", &NcclCommunicator::state, py::call_guard<py::gil_scoped_release>())
+        .def("state", &NcclCommunicator::state, Unguarded())
         .def("wait", &wait, py::arg("timeout_s"),
              "The state once it is no longer in progress, or in progress after the timeout.")
         .def("describe", &NcclCommunicator::describe, py::arg("code"))
-        .def("abort", &NcclCommunicator::abort, py::call_guard<py::gil_scoped_release>())
-        .def("destroy", &NcclCommunicator::destroy, py::call_guard<py::gil_scoped_release>());
+        .def("abort", &NcclCommunicator::abort, Unguarded())
+        .def("destroy", &NcclCommunicator::destroy, Unguarded());
 }
 
 }  // namespace asyncmoe

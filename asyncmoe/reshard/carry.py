@@ -138,7 +138,8 @@ class Carrier:
                 link.close_round(at(number), left())
             for lane, rank in enumerate(sources):
                 if rank in into and 0 <= number - ahead < len(into[rank].pieces):
-                    into[rank].piece(number - ahead, self._taken(link.unpack_from(lane, at(number - ahead), left()), left()))
+                    taken = self._taken(link.unpack_from(lane, at(number - ahead), left()), into[rank].pieces[number - ahead], left())
+                    into[rank].piece(taken)
                     link.release(lane, at(number - ahead))
         link.finish(left())
 
@@ -149,13 +150,12 @@ class Carrier:
         else:
             self._copies.run(memory_of(buffer, "message buffer", write=True).address, int(piece.ctypes.data), len(piece), timeout_s)
 
-    def _taken(self, buffer: Buffer, timeout_s: float) -> np.ndarray:
-        """Return a message buffer's bytes in host memory."""
+    def _taken(self, buffer: Buffer, nbytes: int, timeout_s: float) -> np.ndarray:
+        """Return the piece at the beginning of a message buffer, in host memory."""
         if self._copies is None:
-            return _bytes_of(buffer)
-        memory = memory_of(buffer, "message buffer")
-        found = np.empty(memory.nbytes, np.uint8)
-        self._copies.run(int(found.ctypes.data), memory.address, memory.nbytes, timeout_s)
+            return _bytes_of(buffer)[:nbytes]
+        found = np.empty(nbytes, np.uint8)
+        self._copies.run(int(found.ctypes.data), memory_of(buffer, "message buffer").address, nbytes, timeout_s)
         return found
 
 
@@ -193,12 +193,12 @@ class _Arriving:
         self.pieces = [end - start for size in self._sizes for start, end in _edges(size, piece_bytes)]
         self._message, self._filled = np.empty(0, np.uint8), 0
 
-    def piece(self, number: int, buffer: np.ndarray) -> None:
-        """Take a piece from the beginning of a buffer."""
+    def piece(self, piece: np.ndarray) -> None:
+        """Take the next piece, which the caller may write again."""
         if self._filled == 0:
             self._message = np.empty(self._sizes.pop(0), np.uint8)
-        begin, self._filled = self._filled, self._filled + self.pieces[number]
-        self._message[begin : self._filled] = buffer[: self.pieces[number]]
+        begin, self._filled = self._filled, self._filled + len(piece)
+        self._message[begin : self._filled] = piece
         if self._filled == len(self._message):
             message, self._message, self._filled = self._message, np.empty(0, np.uint8), 0
             self._take(self._source, message)

@@ -28,6 +28,9 @@ BaseMemory = Literal["device", "host"]
 _ALIGNMENT = 256
 _TRAILER = 8
 _PATIENCE_S = 300.0
+_PINNED_UNIT = 64 << 10
+_hung: list[DeltaGpu] = []
+"""Those that a device did not answer in time: freeing their memory would wait for it for good."""
 
 
 class DeltaGpu:
@@ -51,15 +54,25 @@ class DeltaGpu:
         self._gpu = Gpu(self.index, relieve)
         self._done = self._gpu.event()
         self._buffers: dict[str, DeviceBuffer] = {}
+        self._owned: list[object] = []
+        self._lent: list[np.ndarray] = []
+        self._spare: list[np.ndarray] = []
 
     def program(self, pack: _C.Program) -> _C.DeviceProgram:
-        return with_room(self.index, "tables of copies", None, self._relieve, partial(_C.DeviceProgram, pack, self.index))
+        made = with_room(self.index, "tables of copies", None, self._relieve, partial(_C.DeviceProgram, pack, self.index))
+        self._owned.append(made)
+        return made
 
     def table(self, table: _C.DeltaTable) -> _C.DeviceDelta:
-        return with_room(self.index, "tables of deltas", None, self._relieve, partial(_C.DeviceDelta, table, self.index))
+        made = with_room(self.index, "tables of deltas", None, self._relieve, partial(_C.DeviceDelta, table, self.index))
+        self._owned.append(made)
+        return made
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        return self._gpu.allocate(max(1, nbytes))
+        """Return memory of the device that is kept as long as this object."""
+        made = self._gpu.allocate(max(1, nbytes))
+        self._owned.append(made)
+        return made
 
     def room(self, name: str, nbytes: int) -> int:
         """Return the address of this GPU's buffer of a name, of at least so many bytes; what it held is lost.
@@ -69,8 +82,28 @@ class DeltaGpu:
         """
         if name not in self._buffers or self._buffers[name].nbytes < nbytes:
             self._buffers.pop(name, None)
-            self._buffers[name] = self.allocate(nbytes)
+            self._buffers[name] = self._gpu.allocate(max(1, nbytes))
         return self._buffers[name].address
+
+    def lend(self, nbytes: int) -> np.ndarray:
+        """Return host memory that stays in place, uint8[nbytes], until `take_back`; raise MemoryError if there is none.
+
+        Pinning memory and letting go of it may wait for the device, so what was taken back is lent again: the smallest that is large
+        enough. If none is, the largest gives way, so that there are no more of them than messages of a version.
+        """
+        large_enough = [i for i, one in enumerate(self._spare) if len(one) >= nbytes]
+        if large_enough:
+            found = self._spare.pop(large_enough[0])
+        else:
+            del self._spare[-1:]
+            found = self.pinned(-(-nbytes // _PINNED_UNIT) * _PINNED_UNIT)
+        self._lent.append(found)
+        return found[:nbytes]
+
+    def take_back(self) -> None:
+        """Take back all that was lent; nobody uses it any more."""
+        self._spare = sorted([*self._spare, *self._lent], key=len)
+        self._lent = []
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Return host memory that stays in place, uint8[nbytes]; raise MemoryError if there is none."""
@@ -91,6 +124,7 @@ class DeltaGpu:
         """
         self._done.record(self.stream)
         if not self._done.wait(_PATIENCE_S):
+            _hung.append(self)
             raise WaitTimeout(self.device, "the kernels of a delta enqueued on its stream", _PATIENCE_S)
 
 

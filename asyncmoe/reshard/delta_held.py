@@ -75,9 +75,14 @@ class HeldMemory:
 
     def keep(self, message: np.ndarray, owned: bool) -> np.ndarray:
         """Return a copy of a message, uint8[n], or, if it is `owned`, the message; for a GPU always a copy, in memory that stays in place.
-        Raise MemoryError if there is none."""
+        It is valid until `let_go`. Raise MemoryError if there is none."""
         if self._gpu is None:
             return message if owned else message.copy()
-        kept = self._gpu.pinned(len(message))
+        kept = self._gpu.lend(len(message))
         kept[:] = message
         return kept
+
+    def let_go(self) -> None:
+        """Take back the memory of all messages."""
+        if self._gpu is not None:
+            self._gpu.take_back()

@@ -217,6 +217,7 @@ class DeltaReceiver:
         """Let go of what is staged. What the destination holds stays."""
         for one in self._incoming.values():
             one.staged.clear()
+        self._memory.let_go()
         self.staged_bytes, self._staging, self._proven = 0, None, False
 
     def audit(self) -> int:

@@ -43,6 +43,30 @@ def same(there: dict[str, Any], arrays: Arrays) -> bool:
     return all(there[name].cpu().numpy().tobytes() == array.tobytes() for name, array in arrays.items())
 
 
+def test_tables_are_there_before_they_are_used_though_the_default_stream_is_busy() -> None:
+    """As when a training step is enqueued there while the sending thread makes its tables, and uses them on another stream."""
+    ranks, _, _ = large("bfloat16", 2)
+    how = {"message_bytes": 1 << 19}
+    ranks.full(1)
+    sources, held = upload(ranks.sources[0]), upload(ranks.destinations[1])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    torch.cuda._sleep(4_000_000_000)  # about two seconds of cycles
+    sender = DeltaSender(ranks.plan, 0, stream=stream.cuda_stream, **how)
+    receiver = DeltaReceiver(ranks.plan, 1, stream=stream.cuda_stream, **how)
+    sender.bind(sources)
+    receiver.bind(held)
+    sender.full(1)
+    receiver.adopt(1, ranks.receivers[1].digest)
+    sender.commit()
+    torch.cuda.synchronize()
+    change(ranks.sources[0]["s"], 0.01, np.random.default_rng(1))
+    upload(ranks.sources[0], sources)
+    ranks.encode(2)
+    sender.encode(2)
+    assert [one.tobytes() for one in sender.messages(1)] == [one.tobytes() for one in ranks.senders[0].messages(1)]
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(("dtype", "item"), [("uint8", 1), ("bfloat16", 2), ("float32", 4), ("float64", 8)])
 def test_a_gpu_sends_and_receives_what_a_cpu_does(dtype: str, item: int, memory: BaseMemory) -> None:

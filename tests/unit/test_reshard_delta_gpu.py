@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -17,8 +18,8 @@ from test_reshard_delta import DENSITIES, Case, large, matrix
 from test_reshard_delta_float8 import Quantised, stepped
 from test_reshard_random import cases
 
-from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError
-from asyncmoe.reshard import DeltaReceiver, DeltaSender, plan
+from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError, WaitTimeout
+from asyncmoe.reshard import DeltaReceiver, DeltaSender, delta_gpu, plan
 from asyncmoe.reshard.delta_gpu import BaseMemory, DeltaGpu
 from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.reshard.memory import DeviceBuffer
@@ -226,6 +227,36 @@ def test_a_gpu_without_room_for_a_payload_refuses_the_delta_and_keeps_the_versio
     assert (ranks.receivers[1].version, ranks.receivers[1].staged_bytes) == (1, 0)
     ranks.commit(2)
     assert (ranks.destinations[1]["s"] == 1).all()
+
+
+def test_pinned_memory_is_lent_again_and_does_not_pile_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, unit = DeltaGpu("cuda:1", 0, nothing_to_give), 64 << 10
+    made: list[int] = []
+    pinned = gpu.pinned
+    monkeypatch.setattr(gpu, "pinned", lambda nbytes: made.append(nbytes) or pinned(nbytes))
+    for sizes in ([10, unit + 1, 5], [unit, 2 * unit, 1], [3, 4]):
+        lent = [gpu.lend(size) for size in sizes]
+        assert [len(one) for one in lent] == sizes
+        assert len({int(one.ctypes.data) for one in lent}) == len(sizes)
+        gpu.take_back()
+    assert made == [unit, 2 * unit, unit], "the second and third version pin nothing"
+    gpu.lend(3 * unit)
+    assert made[3:] == [3 * unit]
+    gpu.take_back()
+    assert sum(len(one) for one in gpu._spare) == 5 * unit, "the largest gave way"
+
+
+def test_memory_of_a_device_that_hangs_is_never_freed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_gpu, "_hung", hung := [])
+    gpu = DeltaGpu("cuda:1", 0, nothing_to_give)
+    monkeypatch.setattr(gpu._done, "wait", lambda timeout_s: False, raising=False)
+    lent = weakref.ref(gpu.lend(9).base)
+    with pytest.raises(WaitTimeout, match="the kernels of a delta"):
+        gpu.wait()
+    del gpu
+    gc.collect()
+    assert lent() is not None
+    assert len(hung) == 1
 
 
 def test_staged_messages_live_as_long_as_their_arrays(machine: Machine) -> None:

@@ -1,6 +1,7 @@
 """The keys of a meeting as small files of a version store, for ranks that reach nothing else together.
 
 A file does not say whether the process that set it still runs: who waits here is bounded by time, and by what its controller tells it.
+Some places show a file while it is written: a file begins with the digest of its value, and until that fits the key is not set.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.version_store import StoreFiles, open_files
+from asyncmoe.version_store.manifest import digest_of
 
 FOLDER = "meetings"
 KEY = "sync.store.url"
 _MOST_BYTES = 64 << 20
+_DIGEST_BYTES = 64
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -44,7 +47,7 @@ class FileKeys:
         self._next, self._pause = 0.0, _SHORTEST_PAUSE_S
 
     def set(self, name: str, value: bytes) -> None:
-        self._files.write(name, value)
+        self._files.write(name, digest_of(value).encode() + value)
 
     def get(self, name: str) -> bytes:
         if self._value(name) is None:
@@ -78,8 +81,10 @@ class FileKeys:
         self._files.delete(name)
 
     def _value(self, name: str) -> bytes | None:
-        if name not in self._seen and (value := self._files.read(name, 0, _MOST_BYTES + 1)) is not None:
-            if len(value) > _MOST_BYTES:
+        if name not in self._seen and (data := self._files.read(name, 0, _MOST_BYTES + 1)) is not None:
+            if len(data) > _MOST_BYTES:
                 raise ProtocolError(f"{name} of a meeting in {self._files.shown}: got more than {_MOST_BYTES} bytes")
-            self._seen[name] = value
+            value = data[_DIGEST_BYTES:]
+            if data[:_DIGEST_BYTES] == digest_of(value).encode():
+                self._seen[name] = value
         return self._seen.get(name)

@@ -4,7 +4,8 @@
     objects/9f/9f86d081...              weights, changes of weights, or a geometry, named by their digest; written once, never changed
     versions/0000-00000012.json         manifest of version 12 of lineage 0, written last
 
-An object that is there already is not written again. Half a version is none: nothing reads objects but through a manifest.
+An object that is there already, with the digest in its name, is not written again. Half a version is none: nothing reads objects but
+through a manifest.
 """
 
 from __future__ import annotations
@@ -52,11 +53,22 @@ class VersionStore:
             hint = "give every run a store of its own, or delete the other run's"
             raise DataError(f"version store {self.files.shown}", got=f"versions of run {owner}", expected=f"of run {self.run}", hint=hint)
 
-    def put(self, data: bytes | memoryview) -> str:
-        """Write an object unless it is there; return its digest. Raises what `StoreFiles` raises."""
+    def put(self, data: bytes | memoryview, known: str = "") -> str:
+        """Write an object unless it is there; return its digest. One that is there is read, and written again if it is damaged.
+
+        Args:
+            known: digest of an object that this process has put before; it is not read if it is there in its size.
+
+        Raises:
+            StorageError, WaitTimeout, AsyncmoeError: see `StoreFiles`.
+        """
         digest = digest_of(data)
-        if self.files.size(object_name(digest)) != len(data):
-            self.files.write(object_name(digest), data)
+        name = object_name(digest)
+        there = self.files.size(name) == len(data)
+        if there and digest != known:
+            there = digest_of(self.files.read(name, 0, len(data)) or b"") == digest
+        if not there:
+            self.files.write(name, data)
         return digest
 
     def publish(self, manifest: VersionManifest) -> str:

@@ -104,7 +104,7 @@ class ShareWriter:
         """What the last version took."""
 
     def forget(self) -> None:
-        """Write the next version whole: what was written last may not be there, or not be readable."""
+        """Write the next version whole, and read what of it is there already: what was written last may be missing or damaged."""
         self._last = None
 
     def write(self, arrays: Mapping[str, Array]) -> tuple[StoredObject, ...]:
@@ -123,11 +123,11 @@ class ShareWriter:
         room = _Room(self._lanes, self.buffer_bytes // self._lanes)
 
         def write(number: int) -> _Written:
+            before = None if last is None else last[number]
             if self.base_bytes:
-                data = self._base[self._begins[number] : self._begins[number + 1]]
-                return self._object(number, data, sources, None if last is None else last[number])
+                return self._object(number, self._base[self._begins[number] : self._begins[number + 1]], sources, before)
             with room.taken(int(self._share.slabs.object_bytes[number])) as data:
-                return self._object(number, data, sources, None)
+                return self._object(number, data, sources, before)
 
         found = each(write, len(self._share.slabs.object_bytes), self._lanes, "version store")
         changes = [one[2] for one in found]
@@ -135,18 +135,20 @@ class ShareWriter:
         elements = int(self._share.slabs.element_count)
         self.size = ShareSize(sum(one[1] for one in found), compared, elements)
         objects = tuple(one[0] for one in found)
-        self._last = objects if self.base_bytes else None
+        self._last = objects
         return objects
 
     def _object(self, number: int, data: np.ndarray, sources: np.ndarray, before: StoredObject | None) -> _Written:
-        """Write an object, of which `data` has what `before` says, and then has what was written."""
+        """Write an object, `before` in the last version. `data` then has what was written; with deltas it has what `before` says first."""
         slabs = self._share.slabs
         inside = range(int(slabs.objects[number]), int(slabs.objects[number + 1]))
         addresses = [int(data.ctypes.data) + int(slabs.slab_offsets[slab]) for slab in inside]
-        coded = None if before is None else self._coded(inside, addresses, sources, before, int(LARGEST_DELTAS * len(data)))
+        most = int(LARGEST_DELTAS * len(data))
+        coded = self._coded(inside, addresses, sources, before, most) if self.base_bytes and before is not None else None
         if before is None or coded is None:
             digests = tuple(self._fill(slab, sources, at) for slab, at in zip(inside, addresses, strict=True))
-            return StoredObject(self._store.put(data.data), len(data), digests), len(data), None
+            digest = self._store.put(data.data, "" if before is None else before.digest)
+            return StoredObject(digest, len(data), digests), len(data), None
         if not any(coded.parts):
             return before, 0, 0
         self._advance(inside, addresses, coded, before)
@@ -205,6 +207,9 @@ class _Room:
         try:
             buffer[:nbytes] = 0  # between slabs
             yield buffer[:nbytes]
+        except BaseException:
+            buffer = np.zeros(len(buffer), np.uint8)  # a write that did not end in time may still read the former one
+            raise
         finally:
             self._free.put(buffer)
 

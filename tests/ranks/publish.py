@@ -140,8 +140,8 @@ def killed_with_an_object_written() -> None:
     """From now on this rank dies when it has written an object of a version."""
     real = VersionStore.put
 
-    def put(store: VersionStore, data: bytes | memoryview) -> str:
-        real(store, data)
+    def put(store: VersionStore, data: bytes | memoryview, known: str = "") -> str:
+        real(store, data, known)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 

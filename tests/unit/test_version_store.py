@@ -6,26 +6,32 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from asyncmoe import storage
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, WaitTimeout
 from asyncmoe.reshard import RankLayout
 from asyncmoe.storage import within
-from asyncmoe.version_store import Folder, Retention, ShardReader, StoreFiles, VersionId, VersionStore, open_files
-from asyncmoe.version_store.manifest import VersionManifest
+from asyncmoe.version_store import Folder, Retention, ShardReader, ShareWriter, StoreFiles, VersionId, VersionStore, open_files
+from asyncmoe.version_store import writer as writers_module
+from asyncmoe.version_store.files import TEMPORARY
+from asyncmoe.version_store.manifest import VersionManifest, digest_of, object_name
 from asyncmoe.version_store.retention import due, unneeded
 from tests.disks import mounted
 from tests.unit.doc_pages import ROOT
 from tests.unit.reshard_ranks import Arrays, blank, filled
-from tests.unit.version_stores import opened, readers, values_of, write
+from tests.unit.version_stores import WIDE, Writers, opened, readers, sharing, stepped, trainers, values_of, write
+
+T = TypeVar("T")
 
 
 @pytest.fixture(params=["directory", "memory"])
@@ -84,6 +90,101 @@ def test_what_is_there_already_is_not_written_again(files: StoreFiles) -> None:
     write(store, VersionId(0, 2), values_of(1))
     assert written == [VersionId(0, 2).name]
     assert set(files.names("objects")) == before
+
+
+@pytest.mark.parametrize("full_every", [1, 4])
+@pytest.mark.parametrize("again", ["started", "forgotten"])
+def test_what_is_damaged_is_written_again(files: StoreFiles, full_every: int, again: str) -> None:
+    """Weights and geometry, by a writer that starts again or was told that nobody could read the version."""
+    store = opened(files)
+    writers = Writers(store, full_every)
+    writers.write(VersionId(0, 1), stepped(1))
+    manifest = manifest_of(store, 1)
+    for name in manifest.objects:
+        data = files.read(name) or b""
+        files.write(name, data[:-1] + bytes([data[-1] ^ 1]))
+    if again == "started":
+        writers = Writers(store, full_every)
+    else:
+        for writer in writers.ranks.values():
+            writer.forget()
+    writers.write(VersionId(0, 1), stepped(1))
+    assert manifest_of(store, 1) == manifest
+    for layout in readers(2, WIDE):
+        got = shard(store, manifest, layout)
+        for name, expected in filled(layout, stepped(1)).items():
+            np.testing.assert_array_equal(got[name], expected)
+
+
+def test_a_writer_reads_what_is_there_once(files: StoreFiles) -> None:
+    """After a start, and when it was told to forget; what it wrote itself it does not read."""
+    store, read = opened(files), list[str]()
+    plain = files.read
+
+    def noted(name: str, begin: int = 0, nbytes: int | None = None) -> bytes | None:
+        read.append(name)
+        return plain(name, begin, nbytes)
+
+    Writers(store, 1).write(VersionId(0, 1), stepped(1))
+    manifest = manifest_of(store, 1)
+    weights = sorted(one.name for rank in manifest.ranks for one in rank)
+    files.read = noted  # type: ignore[method-assign]
+    writers = Writers(store, 1)
+    for step in (2, 3, 4):
+        read.clear()
+        if step == 4:
+            for writer in writers.ranks.values():
+                writer.forget()
+        writers.write(VersionId(0, step), stepped(1))
+        assert sorted(set(read) - {object_name(manifest.geometry)}) == ([] if step == 3 else weights)
+        assert len(read) == len(set(read))
+
+
+def test_a_buffer_of_a_write_that_did_not_end_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory hangs before it writes an object, the next one is packed, the first goes on: no file has another digest than its name."""
+    made, _ = sharing()
+    files = Folder(tmp_path, 0.5)
+    writer = ShareWriter(made.tensors, made.shares[0], VersionStore(files, ""), lanes=1)
+    plain, hung, go_on = storage.make_private, list[Path](), threading.Event()
+
+    def first_hangs(path: Path) -> None:
+        plain(path)
+        if hung:
+            go_on.set()
+            eventually(lambda: objects(hung[0]))
+        else:
+            hung.append(path)
+            assert go_on.wait(30.0)
+
+    def all_begin(act: Callable[[int], Any], count: int, lanes: int, name: str) -> list[Any]:
+        """`each`, of which the caller wakes so late that all have begun when it hears of the first error."""
+        found = list[WaitTimeout]()
+        for number in range(count):
+            try:
+                act(number)
+            except WaitTimeout as error:
+                found.append(error)
+        raise found[0]
+
+    monkeypatch.setattr(storage, "make_private", first_hangs)
+    monkeypatch.setattr(writers_module, "each", all_begin)
+    with pytest.raises(WaitTimeout, match="to be written"):
+        writer.write(filled(trainers()[0], values_of(1)))
+    written = eventually(lambda: objects(tmp_path / "objects"))
+    assert len(written) > 1
+    assert [path.name for path in written] == [digest_of(path.read_bytes()) for path in written]
+
+
+def objects(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TEMPORARY)]
+
+
+def eventually(look: Callable[[], T]) -> T:
+    until = time.monotonic() + 30
+    while not (found := look()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert found
+    return found
 
 
 def test_another_run_is_refused(files: StoreFiles) -> None:

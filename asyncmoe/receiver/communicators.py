@@ -31,8 +31,8 @@ def members(terms: Terms, engine: EngineRanks) -> dict[int, int]:
 def agree(terms: Terms, held: Mapping[int, Mapping[str, HeldCommunicator]], unique_id: Callable[[], bytes]) -> dict[str, Agreed]:
     """Choose each engine's communicator: the one all its ranks hold after the same number of exchanges, or else a new one.
 
-    A receiver that was suspended during an update has run fewer exchanges than its senders. NCCL may have accepted the senders' small
-    messages all the same, and would deliver them as the first messages of the next update.
+    A receiver that was suspended during an update, or refused a delta, has run fewer exchanges than its senders. NCCL may have accepted
+    the senders' small messages all the same, and would deliver them as the first messages of the next update.
 
     Args:
         held: rank -> engine -> the communicator the rank can reuse.

@@ -23,7 +23,7 @@ from asyncmoe.platform.file_store import open_store
 from asyncmoe.receiver import delta_messages
 from asyncmoe.receiver.file_keys import FileKeys
 from asyncmoe.receiver.hosting import Hosted, is_held
-from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, moved, over, sent, staged, update_failed
+from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, header, moved, over, sent, staged, update_failed
 from asyncmoe.rpc.address import LOOPBACK, towards
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
@@ -178,8 +178,10 @@ class Store:
 
     def forget(self, update: int, terms: Terms) -> None:
         """Delete the keys of an update that every rank has finished with."""
-        # Headers stay: a receiver that was suspended finds the newest update by them.
+        # Headers stay: a receiver that was suspended finds the newest update by them. With versions in a store all receivers have staged
+        # this one, or the meeting had ended.
         done: list[Key[Any]] = [
+            *([] if terms.store is None else [header(update)]),
             update_failed(update),
             end(update),
             over(update),

@@ -67,11 +67,11 @@ class Coming(msgspec.Struct, frozen=True):
 
 
 def offer(update: int, rank: int) -> Key[Offer]:
-    return Key(f"{update}/offer/{rank}", Offer)
+    return Key(f"{update}.offer.{rank}", Offer)
 
 
 def coming(update: int, rank: int) -> Key[Coming]:
-    return Key(f"{update}/coming/{rank}", Coming)
+    return Key(f"{update}.coming.{rank}", Coming)
 
 
 def keys(update: int, terms: Terms) -> list[Key[Any]]:

@@ -222,7 +222,7 @@ class HeldCommunicator(msgspec.Struct, frozen=True):
 
     Attributes:
         id: see `Agreed`.
-        runs: successful exchanges over it, on this rank.
+        runs: successful exchanges over it, deltas included, on this rank.
     """
 
     id: str
@@ -296,28 +296,29 @@ def channel_failed(epoch: int, stage: ChannelStage) -> Key[Outcome]:
     return Key(f"channel/{epoch}/{stage}/failed", Outcome)
 
 
+# No "/" in what every update sets: where keys are files, an update would leave a folder.
 def header(update: int) -> Key[Header]:
-    return Key(f"{update}/header", Header)
+    return Key(f"{update}.header", Header)
 
 
 def sent(update: int, rank: int) -> Key[Outcome]:
-    return Key(f"{update}/sent/{rank}", Outcome)
+    return Key(f"{update}.sent.{rank}", Outcome)
 
 
 def staged(update: int, rank: int) -> Key[Outcome]:
-    return Key(f"{update}/staged/{rank}", Outcome)
+    return Key(f"{update}.staged.{rank}", Outcome)
 
 
 def update_failed(update: int) -> Key[Outcome]:
-    return Key(f"{update}/failed", Outcome)
+    return Key(f"{update}.failed", Outcome)
 
 
 def end(update: int) -> Key[Outcome]:
-    return Key(f"{update}/end", Outcome)
+    return Key(f"{update}.end", Outcome)
 
 
 def over(update: int) -> Key[Over]:
-    return Key(f"{update}/over", Over)
+    return Key(f"{update}.over", Over)
 
 
 def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:

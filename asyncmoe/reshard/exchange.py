@@ -87,7 +87,7 @@ class Exchanger:
         self._sources = self._destinations = _addresses(())
         self._gpu: GpuCopies | None = None
         self._bound: object = None
-        self._runs = 0
+        self._runs = self._carried = 0
         self._until = math.inf
         self._broken = self._closed = False
         self._carrier: Carrier | None = None
@@ -176,13 +176,14 @@ class Exchanger:
             raise InvariantBroken(f"rank {self.rank}: messages were given to an exchanger that failed, or has no carrier")
         self._broken = True
         self._carrier.run(outgoing, incoming, take, timeout_s)
+        self._carried += 1
         self._broken = False
 
     def close(self) -> None:
         """Free the message buffers and the transport's resources; after a failed run, end its pending messages."""
         idle, self._broken = not self._broken, True
         if not self._closed and (end := getattr(self._transport, "end", None)) is not None:
-            end(idle, self._runs)  # before the buffers are freed
+            end(idle, self._runs + self._carried)  # before the buffers are freed
         self._closed = True
         self._link.close()
         if self._carrier is not None:

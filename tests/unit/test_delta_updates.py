@@ -12,11 +12,12 @@ import torch
 from delta_meeting import Rig, fine, meetings
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError, TransferError, WeightSyncError
+from asyncmoe.errors import ConfigError, TransferError, WaitTimeout, WeightSyncError
 from asyncmoe.receiver import delta_messages, protocol, worker
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.reshard import Exchanger
+from asyncmoe.reshard.delta_work import HostBase
 from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base, unsupported
 
 Meet = Callable[..., Rig]
@@ -258,6 +259,36 @@ def test_a_commit_that_failed_is_followed_by_everything(meeting: Meet) -> None:
     assert fine(rig.send(3))
     assert rig.kinds() == ["full", "delta of 1", "full"]
     assert rig.wrong == []
+
+
+@pytest.mark.parametrize("error", [WaitTimeout("cuda:0", "the kernels of a delta", 1.0), RuntimeError("CUDA error: unknown")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_keep_what_it_sent_has_published_it_all_the_same(
+    meeting: Meet, monkeypatch: pytest.MonkeyPatch, error: Exception, rank: int
+) -> None:
+    """All ranks must go on alike: the engines serve the version. The next one is full."""
+    rig = meeting()
+    rig.send(1)
+    real = HostBase.advance
+
+    def advance(self: HostBase, number: int, message: np.ndarray) -> int:
+        deltas = rig.senders[rank]._deltas
+        assert deltas is not None
+        if any(self is stream.kept for stream in deltas._sender._streams):
+            raise error
+        return real(self, number, message)
+
+    monkeypatch.setattr(HostBase, "advance", advance)
+    rig.change(0.01)
+    found = rig.send(2)
+    assert fine(found), found
+    assert rig.wrong == []
+    monkeypatch.setattr(HostBase, "advance", real)
+    for version in (3, 4):
+        rig.change(0.01, version)
+        assert fine(rig.send(version))
+        assert rig.wrong == []
+    assert rig.kinds() == ["full", "delta of 1", "full", "delta of 3"]
 
 
 def test_an_engine_that_joins_meets_all_anew_and_all_get_everything(meeting: Meet) -> None:

@@ -318,7 +318,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 def test_values_wait_and_time_out_by_name(ranks: Ranks) -> None:
     zero, one = ranks(2)
-    with pytest.raises(WaitTimeout, match=r"the trainer's rank 0( at 127\.0\.0\.1:\d+)?: 1/header"):
+    with pytest.raises(WaitTimeout, match=r"the trainer's rank 0( at 127\.0\.0\.1:\d+)?: 1.header"):
         one.get(protocol.header(1), 0.2)
     threading.Timer(0.2, lambda: zero.put(protocol.header(1), Header(3, 1))).start()
     assert one.get(protocol.header(1), 5.0) == Header(3, 1)
@@ -352,11 +352,11 @@ def test_what_an_update_leaves_is_dropped_but_for_its_header(ranks: Ranks) -> No
     agreed = terms((EngineRanks("engine.0", 2, 1, 1),))
     moved = protocol.moved(4, agreed)
     keys = [protocol.header(4), protocol.end(4), protocol.over(4), *moved]
-    assert sorted(key.name for key in moved) == ["4/sent/0", "4/staged/1", "4/staged/2"]
+    assert sorted(key.name for key in moved) == ["4.sent.0", "4.staged.1", "4.staged.2"]
     for key in keys:
         zero.put(key, Outcome())
     zero.forget(4, agreed)
-    assert [key.name for key in keys if zero.has(key)] == ["4/header"]
+    assert [key.name for key in keys if zero.has(key)] == ["4.header"]
 
 
 def test_a_rank_that_says_nothing_or_goes_is_named(ranks: Ranks) -> None:

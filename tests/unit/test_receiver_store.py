@@ -207,6 +207,46 @@ def test_new_engines_are_met_and_get_the_version_that_is_there(scene: Scene) -> 
     assert scene.store.files.names("meetings") == []
 
 
+def test_a_meeting_keeps_as_many_files_and_folders_however_many_versions_it_announces(scene: Scene) -> None:
+    folder = Path(scene.store.files.shown) / "meetings"
+    kept = []
+    for step in range(1, 8):
+        scene.announce(step, scene.write(step, float(step)))
+        kept.append(sorted("folder" if one.is_dir() else "file" for one in folder.rglob("*")))
+    assert kept[2] == kept[-1]
+    assert scene.norms == [7.0, 7.0]
+    assert scene.controller.kinds().count(WeightsJoin) == 1
+
+
+def test_files_that_cannot_be_deleted_fail_no_version(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Folder, name: str) -> None:
+        raise AsyncmoeError(f"{name}: no permission to delete")
+
+    monkeypatch.setattr(Folder, "delete", refuse)
+    for step in range(1, 5):
+        assert scene.announce(step, scene.write(step, float(step))) == 1.5
+    assert scene.norms == [4.0, 4.0]
+
+
+def test_a_version_that_the_controller_refused_is_announced_in_a_new_meeting(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers of the former one wait for the header that was never set."""
+    scene.announce(1, scene.write(1, 1.0))
+    real = Controller.ask
+
+    def refuse(self: Controller, request: Request, timeout_s: float) -> tuple[Reply, list[Any]]:
+        if isinstance(request, WeightsStage):
+            raise WeightSyncError("another version is under way")
+        return real(self, request, timeout_s)
+
+    manifest = scene.write(2, 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "ask", refuse)
+        with pytest.raises(WeightSyncError, match="under way"):
+            scene.announce(2, manifest)
+    assert scene.announce(2, manifest) == 1.5
+    assert scene.norms == [2.0, 2.0]
+
+
 def whole(scene: Scene) -> int:
     return sum(int(share.slabs.object_bytes.sum()) for share in scene.sharing.shares.values())
 

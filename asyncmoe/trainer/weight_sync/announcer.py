@@ -75,7 +75,7 @@ class Announcer:
         self._number += 1
         number, begun = self._number, False
         if number > 2:
-            met.store.forget(number - 2, met.terms)
+            self._forget(met, number - 2)
         try:
             self._ask(WeightsStage(version))
             begun = True
@@ -83,6 +83,7 @@ class Announcer:
             self._read(met, number)
             committed = self._ask(WeightsCommit(version, expected(met.device), number))
         except Exception as error:
+            self._met = None  # a meeting goes on only while all its ranks have staged every version
             if begun:
                 self._ask(WeightsAbort(version, failing.in_one_line(error)))
             raise
@@ -164,8 +165,14 @@ class Announcer:
         if resigned := met.store.resigned():
             failures[""] = resigned
         if failures:
-            self._met = None
             raise WeightSyncError(failing.cause(failures))
+
+    def _forget(self, met: _Met, number: int) -> None:
+        """Delete the keys of a version."""
+        try:
+            met.store.forget(number, met.terms)
+        except AsyncmoeError as error:
+            log.warning("files of an announced version stay in %s until the next meeting: %s", self._store.files.shown, error)
 
     def _clean(self, token: str) -> None:
         """Delete the files of all meetings but one."""

@@ -135,6 +135,9 @@ class BroadcastPublisher(AtOnce):
         if self._group is not None and engines.roster == self._roster:
             return self._group
         backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"
+        if self._group is not None:
+            former, self._group = self._group, None
+            broadcast_group.leave(former, backend)
         hosted, name = hosting.host(self._network), f"{_GROUP}.{engines.roster}"
         host, port = hosting.place(hosted)
         joined: list[dist.ProcessGroup] = []

@@ -47,6 +47,15 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
     return cast(dist.ProcessGroup, made)
 
 
+def leave(group: dist.ProcessGroup, backend: str) -> None:
+    """Free a group that `join` returned, without waiting for its other ranks, which may be gone."""
+    if backend == "nccl":
+        c10d: Any = distributed_c10d
+        c10d._abort_process_group(group)  # `destroy_process_group` waits for messages under way
+    else:
+        dist.destroy_process_group(group)
+
+
 def _store(hosted: Hosted, host: str, port: int, world: int, timeout: timedelta) -> Any:
     c10d: Any = dist
     if isinstance(hosted, MeetingFile):

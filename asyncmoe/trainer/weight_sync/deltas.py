@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.errors import InvariantBroken
+from asyncmoe.errors import AsyncmoeError, InvariantBroken
+from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.receiver.transfer_plan import UpdatePlans
@@ -101,13 +102,16 @@ class DeltaSource:
         exchanger.run(timeout_s)
 
     def commit(self) -> None:
-        """Take the version as the next base: every engine serves it."""
+        """Take the version as the next base: every engine serves it. Where that fails, there is no base, and the next update is full.
+
+        Raises nothing: for the other ranks the version is published. A device that does not work fails the next `offer`.
+        """
         try:
             self._sender.commit()
             self._sure = True
-        except InvariantBroken as error:
-            log.warning("the next update is full: %s", error)
-            self._sure = False
+        except Exception as error:
+            log.warning("the next update is full: %s", failing.in_one_line(error), exc_info=not isinstance(error, AsyncmoeError))
+            self.abandon()
 
     def abandon(self) -> None:
         """Forget the version, of which an engine may or may not have something: the next update is full."""

@@ -46,7 +46,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
-FLOAT8, SCALES = "float8", "float8 scales"
+FLOAT8, SCALES = "float8", "float8_scales"
 """As kinds: matrices of attention and experts in float8, elements and scales of their blocks."""
 _LARGEST, _LEAST = 448.0, 1e-4
 """Of float8_e4m3fn, and of a block's largest magnitude."""

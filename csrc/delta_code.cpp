@@ -128,23 +128,7 @@ int64_t write_gaps(const uint32_t* positions, int64_t count, std::byte* out, int
 bool read_gaps(const std::byte* gaps, int64_t nbytes, int64_t count, int64_t elements, uint32_t* positions) {
     int64_t at = 0, next = 0;
     for (int64_t i = 0; i < count; ++i) {
-        if (at >= nbytes) return false;
-        auto gap = static_cast<uint32_t>(gaps[at]);
-        if (gap < kOneByte) {
-            at += 1;
-        } else if (gap < kLong) {
-            if (at + 2 > nbytes) return false;
-            gap = kOneByte + ((gap - kOneByte) << 8) + static_cast<uint32_t>(gaps[at + 1]);
-            at += 2;
-        } else {
-            if (at + 4 > nbytes) return false;
-            gap = 0;
-            for (int k = 0; k < 3; ++k) gap |= static_cast<uint32_t>(gaps[at + 1 + k]) << 8 * k;
-            if (gap < kTwoBytes) return false;
-            at += 4;
-        }
-        next += gap;
-        if (next >= elements) return false;
+        if (!take_gap(gaps, nbytes, elements, at, next)) return false;
         positions[i] = static_cast<uint32_t>(next++);
     }
     return at == nbytes;

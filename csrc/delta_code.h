@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "digest.h"
+
 namespace asyncmoe {
 
 // Elements are compared and coded in blocks of at most so many bytes; block and positions then stay in a core's cache.
@@ -29,6 +31,30 @@ int64_t differing(const std::byte* a, const std::byte* b, int64_t item, int64_t 
 
 // Writes the gaps of ascending positions and returns their bytes; -1 if they take more than `room`.
 int64_t write_gaps(const uint32_t* positions, int64_t count, std::byte* out, int64_t room);
+
+// Decodes the gap at byte `at`, moves `at` behind it and `next`, the first position that may come, to the changed
+// element. Returns false for a gap that is cut off or longer than it needs to be, or a position that is not below
+// `elements`.
+ASYNCMOE_BOTH inline bool take_gap(const std::byte* gaps, int64_t nbytes, int64_t elements, int64_t& at,
+                                   int64_t& next) {
+    if (at >= nbytes) return false;
+    auto gap = static_cast<uint32_t>(gaps[at]);
+    if (gap < kOneByte) {
+        at += 1;
+    } else if (gap < kLong) {
+        if (at + 2 > nbytes) return false;
+        gap = kOneByte + ((gap - kOneByte) << 8) + static_cast<uint32_t>(gaps[at + 1]);
+        at += 2;
+    } else {
+        if (at + 4 > nbytes) return false;
+        gap = 0;
+        for (int k = 0; k < 3; ++k) gap |= static_cast<uint32_t>(gaps[at + 1 + k]) << 8 * k;
+        if (gap < kTwoBytes) return false;
+        at += 4;
+    }
+    next += gap;
+    return next < elements;
+}
 
 // Reads `count` positions. Returns false unless the gaps take exactly `nbytes` in their shortest form and every
 // position is below `elements`.

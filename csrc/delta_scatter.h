@@ -14,28 +14,6 @@ struct ApplyScratch {
     OfTeam<uint64_t> sums;
 };
 
-// Decodes the next gap into the position at `next`; returns false for one that does not fit (read_gaps).
-ASYNCMOE_BOTH inline bool take_gap(const std::byte* gaps, int64_t nbytes, int64_t elements, int64_t& at,
-                                   int64_t& next) {
-    if (at >= nbytes) return false;
-    auto gap = static_cast<uint32_t>(gaps[at]);
-    if (gap < kOneByte) {
-        at += 1;
-    } else if (gap < kLong) {
-        if (at + 2 > nbytes) return false;
-        gap = kOneByte + ((gap - kOneByte) << 8) + static_cast<uint32_t>(gaps[at + 1]);
-        at += 2;
-    } else {
-        if (at + 4 > nbytes) return false;
-        gap = 0;
-        for (int k = 0; k < 3; ++k) gap |= static_cast<uint32_t>(gaps[at + 1 + k]) << 8 * k;
-        if (gap < kTwoBytes) return false;
-        at += 4;
-    }
-    next += gap;
-    return next < elements;
-}
-
 // Computes the new term less the old one of an element, and writes the element if asked.
 ASYNCMOE_BOTH inline uint64_t change(std::byte* place, const std::byte* value, int64_t item, uint64_t seed,
                                      int64_t index, bool write) {

@@ -10,12 +10,13 @@ import ctypes
 import importlib
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import asyncmoe
@@ -296,3 +297,12 @@ class OnDevice1(torch.Tensor):
 
 def on_device1(*shape: int) -> torch.Tensor:
     return torch.zeros(shape).as_subclass(OnDevice1)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """The stand-in, installed for a module's tests."""
+    made = Machine(build(tmp_path_factory.mktemp("cuda")))
+    with pytest.MonkeyPatch.context() as patch:
+        made.install(patch)
+        yield made

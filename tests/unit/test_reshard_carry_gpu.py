@@ -6,13 +6,13 @@ import ctypes
 import queue
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from device_standin import TOTAL, Machine, build
+from device_standin import TOTAL, Machine, machine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_reshard_carry import SIZES, Queues, connected, together
@@ -23,15 +23,8 @@ from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.ipc_transport import IpcTransport
 from asyncmoe.reshard.memory import DeviceBuffer
 
+__all__ = ["machine"]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the stand-in with")
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    made = Machine(build(tmp_path_factory.mktemp("cuda")))
-    with pytest.MonkeyPatch.context() as patch:
-        made.install(patch)
-        yield made
 
 
 def view(buffer: DeviceBuffer) -> np.ndarray:

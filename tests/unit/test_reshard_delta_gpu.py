@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from delta_ranks import Ranks, change
-from device_standin import TOTAL, Machine, build
+from device_standin import TOTAL, Machine, machine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reshard_ranks import Arrays, blank, filled, numbered
@@ -24,16 +24,9 @@ from asyncmoe.reshard.delta_gpu import BaseMemory, DeltaGpu
 from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.reshard.memory import DeviceBuffer
 
+__all__ = ["machine"]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the stand-in with")
 MEMORIES: tuple[BaseMemory, ...] = ("device", "host")
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    made = Machine(build(tmp_path_factory.mktemp("cuda")))
-    with pytest.MonkeyPatch.context() as patch:
-        made.install(patch)
-        yield made
 
 
 def there(arrays: Mapping[str, np.ndarray]) -> dict[str, DeviceBuffer]:

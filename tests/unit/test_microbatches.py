@@ -14,27 +14,29 @@ from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.schedule import BatchGrid
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 GRID = BatchGrid(tp=2)
-LENGTHS = ([3, 4], [5], [], [1, 1, 2])
+LENGTHS: tuple[list[int], ...] = ([3, 4], [5], [], [1, 1, 2])
 
 
 def trajectories() -> dict[int, Trajectory]:
     lengths = [length for one in LENGTHS for length in one]
+    masks = [np.arange(length) > 0 for length in lengths]
     return {
         i: Trajectory(
             key=str(i),
             group=i,
             episode=i,
-            agent="",
-            tokens=np.arange(n, dtype=np.int32) + 10 * i,
-            logprobs=np.zeros(n, np.float32),
-            versions=np.where(np.arange(n) > 0, 0, -1).astype(np.int32),
-            loss_mask=np.arange(n) > 0,
+            tokens=np.arange(len(mask), dtype=np.int32) + 10 * i,
+            loss_mask=mask,
+            logprobs=np.zeros(len(mask), np.float32),
+            versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
             reward=0.0,
+            finish="stop",
+            prefix_version=0,
         )
-        for i, n in enumerate(lengths)
+        for i, mask in enumerate(masks)
     }
 
 

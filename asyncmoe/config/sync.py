@@ -40,12 +40,13 @@ class StoreSection(Section):
     keep: Positive = Field(2, description="Versions that stay; older ones are deleted.")
     grace_s: Seconds = Field(
         600.0,
-        description="Seconds for which the files of a version stay when newer ones have taken its place: an engine may be reading them.",
+        description="Seconds for which the files of a version stay when newer ones have taken its place: an engine may be reading them. "
+        "The place holds about keep + grace_s / (seconds between versions) versions.",
     )
     full_every: Positive = Field(
         20,
-        description="With sync.delta: weights are written whole again when they have changed in n versions, or before their deltas take "
-        "more than half of them together. An engine that starts from nothing reads whole weights and the deltas since. 1: always whole.",
+        description="With sync.delta: an object is written whole again when it has changed n times, or earlier if its deltas together "
+        "would exceed half its size. An engine that starts from nothing reads whole objects and the deltas since. 1: always whole.",
     )
 
 
@@ -57,7 +58,7 @@ class SyncSection(Section):
         description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
         "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses; "
         "store: every trainer rank writes what it holds to sync.store.url, and every engine rank reads its own shards from there while it "
-        "generates: for engines without a path to the trainer.",
+        "generates: for engines without a path to the trainer. CPUs only: refused on a machine with GPUs.",
     )
     store: StoreSection = StoreSection()
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
@@ -70,34 +71,41 @@ class SyncSection(Section):
     )
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
-        description="auto: send only the elements that changed since the version before, or with sync.method store write them, where that "
-        "is supported (reshard and store; weights; sync.staging not none) and takes at most half of everything; each trainer rank keeps a "
-        "copy of what it sent last, and every engine rank proves by a digest of its whole shard that it holds the version. Whatever is "
-        "doubtful is sent in full. Between GPUs this has been tested in emulation only, never on one. off: send everything.",
+        description="auto: send only the elements that changed since the version before, or with sync.method store write them, if that is "
+        "at most half the size of a full update (with a store, of the object). Updates stay full with sync.method broadcast, with adapters "
+        "and with sync.staging set to none; auto is fine, even where it comes to none. Each trainer rank keeps a copy of what it sent "
+        "last, and every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in "
+        "full. Useless with float32 engines, where almost every weight changes at every step: set engines.dtype to bfloat16. On CPUs a "
+        "delta lengthens the pause. Between GPUs this has been tested in emulation only, never on one. off: send everything "
+        "(docs/guides/weight-sync.md).",
     )
     relay: Annotated[Literal["auto", "off"], Switch] = Field(
         "auto",
         description="auto: engines of equal layout pass on to each other the weights they receive, so that the trainer sends one copy "
-        "however many engines there are: over gloo, with sync.staging full, where the network cards allow a full update in less time that "
-        "way. off: the trainer sends to every engine.",
+        "however many engines there are. Only between CPUs of several machines (over gloo), with weights staged in full, and where the "
+        "busiest network card would otherwise need over a tenth longer for a full update. off: the trainer sends to every engine.",
     )
     delta_base: Literal["device", "host"] = Field(
         "device",
         description="With sync.delta and weights on GPUs, where each trainer rank keeps what it sent last. device: in its GPU's memory, as "
         "many bytes as it sends in a full update. host: in as much host memory that cannot be paged out; each update reads all of it "
-        "over PCIe.",
+        "over PCIe. `asyncmoe plan --config FILE` counts either.",
     )
     audit_every: NonNegative = Field(
         20,
-        description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find what "
-        "somebody else wrote there; the version then goes out in full. 0: never. With sync.method store they do so for every version.",
+        description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find "
+        "weights changed by another process; the version then goes out in full. 0: never. With sync.method store they do so for every "
+        "version.",
     )
     every: Positive = Field(
         1,
         description="Training steps between published versions; at most queue.staleness.max_staleness + 1. "
         "Raise it if weight sync is slow.",
     )
-    bucket_bytes: Positive = Field(256 << 20, description="Size of a bucket in bytes: a rank's message buffers take at most two buckets.")
+    bucket_bytes: Positive = Field(
+        256 << 20,
+        description="Size of a bucket in bytes: a rank's message buffers take at most two buckets, four in an engine rank that relays.",
+    )
     nccl_max_ctas: Positive = Field(
         8,
         description="Multiprocessors of a GPU that NCCL may use to move weights, taken from the generating engine or the training step: "

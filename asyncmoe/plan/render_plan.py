@@ -158,7 +158,7 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
 
 def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
     splits, forecasts = [split for split, _ in found], [forecast for _, forecast in found]
-    ways = [forecast.ways["direct"] for forecast in forecasts]  # runs send directly; nothing relays yet
+    ways = [forecast.ways["direct"] for forecast in forecasts]  # between GPUs runs send directly
     return [
         ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
         ("nodes of engines", [str(split.engine_nodes) for split in splits]),

@@ -109,7 +109,7 @@ def train_step(
         model.balance.forget()
     with mark("forward and backward"):
         results, mismatch = _run(
-            model, MicroBatches.of(microbatches), partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay, differs=differs
+            model, microbatches, partial(_loss_of, model.mesh, loss), forward_only=False, replay=replay, differs=differs
         )
     sums = _reduce(model.mesh, results, {**_COMMON, **loss.sums})
     policy = loss if isinstance(loss, PolicyLoss) else None
@@ -198,7 +198,7 @@ than the engine's; None: not counted by row."""
 
 def _run(
     model: Model,
-    microbatches: MicroBatches,
+    microbatches: MicroBatches | Sequence[MicroBatch],
     finish: Finish,
     forward_only: bool,
     replay: Replay | None = None,
@@ -223,11 +223,12 @@ def _run(
             output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch, bounds), **kwargs)
         return output, partial(finish, batch, chosen)
 
-    most = max(microbatches.rows)
-    if len(model.ddp) > 1 and any(rows != most for rows in microbatches.rows):
-        raise InvariantBroken(f"model chunks interleave: got micro-batches of {microbatches.rows} rows, expected equal ones")
+    batches = MicroBatches.of(microbatches)
+    most = max(batches.rows)
+    if len(model.ddp) > 1 and any(rows != most for rows in batches.rows):
+        raise InvariantBroken(f"model chunks interleave: got micro-batches of {batches.rows} rows, expected equal ones")
     # A micro-batch is kept until the last chunk has had it.
-    iterators = [zip(repeat(chunk), batches) for chunk, batches in enumerate(tee(microbatches, len(model.ddp)))]
+    iterators = [zip(repeat(chunk), some) for chunk, some in enumerate(tee(batches, len(model.ddp)))]
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
         results: list[dict[str, torch.Tensor]] = schedule(

@@ -19,9 +19,10 @@ from asyncmoe.rpc.messages import Leased, Phase, Probe
 from asyncmoe.trainer import logprob_mismatch, probe, replay_drift
 from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
 from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.data.batch import MicroBatch, pack
+from asyncmoe.trainer.data.batch import pack
 from asyncmoe.trainer.data.batch_client import ANSWER_S, Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
+from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import collectives, optimizer
@@ -173,7 +174,7 @@ class Learner:
         advantages = token_advantages(leased.items, trajectories, config.objective, outcome, others)
         lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
 
-        def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> list[MicroBatch]:
+        def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> MicroBatches:
             return batch_client.microbatches(update, trajectories, advantages, config, mesh, routing, before, reference)
 
         before, reference = self._logprobs(updates, microbatches, leased, trajectories, step)
@@ -195,7 +196,7 @@ class Learner:
     def _logprobs(
         self,
         updates: Sequence[Update],
-        microbatches: Callable[[Update], list[MicroBatch]],
+        microbatches: Callable[[Update], MicroBatches],
         leased: Leased,
         trajectories: Mapping[int, Trajectory],
         step: int,
@@ -218,7 +219,7 @@ class Learner:
                 before |= {update.members[i]: values for i, values in found.items()}
             if self._reference is not None:
                 # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
-                bare = [replace(batch, experts=None, support=None) for batch in made]
+                bare = made.map(lambda batch: replace(batch, experts=None, support=None))
                 with self._reference.in_place():
                     found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay, sampled_only=True)
                 reference |= {update.members[i]: values for i, values in found.items()}

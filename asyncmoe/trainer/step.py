@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat, tee
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
 from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.replay_data import Support
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss, PolicyLoss
@@ -76,7 +78,7 @@ class StepMetrics:
 def train_step(
     model: Model,
     optimizer: MegatronOptimizer,
-    microbatches: Sequence[MicroBatch],
+    microbatches: MicroBatches | Sequence[MicroBatch],
     loss: Loss,
     lr: float,
     before_update: Callable[[], None] = lambda: None,
@@ -152,7 +154,7 @@ def _update(model: Model, optimizer: MegatronOptimizer, scale: float, guard: Upd
 
 def logprobs_only(
     model: Model,
-    microbatches: Sequence[MicroBatch],
+    microbatches: MicroBatches | Sequence[MicroBatch],
     lengths: Sequence[int],
     temperature: float,
     replay: Replay | None = None,
@@ -172,13 +174,13 @@ def logprobs_only(
         that are left out.
     """
     with mark("log-probabilities"), nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
-        finish = partial(_logprobs_of, model.mesh, temperature)
-        results, _ = _run(model, microbatches, finish, forward_only=True, replay=replay, sampled_only=sampled_only)
+        finish, batches = partial(_logprobs_of, model.mesh, temperature), MicroBatches.of(microbatches)
+        results, _ = _run(model, batches, finish, forward_only=True, replay=replay, sampled_only=sampled_only)
     starts = np.cumsum([0, *lengths])
     flat = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.mesh.device)
     if model.mesh.reports:
-        for batch, result in zip(microbatches, results, strict=True):
-            for index, first, count in batch.places:
+        for places, result in zip(batches.places, results, strict=True):
+            for index, first, count in places:
                 target = int(starts[index]) + 1
                 flat[target : target + count - 1] = result["logprobs"][first : first + count - 1]
     values = collectives.total(flat).cpu().numpy()
@@ -196,7 +198,7 @@ than the engine's; None: not counted by row."""
 
 def _run(
     model: Model,
-    microbatches: Sequence[MicroBatch],
+    microbatches: MicroBatches | Sequence[MicroBatch],
     finish: Finish,
     forward_only: bool,
     replay: Replay | None = None,
@@ -221,10 +223,12 @@ def _run(
             output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch, bounds), **kwargs)
         return output, partial(finish, batch, chosen)
 
-    most = max(batch.rows for batch in microbatches)
-    if len(model.ddp) > 1 and any(batch.rows != most for batch in microbatches):
-        raise InvariantBroken(f"model chunks interleave: got micro-batches of {[b.rows for b in microbatches]} rows, expected equal ones")
-    iterators = [iter([(chunk, batch) for batch in microbatches]) for chunk in range(len(model.ddp))]
+    batches = MicroBatches.of(microbatches)
+    most = max(batches.rows)
+    if len(model.ddp) > 1 and any(rows != most for rows in batches.rows):
+        raise InvariantBroken(f"model chunks interleave: got micro-batches of {batches.rows} rows, expected equal ones")
+    # A micro-batch is kept until the last chunk has had it.
+    iterators = [zip(repeat(chunk), some) for chunk, some in enumerate(tee(batches, len(model.ddp)))]
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
         results: list[dict[str, torch.Tensor]] = schedule(

@@ -15,6 +15,9 @@ from asyncmoe.trainer.data.replay_data import Experts, Support
 from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory
 
+Place = tuple[int, int, int]
+"""Trajectory index, first row, row count."""
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
@@ -40,7 +43,7 @@ class MicroBatch:
         max_seqlen: length of the longest sequence.
         experts: recorded experts of every row, if routing is kept.
         support: the ids the targets were sampled from, if any were recorded.
-        places: (trajectory index, first row, row count) of each trajectory.
+        places: where each trajectory is.
     """
 
     tokens: torch.Tensor
@@ -58,7 +61,7 @@ class MicroBatch:
     max_seqlen: int
     experts: Experts | None
     support: Support | None
-    places: tuple[tuple[int, int, int], ...]
+    places: tuple[Place, ...]
 
     @property
     def rows(self) -> int:
@@ -70,6 +73,18 @@ class MicroBatch:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, movable)}
         return MicroBatch(**values | moved)
+
+
+def places_of(indices: Sequence[int], lengths: Sequence[int]) -> tuple[Place, ...]:
+    """Return where trajectories of some indices and lengths lie in a micro-batch."""
+    starts = np.cumsum([0, *lengths]).tolist()
+    return tuple(zip(indices, starts[:-1], lengths, strict=True))
+
+
+def rows_of(lengths: Sequence[int], grid: BatchGrid, rows: int = 0) -> int:
+    """Return the rows of a micro-batch of trajectories of some lengths; `rows` as for `pack`."""
+    total = max(sum(lengths), rows, 1)
+    return total + -total % grid.rows
 
 
 def pack(
@@ -106,8 +121,7 @@ def pack(
             raise InvariantBroken(f"pack: the first token of {trajectory.key} is marked as sampled, but nothing precedes it")
     lengths = [len(t) for t in chosen]
     starts = [0, *np.cumsum(lengths).tolist()]
-    total = max(starts[-1], rows, 1)
-    rows = total + -total % grid.rows
+    rows = rows_of(lengths, grid, rows)
 
     flat = _Flat(rows, starts, lengths)
     mask = flat.next([t.loss_mask for t in chosen], np.bool_)
@@ -127,7 +141,7 @@ def pack(
         max_seqlen=max([*lengths, rows - starts[-1]]) if packed else rows,
         experts=None if routing is None else replay_data.experts(chosen, starts, rows, routing),
         support=replay_data.support(chosen, starts, rows),
-        places=tuple(zip(indices, starts[:-1], lengths, strict=True)),
+        places=places_of(indices, lengths),
     )
 
 

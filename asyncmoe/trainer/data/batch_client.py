@@ -18,6 +18,7 @@ from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
@@ -70,8 +71,8 @@ def microbatches(
     routing: Routing | None = None,
     proximal: Mapping[int, np.ndarray] | None = None,
     reference: Mapping[int, np.ndarray] | None = None,
-) -> list[MicroBatch]:
-    """Build this rank's micro-batches of an update.
+) -> MicroBatches:
+    """Return this rank's micro-batches of an update.
 
     Args:
         trajectories: by position in the batch; must include the trajectories this rank trains on.
@@ -79,22 +80,27 @@ def microbatches(
         routing: routing of the layers this rank replays, if routing is kept.
         proximal, reference: log-probabilities by position in the batch, or None.
     """
-    members = update.members
-    return [
-        batch.pack(
+    members, planned = update.members, update.schedule
+    mine = planned.ranks[mesh.dp_rank]
+    lengths = [[len(trajectories[members[i]]) for i in indices] for indices in mine]
+
+    def make(number: int) -> MicroBatch:
+        indices = mine[number]
+        return batch.pack(
             {i: trajectories[members[i]] for i in indices},
             indices,
             advantages={i: advantages[members[i]] for i in indices},
             weights=update.weights,
             grid=mesh.grid,
             packed=config.trainer.pack,
-            rows=update.schedule.rows,
+            rows=planned.rows,
             proximal=None if proximal is None else {i: proximal[members[i]] for i in indices},
             reference=None if reference is None else {i: reference[members[i]] for i in indices},
             routing=routing,
         )
-        for indices in update.schedule.ranks[mesh.dp_rank]
-    ]
+
+    rows = [batch.rows_of(of, mesh.grid, planned.rows) for of in lengths]
+    return MicroBatches(make, rows, [batch.places_of(indices, of) for indices, of in zip(mine, lengths, strict=True)])
 
 
 def mine(update: Update, mesh: Mesh) -> list[int]:

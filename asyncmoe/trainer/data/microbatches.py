@@ -1,0 +1,50 @@
+"""The micro-batches of an update, packed when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from asyncmoe.trainer.data.batch import MicroBatch, Place
+
+
+class MicroBatches:
+    """One data-parallel rank's micro-batches in schedule order.
+
+    Each iteration packs them anew, the next one in a thread while the one before is computed, so that two are in memory and not all.
+
+    Args:
+        make: packs the micro-batch of a number; called in a thread, one call at a time in each iteration.
+        rows: rows of each micro-batch.
+        places: `MicroBatch.places` of each.
+    """
+
+    def __init__(self, make: Callable[[int], MicroBatch], rows: Sequence[int], places: Sequence[tuple[Place, ...]]) -> None:
+        self._make, self.rows, self.places = make, tuple(rows), tuple(places)
+
+    @classmethod
+    def of(cls, batches: MicroBatches | Sequence[MicroBatch]) -> MicroBatches:
+        """Return micro-batches that are packed already in this form."""
+        if isinstance(batches, MicroBatches):
+            return batches
+        return cls(batches.__getitem__, [one.rows for one in batches], [one.places for one in batches])
+
+    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> MicroBatches:
+        """Return them changed; `change` keeps rows and places."""
+        return MicroBatches(lambda number: change(self._make(number)), self.rows, self.places)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        last = len(self) - 1
+        if last <= 0:
+            yield from map(self._make, range(last + 1))
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="micro-batches") as packer:
+            coming = packer.submit(self._make, 0)
+            for number in range(last):
+                batch, coming = coming.result(), packer.submit(self._make, number + 1)
+                yield batch
+            batch = coming.result()
+        yield batch

@@ -1,0 +1,113 @@
+"""Micro-batches are packed when they are needed, one ahead, and are those that `pack` makes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from itertools import tee
+
+import numpy as np
+import pytest
+import torch
+
+from asyncmoe.trainer.data import batch
+from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.microbatches import MicroBatches
+from asyncmoe.trainer.data.schedule import BatchGrid
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+
+GRID = BatchGrid(tp=2)
+LENGTHS: tuple[list[int], ...] = ([3, 4], [5], [], [1, 1, 2])
+
+
+def trajectories() -> dict[int, Trajectory]:
+    lengths = [length for one in LENGTHS for length in one]
+    masks = [np.arange(length) > 0 for length in lengths]
+    return {
+        i: Trajectory(
+            key=str(i),
+            group=i,
+            episode=i,
+            tokens=np.arange(len(mask), dtype=np.int32) + 10 * i,
+            loss_mask=mask,
+            logprobs=np.zeros(len(mask), np.float32),
+            versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
+            reward=0.0,
+            finish="stop",
+            prefix_version=0,
+        )
+        for i, mask in enumerate(masks)
+    }
+
+
+def made(count: list[int] | None = None) -> MicroBatches:
+    known, at = trajectories(), 0
+    parts = []
+    for lengths in LENGTHS:
+        parts.append(tuple(range(at, at + len(lengths))))
+        at += len(lengths)
+
+    def make(number: int) -> MicroBatch:
+        if count is not None:
+            count.append(number)
+        return batch.pack(known, parts[number], advantages=np.zeros(at), weights=np.ones(at), grid=GRID, packed=True)
+
+    rows = [batch.rows_of(lengths, GRID) for lengths in LENGTHS]
+    return MicroBatches(make, rows, [batch.places_of(part, lengths) for part, lengths in zip(parts, LENGTHS, strict=True)])
+
+
+def test_rows_and_places_are_known_before_anything_is_packed() -> None:
+    packed: list[int] = []
+    batches = made(packed)
+    rows, places = batches.rows, batches.places
+    assert packed == []
+    assert rows == (8, 6, 2, 4)
+    assert [(one.rows, one.places) for one in batches] == list(zip(rows, places, strict=True))
+    assert packed == [0, 1, 2, 3]
+
+
+def test_only_the_next_one_is_packed_ahead_and_none_is_kept() -> None:
+    packed: list[int] = []
+    batches = iter(made(packed))
+    first = weakref.ref(next(batches).tokens)
+    third = [next(batches), next(batches)][1]
+    assert len(third.places) == 0
+    assert packed[-1] <= 3
+    assert first() is None
+    assert len(list(batches)) == 1
+
+
+def test_interleaved_chunks_share_what_is_packed_once() -> None:
+    packed: list[int] = []
+    one, other = tee(made(packed), 2)
+    pairs = [(next(one), next(one)), (next(other), next(other)), (next(one), next(one)), (next(other), next(other))]
+    assert packed == [0, 1, 2, 3]
+    assert pairs[0] == pairs[1]
+    assert pairs[2] == pairs[3]
+
+
+def test_a_change_applies_to_each() -> None:
+    def emptied(one: MicroBatch) -> MicroBatch:
+        return one if one.rows > 4 else made()._make(2)
+
+    changed = made().map(emptied)
+    assert [one.rows for one in changed] == [8, 6, 2, 2]
+    given = list(made())
+    again = MicroBatches.of(given)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(again, given, strict=True))
+    assert MicroBatches.of(again) is again
+    assert list(MicroBatches(given.__getitem__, (), ())) == []
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_what_packing_raises_reaches_whoever_reads_and_no_thread_stays(wrong: int) -> None:
+    def make(number: int) -> MicroBatch:
+        if number == wrong:
+            raise ValueError("routes are cut off")
+        return made()._make(number)
+
+    before = threading.active_count()
+    batches, seen = MicroBatches(make, made().rows, made().places), []
+    with pytest.raises(ValueError, match="routes are cut off"):
+        seen += [one for one in batches]  # noqa: C416  what came before is of interest
+    assert threading.active_count() == before

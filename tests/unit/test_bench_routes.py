@@ -37,5 +37,5 @@ def test_bytes_per_token() -> None:
 
 def test_an_answer_is_taken_apart_the_way_the_controller_does() -> None:
     spent = recording.answer(routes.drawn(50), routes.ROUTING, rounds=1)
-    assert set(spent) == {"read", "read_plain", "decode", "pack"}
+    assert set(spent) == {"pack", "read", "read_unpacked", "read_plain", "decode", "decode_unpacked"}
     assert min(spent.values()) > 0

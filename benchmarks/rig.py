@@ -4,7 +4,6 @@ is theirs. Megatron is prepared for this machine in it."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import shutil
 import time
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ class Scripted:
         spans = (VersionSpan(str(self.version), 0, size),)
         logprobs = tuple(-4.0 - self.random.random() for _ in range(size))
         await asyncio.sleep(0)
-        return PooledGeneration(Generation(said, logprobs, spans, "stop", 0, base64.b64encode(experts.tobytes()).decode()), self.version)
+        return PooledGeneration(Generation(said, logprobs, spans, "stop", 0, experts.tobytes()), self.version)
 
 
 @dataclass(frozen=True)

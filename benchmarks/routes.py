@@ -105,8 +105,9 @@ def table(results: dict[str, Any]) -> str:
         f"processor time {recording['processor_share']:+.1%}"
     )
     lines.append(
-        f"an answer with routes, ms for 1000 tokens: read {answer['read']:.2f} ({answer['read_plain']:.2f} without), "
-        f"decode {answer['decode']:.2f}, pack {answer['pack']:.2f}"
+        f"an answer with routes, ms for 1000 tokens: pack in the engine {answer['pack']:.2f}, read {answer['read']:.2f} "
+        f"({answer['read_plain']:.2f} without routes, {answer['read_unpacked']:.2f} with unpacked ones), decode {answer['decode']:.2f} "
+        f"({answer['decode_unpacked']:.2f})"
     )
     return "\n".join(lines)
 

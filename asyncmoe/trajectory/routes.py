@@ -101,7 +101,12 @@ def encode_routes(routes: np.ndarray, routing: Routing, key: str) -> Routes:
             raise TrajectoryRejected("routes_repeated", f"{detail} a second time")
         raise TrajectoryRejected("routes_out_of_range", f"{detail} of {routing.experts}")
     made = Routes(len(routes), routing.layers, routing.top_k, routing.experts, (), memoryview(planes.data).toreadonly())
-    return replace(made, digests=tuple(_digests(made)))
+    return sealed(made)
+
+
+def sealed(routes: Routes) -> Routes:
+    """Return routes with the digests of their planes."""
+    return replace(routes, digests=tuple(_digests(routes)))
 
 
 def decode_routes(routes: Routes, key: str) -> np.ndarray:

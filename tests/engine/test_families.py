@@ -16,7 +16,8 @@ from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.rollout.engines.decode import routed_experts
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 from asyncmoe.rollout.engines.types import Sampling
-from asyncmoe.trajectory import Recording
+from asyncmoe.trajectory import Recording, decode_routes
+from asyncmoe.trajectory.sent_routes import MAGIC
 from tests import families
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import Oracle, perturbed
@@ -76,7 +77,9 @@ def check_routes(stage: Stage, oracle: Oracle) -> None:
     sampling = Sampling(1.0, 16, (), recording=Recording(routing, masks=False, vocabulary=hf["vocab_size"]))
     answer = stage.rig.run(stage.rig.engine.client.generate(PROMPT, sampling, "x", 60.0))
     seen = [*PROMPT, *answer.tokens]
-    reported = routed_experts(answer.routes, routing, tokens=len(seen), routed=0, key="x")[:, list(routing.layers)]
+    assert answer.routes is not None
+    assert answer.routes.startswith(MAGIC), "the engine did not pack its routes"
+    reported = decode_routes(routed_experts(answer.routes, routing, tokens=len(seen), routed=0, key="x"), "x").transpose(1, 0, 2)
     np.testing.assert_array_equal(np.sort(reported, 2), np.sort(chosen(oracle.model, seen[:-1]), 2))
 
 

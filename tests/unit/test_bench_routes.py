@@ -19,7 +19,7 @@ def test_bytes_per_token() -> None:
     assert results["json"]["bytes_per_token"] > 4 / 3 * 1536 * 100 / 101
     results["replay"] = {"share": 0.0123, "step_seconds": 0.25}
     results["recording"] = {"share": 0.0345, "share_quartiles": [-0.01, 0.0567], "tokens_per_s": 987.0, "processor_share": 0.021}
-    results["answer"] = {"read": 1.25, "read_plain": 0.75, "decode": 4.5, "pack": 0.625}
+    results["answer"] = {"read": 1.25, "read_plain": 0.75, "read_unpacked": 2.5, "decode": 4.5, "decode_unpacked": 6.0, "pack": 0.625}
     said = routes.table(results)
     for figure in (
         f"{results['packed']['bytes_per_token']:.1f}",
@@ -37,5 +37,5 @@ def test_bytes_per_token() -> None:
 
 def test_an_answer_is_taken_apart_the_way_the_controller_does() -> None:
     spent = recording.answer(routes.drawn(50), routes.ROUTING, rounds=1)
-    assert set(spent) == {"read", "read_plain", "decode", "pack"}
+    assert set(spent) == {"pack", "read", "read_unpacked", "read_plain", "decode", "decode_unpacked"}
     assert min(spent.values()) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -49,14 +48,14 @@ def routes(rows: int = len(PROMPT) + len(RESPONSE) - 1) -> np.ndarray:
     return distinct(np.random.default_rng(rows), rows, ROUTING.all_layers, ROUTING.top_k, ROUTING.experts)
 
 
-def text(sent: np.ndarray) -> str:
-    return base64.b64encode(sent.astype("<i4").tobytes()).decode()
+def plain(rows: np.ndarray) -> bytes:
+    return bytes(rows.astype("<i4").tobytes())
 
 
-def with_expert(expert: int, choice: int = 0) -> str:
-    sent = routes()
-    sent[4, 2, choice] = expert
-    return text(sent)
+def with_expert(expert: int, choice: int = 0) -> bytes:
+    rows = routes()
+    rows[4, 2, choice] = expert
+    return plain(rows)
 
 
 def answer(**changes: Any) -> Generation:
@@ -67,7 +66,7 @@ def answer(**changes: Any) -> Generation:
         spans=(VersionSpan("0", 0, len(RESPONSE)),),
         finish="stop",
         cached_tokens=0,
-        routes=text(routes()),
+        routes=plain(routes()),
         masks=[[9, token, 30] if token != 9 else [9, 30] for token in RESPONSE],
     )
     return dataclasses.replace(right, **changes)
@@ -101,13 +100,13 @@ def fewer_layers(made: Trajectory) -> Trajectory:
 
 ANSWERS: list[tuple[str, str, dict[str, Any]]] = [
     ("no routes", "no_routes", {"routes": None}),
-    ("no base64", "routes_malformed", {"routes": "*" * 8}),
+    ("packed routes that are cut off", "routes_malformed", {"routes": b"amr1" * 8}),
     ("an expert too many", "routes_out_of_range", {"routes": with_expert(8)}),
     ("an expert below 0", "routes_out_of_range", {"routes": with_expert(-1)}),
     ("an expert twice", "routes_repeated", {"routes": with_expert(int(routes()[4, 2, 1]))}),
-    ("a layer too few", "routes_wrong_layers", {"routes": text(routes()[:, 1:])}),
-    ("a row too few", "length_mismatch", {"routes": text(routes()[1:])}),
-    ("a row too many", "length_mismatch", {"routes": text(routes(7))}),
+    ("a layer too few", "routes_wrong_layers", {"routes": plain(routes()[:, 1:])}),
+    ("a row too few", "length_mismatch", {"routes": plain(routes()[1:])}),
+    ("a row too many", "length_mismatch", {"routes": plain(routes(7))}),
     ("no masks", "no_mask", {"masks": None}),
     ("a mask too few", "length_mismatch", {"masks": [[7], [9], [11]]}),
     ("a mask without the token", "mask_without_token", {"masks": [[7], [9], [11], [3, 4]]}),
@@ -189,7 +188,7 @@ def long_record(group: int, episode: int) -> Trajectory:
         (VersionSpan("0", 0, len(response)),),
         "length",
         0,
-        text(routes(len(PROMPT) + len(response) - 1)),
+        plain(routes(len(PROMPT) + len(response) - 1)),
         [[token] for token in response],
     )
     return record(EpisodeId(group, episode, 0), generation)

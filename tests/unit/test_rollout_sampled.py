@@ -2,86 +2,146 @@
 
 from __future__ import annotations
 
-import base64
+from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_trajectory import distinct
 
-from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
-from asyncmoe.trajectory import Routing, decode_masks, decode_routes, encode_masks, encode_routes
+from asyncmoe.errors import EngineError, TrajectoryRejected
+from asyncmoe.rollout.engines.decode import cut, routed_experts, sampling_masks
+from asyncmoe.rollout.engines.sglang.generation import Generated, response
+from asyncmoe.rollout.engines.types import Generation, VersionSpan
+from asyncmoe.trajectory import Recording, Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
+from asyncmoe.trajectory.sent_routes import joined, to_bytes
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)
 
 
-def answer(routes: np.ndarray, start: int = 0) -> str:
-    """What the engine says about a sequence one token longer than `routes`."""
-    return base64.b64encode(routes[min(start, len(routes)) :].astype("<i4").tobytes()).decode()
+def answer(routes: np.ndarray, start: int = 0) -> bytes:
+    """What SGLang says about a sequence one token longer than `routes`."""
+    return bytes(routes[min(start, len(routes)) :].astype("<i4").tobytes())
 
 
-def made(rows: int) -> np.ndarray:
-    return distinct(np.random.default_rng(rows), rows, 3, 2, 8)
+def packed(routes: np.ndarray, start: int = 0, routing: Routing = ROUTING) -> bytes:
+    """The same, packed in the engine."""
+    return to_bytes(encode_routes(routes[min(start, len(routes)) :].astype(np.int32), routing, "a response"))
 
 
-def test_rows_are_of_all_tokens_but_the_last() -> None:
+SENT = pytest.mark.parametrize("sent", [answer, packed])
+
+
+def made(rows: int, routing: Routing = ROUTING) -> np.ndarray:
+    return distinct(np.random.default_rng(rows), rows, routing.all_layers, routing.top_k, routing.experts)
+
+
+def ids(routes: Routes) -> np.ndarray:
+    return decode_routes(routes, "g1").transpose(1, 0, 2)
+
+
+@SENT
+def test_rows_are_of_all_tokens_but_the_last(sent: Callable[..., bytes]) -> None:
     routes = made(6)
-    got = routed_experts(answer(routes), ROUTING, tokens=7, routed=0, key="g1")
-    np.testing.assert_array_equal(got, routes)
-    np.testing.assert_array_equal(decode_routes(encode_routes(got, ROUTING, "g1"), "g1"), routes[:, 1:].transpose(1, 0, 2))
+    got = routed_experts(sent(routes), ROUTING, tokens=7, routed=0, key="g1")
+    assert (got.rows, got.layers) == (6, ROUTING.layers)
+    np.testing.assert_array_equal(ids(got), routes[:, 1:])
 
 
+@SENT
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_turns_that_ask_only_for_what_they_lack_add_up(turns: list[int]) -> None:
+@given(turns=st.lists(st.integers(1, 5), min_size=1, max_size=4), top_k=st.integers(1, 8), experts=st.sampled_from((8, 9, 128, 300)))
+def test_turns_that_ask_only_for_what_they_lack_add_up(sent: Callable[..., bytes], turns: list[int], top_k: int, experts: int) -> None:
     """Every turn's prompt is the whole conversation, and it asks for the rows from the number on that are held."""
-    whole = made(sum(turns))
-    held, seqlen = np.empty((0, 3, 2), np.int32), 1
+    routing = Routing(3, (1, 2), top_k, experts)
+    whole, parts, held, seqlen = made(sum(turns), routing), [], 0, 1
     for added in turns:
         seqlen += added
-        text = answer(whole[: seqlen - 1], start=len(held))
-        held = np.concatenate([held, routed_experts(text, ROUTING, tokens=seqlen, routed=len(held), key="g1")])
-    np.testing.assert_array_equal(held, whole)
+        data = packed(whole[: seqlen - 1], held, routing) if sent is packed else answer(whole[: seqlen - 1], held)
+        parts.append(routed_experts(data, routing, tokens=seqlen, routed=held, key="g1"))
+        held = seqlen - 1
+    got = joined(parts, "g1")
+    assert got == encode_routes(whole, routing, "g1")
+    np.testing.assert_array_equal(ids(got), whole[:, 1:])
 
 
-def test_an_answer_without_new_rows() -> None:
-    assert routed_experts("", ROUTING, tokens=5, routed=4, key="g1").shape == (0, 3, 2)
+@SENT
+def test_an_answer_without_new_rows(sent: Callable[..., bytes]) -> None:
+    assert routed_experts(sent(made(4), 4), ROUTING, tokens=5, routed=4, key="g1").rows == 0
+
+
+def damaged(at: int) -> bytes:
+    whole = bytearray(packed(made(7)))
+    whole[at] ^= 1
+    return bytes(whole)
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("sent", "reason"),
     [
         (None, "no_routes"),
-        ("AAA", "routes_malformed"),
-        ("A" * 7 + "*", "routes_malformed"),
-        ("é" * 8, "routes_malformed"),
         (answer(made(7)[:, :2]), "routes_wrong_layers"),
         (answer(made(7)[:, :, :1]), "routes_wrong_layers"),
         (answer(made(6)), "length_mismatch"),
         (answer(made(8)), "length_mismatch"),
         (answer(made(7), start=1), "length_mismatch"),
-        (base64.b64encode(made(7).tobytes()[:-1]).decode(), "length_mismatch"),
-        ("", "length_mismatch"),
+        (made(7).tobytes()[:-1], "length_mismatch"),
+        (b"", "length_mismatch"),
+        (packed(made(6)), "length_mismatch"),
+        (packed(made(7), start=1), "length_mismatch"),
+        (packed(made(7)[:, :2], routing=Routing(2, (1,), 2, 8)), "routes_wrong_layers"),
+        (packed(made(7), routing=Routing(3, (1, 2), 2, 9)), "routes_wrong_layers"),
+        (packed(made(7), routing=Routing(3, (0, 1), 2, 8)), "routes_wrong_layers"),
+        (packed(made(7))[:-1], "routes_malformed"),
+        (packed(made(7))[:30], "routes_malformed"),
+        (packed(made(7))[:10], "routes_malformed"),
+        (packed(made(7)) + b"\0", "routes_malformed"),
+        *((damaged(at), "routes_malformed") for at in (4, 8, 12, 16, 20, 28, 36, 40)),
     ],
 )
-def test_routes_of_another_form_are_refused_by_name(text: str | None, reason: str) -> None:
+def test_routes_of_another_form_are_refused_by_name(sent: bytes | None, reason: str) -> None:
     with pytest.raises(TrajectoryRejected, match="g1: ") as caught:
-        routed_experts(text, ROUTING, tokens=8, routed=0, key="g1")
+        routed_experts(sent, ROUTING, tokens=8, routed=0, key="g1")
     assert caught.value.reason == reason
 
 
-def test_more_rows_held_than_there_are_is_refused() -> None:
-    with pytest.raises(TrajectoryRejected, match=r"length_mismatch: g1: .* expected -1 rows"):
-        routed_experts("", ROUTING, tokens=5, routed=5, key="g1")
+@SENT
+def test_more_rows_held_than_there_are_is_refused(sent: Callable[..., bytes]) -> None:
+    with pytest.raises(TrajectoryRejected, match=r"length_mismatch: g1: .*expected -1"):
+        routed_experts(sent(made(0)), ROUTING, tokens=5, routed=5, key="g1")
 
 
-def test_a_row_of_minus_one_is_refused_when_it_is_packed() -> None:
+def test_a_row_of_minus_one_is_refused() -> None:
     routes = made(7)
     routes[3] = -1
     with pytest.raises(TrajectoryRejected, match="routes_out_of_range: g1: token 3, layer 1, choice 0: got expert -1 of 8"):
-        encode_routes(routed_experts(answer(routes), ROUTING, tokens=8, routed=0, key="g1"), ROUTING, "g1")
+        routed_experts(answer(routes), ROUTING, tokens=8, routed=0, key="g1")
+
+
+@SENT
+def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens(sent: Callable[..., bytes]) -> None:
+    response = Generation(tuple(range(5)), (0.0,) * 5, (VersionSpan("0", 0, 5),), "length", 0, sent(made(9)))
+    for keep in range(1, 6):
+        kept = cut(response, keep, 5).routes
+        assert kept == sent(made(9)[: 4 + keep])
+
+
+def test_base64_that_is_none_is_the_engines_fault() -> None:
+    reply = {
+        "output_ids": [5],
+        "meta_info": {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1.0, 5, None]],
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        },
+    }
+    recording = Recording(ROUTING, masks=False, vocabulary=8)
+    for text in ("AAA", "A" * 7 + "*", "é" * 8):
+        meta = {**reply["meta_info"], "routed_experts": text}  # type: ignore[dict-item]
+        with pytest.raises(EngineError, match=r"engine\.0: invalid base64 in routes"):
+            response("engine.0", msgspec.convert({**reply, "meta_info": meta}, Generated), recording)
 
 
 def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:

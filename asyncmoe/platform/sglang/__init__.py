@@ -3,5 +3,6 @@
 Without a CUDA device the patches of `cpu` are installed in the server and in every process that it spawns. On every machine the patch of
 `overlap` is installed, and the server and its children end when the process that started them ends.
 
-This package imports only the standard library, torch and SGLang, because it runs in the engines' own Python environment.
+This package imports only the standard library, torch, SGLang and `asyncmoe.trajectory`, because it runs in the engines' own Python
+environment.
 """

@@ -1,8 +1,9 @@
-"""Decodes the routes and sampling masks of a `Generation` into the recorded arrays. Their form is that of SGLang 0.5.23:
+"""Decodes the routes and sampling masks of a `Generation` into what is recorded.
 
-Routes: `meta_info.routed_experts`, base64 of int32[seqlen - 1 - start, num_hidden_layers, top_k] in C order
-(`sglang/srt/state_capturer`): seqlen counts prompt and response, the last token has not passed through the model, dense layers are
-included, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and capped at seqlen - 1.
+Routes: `meta_info.routed_experts` has rows for the tokens from `start` to seqlen - 1: seqlen counts prompt and response, the last token has
+not passed through the model, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and capped at
+seqlen - 1. An engine that this program started packs them (`asyncmoe.trajectory.sent_routes`); SGLang 0.5.23 itself sends
+int32[rows, num_hidden_layers, top_k] in C order (`sglang/srt/state_capturer`), dense layers included.
 
 Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response, in no particular order
 (`sglang/srt/sampling/sampling_mask.py`).
@@ -10,17 +11,16 @@ Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of 
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
-from asyncmoe.trajectory import Masks, Routing, decode_base64, token_outside
+from asyncmoe.trajectory import Masks, Routes, Routing, encode_routes, token_outside
+from asyncmoe.trajectory.sent_routes import MAGIC, first_rows, from_bytes, to_bytes
 
 
 def cut(generation: Generation, keep: int, before: int) -> Generation:
@@ -50,45 +50,60 @@ def cut(generation: Generation, keep: int, before: int) -> Generation:
     )
 
 
-def _first_rows(text: str, keep: int, rows: int) -> str:
-    """Return the first of `rows` equal rows in base64; text that does not hold them is returned unchanged, and rejected later."""
+def _first_rows(sent: bytes, keep: int, rows: int) -> bytes:
+    """Return the first of `rows` rows; bytes that do not hold them are returned unchanged, and rejected later."""
+    if not sent.startswith(MAGIC):
+        return sent if len(sent) % rows else sent[: len(sent) // rows * keep]
     try:
-        raw = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return text
-    return text if len(raw) % rows else base64.b64encode(raw[: len(raw) // rows * keep]).decode()
+        routes = from_bytes(sent, "a response")
+        return to_bytes(first_rows(routes, keep, "a response")) if routes.rows == rows else sent
+    except ProtocolError:
+        return sent
 
 
-def routed_experts(text: str | None, routing: Routing, *, tokens: int, routed: int, key: str) -> np.ndarray:
-    """Decode the routes in an answer.
+def routed_experts(sent: bytes | None, routing: Routing, *, tokens: int, routed: int, key: str) -> Routes:
+    """Read the routes in an answer.
 
     Args:
-        text: `meta_info.routed_experts`.
+        sent: `meta_info.routed_experts`, decoded.
         tokens: number of tokens of prompt and response.
         routed: number of leading rows that the request excluded (`routed_experts_start_len`), because earlier turns have them.
         key: the trajectory's name, for errors.
 
     Returns:
-        int32[tokens - 1 - routed, all_layers, top_k]; allocates no more than the text's length.
+        Routes of tokens - 1 - routed rows.
 
     Raises:
-        TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for invalid base64, "routes_wrong_layers" for the right
-            number of rows with a wrong number of layers or experts per token, "length_mismatch" for a wrong number of rows.
+        TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for packed routes that are damaged, "routes_wrong_layers" for
+            the right number of rows of other layers or experts, "length_mismatch" for a wrong number of rows; or see `encode_routes`.
     """
-    if text is None:
+    if sent is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent no routes; it needs --enable-return-routed-experts")
-    row = routing.all_layers * routing.top_k * 4
     rows = tokens - 1 - routed
+    if not sent.startswith(MAGIC):
+        return encode_routes(_plain(sent, routing, rows, key), routing, key)
     try:
-        raw = decode_base64(text)
-    except ValueError as error:
-        raise TrajectoryRejected("routes_malformed", f"{key}: invalid base64 in routes: {error}") from error
-    if len(raw) == rows * row:
-        return raw.view("<i4").reshape(rows, routing.all_layers, routing.top_k)
-    if rows and len(raw) % row and len(raw) % (4 * rows) == 0:
-        detail = f"{len(raw) // 4 // rows} experts a token, expected {routing.all_layers} layers of {routing.top_k}"
+        routes = from_bytes(sent, key)
+    except ProtocolError as error:
+        raise TrajectoryRejected("routes_malformed", str(error)) from error
+    if (routes.layers, routes.top_k, routes.experts) != (routing.layers, routing.top_k, routing.experts):
+        got = f"{len(routes.layers)} layers with {routes.top_k} of {routes.experts} experts"
+        expected = f"{len(routing.layers)} with {routing.top_k} of {routing.experts}"
+        raise TrajectoryRejected("routes_wrong_layers", f"{key}: the engine packed routes of {got}, expected {expected}")
+    if routes.rows != rows:
+        raise TrajectoryRejected("length_mismatch", f"{key}: got packed routes of {routes.rows} tokens, expected {rows}")
+    return routes
+
+
+def _plain(sent: bytes, routing: Routing, rows: int, key: str) -> np.ndarray:
+    """Return routes that the engine did not pack: int32[rows, all_layers, top_k]."""
+    row = routing.all_layers * routing.top_k * 4
+    if len(sent) == rows * row:
+        return np.frombuffer(sent, "<i4").reshape(rows, routing.all_layers, routing.top_k)
+    if rows and len(sent) % row and len(sent) % (4 * rows) == 0:
+        detail = f"{len(sent) // 4 // rows} experts a token, expected {routing.all_layers} layers of {routing.top_k}"
         raise TrajectoryRejected("routes_wrong_layers", f"{key}: got {detail}")
-    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(raw)} bytes of routes, expected {rows} rows of {row}")
+    raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row}")
 
 
 def sampling_masks(

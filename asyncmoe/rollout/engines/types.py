@@ -72,7 +72,7 @@ class Generation:
     spans: tuple[VersionSpan, ...]
     finish: str
     cached_tokens: int
-    routes: str | None = None
+    routes: bytes | None = None
     masks: Sequence[Sequence[int]] | None = None
 
 

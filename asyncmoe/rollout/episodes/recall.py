@@ -14,6 +14,8 @@ from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.rollout.engines.types import ABORTED, Listener, Sampling
 
+_FORM = 2
+"""Of a recorded answer; those of another form are asked for again."""
 _DIGEST_BYTES = 16
 
 
@@ -61,5 +63,5 @@ class Recall:
     def _digest(self, tokens: Sequence[int], sampling: Sampling, routed: int) -> bytes:
         """Return the digest of all that a request asks, but for what the whole run records of each token."""
         asked = (sampling.temperature, sampling.max_new_tokens, sampling.stop, sampling.top_p, sampling.top_k, sampling.min_p)
-        terms = repr((*asked, routed, self.resumes)).encode()
+        terms = repr((*asked, routed, self.resumes, _FORM)).encode()
         return blake2b(terms + array("q", tokens).tobytes(), digest_size=_DIGEST_BYTES).digest()

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
 from asyncmoe.rollout.engines.types import Generation
-from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks, encode_routes
+from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks
+from asyncmoe.trajectory.sent_routes import joined
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ def assemble(
         rewards, teacher: as in `Trajectory`, but also of shared turns.
 
     Raises:
-        TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts`, `encode_routes` and
-            `sampling_masks`.
+        TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts` and `sampling_masks`.
     """
     key, forked = place.key(path.agent, path.branch), sum(map(len, turns[: path.shared]))
     versions = [_versions(turn, key) for turn in turns]
@@ -166,7 +166,10 @@ def _routes(turns: Sequence[Turn], recording: Recording, key: str) -> Routes | N
     for i, turn in enumerate(turns):
         tokens = sum(map(len, turns[: i + 1]))
         parts.append(routed_experts(turn.generation.routes, routing, tokens=tokens, routed=routed_tokens(turns[:i]), key=key))
-    return encode_routes(parts[0] if len(parts) == 1 else np.concatenate(parts), routing, key)
+    try:
+        return joined(parts, key)
+    except ProtocolError as error:  # packed by the engine, and not read until now
+        raise TrajectoryRejected("routes_malformed", str(error)) from error
 
 
 def _masks(turns: Sequence[Turn], recording: Recording, key: str, shared: int) -> EncodedMasks | None:

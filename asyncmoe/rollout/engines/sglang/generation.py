@@ -10,7 +10,7 @@ import msgspec
 
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.types import ABORTED, Generation, PromptLogprobs, Sampling, VersionSpan
-from asyncmoe.trajectory import Recording
+from asyncmoe.trajectory import Recording, decode_base64
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -137,6 +137,13 @@ def response(name: str, reply: Generated, recording: Recording) -> Generation:
         tuple(meta.weight_versions),
         meta.finish_reason.type,
         meta.cached_tokens,
-        meta.routed_experts,
+        _decoded(name, meta.routed_experts),
         meta.output_token_sampling_mask,
     )
+
+
+def _decoded(name: str, text: str | None) -> bytes | None:
+    try:
+        return None if text is None else decode_base64(text).tobytes()
+    except ValueError as error:
+        raise EngineError(f"{name}: invalid base64 in routes: {error}") from error

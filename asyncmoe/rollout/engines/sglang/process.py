@@ -30,6 +30,7 @@ from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rpc import address
 from asyncmoe.scratch import Scratch
+from asyncmoe.trajectory.sent_routes import ROUTING_VARIABLE, as_text
 
 _POLL_S = 0.2
 _SEEDS = 1 << 31
@@ -82,11 +83,11 @@ class SGLangProcess:
         kind = models.adapter_of(config, hf)
         if kind is not None and adapters.in_memory(config):
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
-        keeps_routing = models.kept_routing(config, hf) is not None
-        arguments = command(config, index, host, port, keeps_routing, index if seed is None else seed, kind, memory, place)
+        routing = models.kept_routing(config, hf)
+        arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, memory, place)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
-        given = environment(config, index, host, place)
+        given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
         self._scratch = Scratch()
         try:
             self._child = Child(name, arguments, log, given | self._scratch.environment() | {API_KEY: key}, config.telemetry.logs.bounds)

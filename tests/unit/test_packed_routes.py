@@ -1,0 +1,71 @@
+"""What an engine's scheduler does with routes before it sends them; tests/engine has it in the real one."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kept_trajectory import distinct
+
+from asyncmoe.platform.sglang.packed_routes import _mend, packed
+from asyncmoe.platform.sglang.patching import PatchTargetGone
+from asyncmoe.trajectory import Routing, decode_routes
+from asyncmoe.trajectory.sent_routes import as_text, from_bytes, routing_in
+
+ROUTING = Routing(4, (1, 3), 3, 200)
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.from_numpy(distinct(np.random.default_rng(count), count, 4, 3, 200))
+
+
+def test_the_routing_travels_as_text() -> None:
+    assert routing_in(as_text(ROUTING)) == ROUTING
+
+
+@pytest.mark.parametrize("count", [0, 1, 37])
+def test_packed_routes_are_a_tensor_of_bytes(count: int) -> None:
+    sent = packed(rows(count), ROUTING)
+    assert (sent.dtype, sent.dim()) == (torch.uint8, 1)
+    got = decode_routes(from_bytes(sent.numpy().tobytes(), "t"), "t")
+    np.testing.assert_array_equal(got, rows(count).numpy()[:, [1, 3]].transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        pytest.param(torch.full((5, 4, 3), -1, dtype=torch.int32), id="no experts"),
+        pytest.param(torch.full((5, 4, 3), 7, dtype=torch.int32), id="an expert twice"),
+        pytest.param(rows(5) + 200, id="experts of another model"),
+        pytest.param(rows(5)[:, :3], id="layers of another model"),
+        pytest.param(rows(5)[:, :, :2], id="fewer experts a token"),
+        pytest.param(rows(5).long(), id="another type"),
+    ],
+)
+def test_routes_that_do_not_fit_are_sent_as_they_are(routes: torch.Tensor) -> None:
+    assert packed(routes, ROUTING) is routes
+
+
+def test_only_what_a_request_collects_is_packed_and_only_once() -> None:
+    class Processor:
+        def _maybe_collect_routed_experts(self, req: Any) -> None:
+            if req.wanted:
+                req.routed_experts = rows(6)
+
+    module = ModuleType("processor")
+    module.Processor = Processor  # type: ignore[attr-defined]
+    _mend(module, ROUTING)
+    wanted, other = SimpleNamespace(wanted=True, routed_experts=None), SimpleNamespace(wanted=False, routed_experts=rows(2))
+    for _ in range(2):
+        Processor()._maybe_collect_routed_experts(wanted)
+        assert from_bytes(wanted.routed_experts.numpy().tobytes(), "t").rows == 6
+    Processor()._maybe_collect_routed_experts(other)
+    assert other.routed_experts.dtype == torch.int32
+
+
+def test_a_server_whose_method_is_gone_does_not_start() -> None:
+    with pytest.raises(PatchTargetGone, match="got 0 classes with _maybe_collect_routed_experts"):
+        _mend(ModuleType("processor"), ROUTING)

@@ -36,7 +36,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import NOTHING, Recording, Routes, Routing, decode_base64, encode_routes
+from asyncmoe.trajectory import NOTHING, Recording, Routes, Routing, encode_routes
 from asyncmoe.trajectory.sent_routes import to_bytes
 
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "experts": 32, "experts_per_token": 4, "expert_hidden": 128}
@@ -98,16 +98,16 @@ def answer(routes: np.ndarray, routing: Routing, rounds: int = 7) -> dict[str, f
 
     Returns:
         Milliseconds of processor time for 1000 tokens, medians of the rounds. In the engine: pack. In the controller: read, of the whole
-        answer in JSON, which the event loop does; decode, of base64 and of what is in it. The same with _unpacked for an engine that sends
-        int32; read_plain: of the same answer without routes.
+        answer in JSON, which the event loop does; decode, of what is in it. The same with _unpacked for an engine that sends int32;
+        read_plain: of the same answer without routes.
     """
     tokens = len(routes)
     sent = to_bytes(encode_routes(routes, routing, "bench"))
     bodies = {"": _body(tokens, sent), "_unpacked": _body(tokens, routes.tobytes()), "_plain": _body(tokens, None)}
-    texts = {form: msgspec.json.decode(body, type=Generated).meta_info.routed_experts for form, body in bodies.items()}
+    answers = {form: msgspec.json.decode(body, type=Generated).meta_info.routed_experts for form, body in bodies.items()}
 
     def decode(form: str) -> Routes:
-        return routed_experts(decode_base64(texts[form] or "").tobytes(), routing, tokens=tokens + 1, routed=0, key="bench")
+        return routed_experts(answers[form], routing, tokens=tokens + 1, routed=0, key="bench")
 
     if not decode("") == decode("_unpacked") == encode_routes(routes, routing, "bench"):
         raise InvariantBroken("routes came out other than they went in")

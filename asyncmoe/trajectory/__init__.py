@@ -5,7 +5,7 @@ Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/trajectory packs rout
 
 from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part
 from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
-from asyncmoe.trajectory.native import Buffer, decode_base64
+from asyncmoe.trajectory.native import Buffer
 from asyncmoe.trajectory.recording import NOTHING, Recording
 from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes
 from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
@@ -25,7 +25,6 @@ __all__ = [
     "Routing",
     "Trajectory",
     "decode",
-    "decode_base64",
     "decode_masks",
     "decode_routes",
     "encode",

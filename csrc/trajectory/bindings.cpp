@@ -5,7 +5,6 @@
 #include <string>
 #include <string_view>
 
-#include "base64.h"
 #include "crc32c.h"
 #include "masks.h"
 #include "routes.h"
@@ -108,24 +107,6 @@ py::tuple decode_masks(const Bytes& bytes, int64_t rows, int64_t count, int64_t 
                           Int32Array(static_cast<py::ssize_t>(masks.ids.size()), masks.ids.data()));
 }
 
-Bytes decode_base64(std::string_view text) {
-    const auto size = static_cast<int64_t>(text.size());
-    const int64_t count = asyncmoe::trajectory::base64_bytes(text.data(), size);
-    if (count < 0)
-        throw std::invalid_argument("Base64: got " + std::to_string(size) + " characters, expected a multiple of 4");
-    Bytes bytes(count);
-    uint8_t* to = bytes.mutable_data();
-    bool right;
-    {
-        py::gil_scoped_release released;
-        right = asyncmoe::trajectory::decode_base64(text.data(), size, to);
-    }
-    if (!right)
-        throw std::invalid_argument(
-            "Base64: got another character, or padding before the end, expected its alphabet and then padding");
-    return bytes;
-}
-
 using Crc = uint32_t (*)(const uint8_t*, size_t, uint32_t);
 
 template <Crc crc>
@@ -148,7 +129,6 @@ PYBIND11_MODULE(_C, module) {
     module.def("crc32c", &crc_of<asyncmoe::trajectory::crc32c>, py::arg("buffer"), py::arg("before") = 0);
     module.def("crc32c_by_table", &crc_of<asyncmoe::trajectory::crc32c_by_table>, py::arg("buffer"),
                py::arg("before") = 0);
-    module.def("decode_base64", &decode_base64, py::arg("text"));
     module.def("pack_routes", &pack_routes, py::arg("routes").noconvert(), py::arg("layers"), py::arg("experts"));
     module.def("unpack_routes", &unpack_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
                py::arg("experts"), py::arg("count"));

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_trajectory import distinct
 
-from asyncmoe.errors import EngineError, TrajectoryRejected
+from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.decode import cut, routed_experts, sampling_masks
-from asyncmoe.rollout.engines.sglang.generation import Generated, response
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
-from asyncmoe.trajectory import Recording, Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
+from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
 from asyncmoe.trajectory.sent_routes import joined, to_bytes
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)
@@ -126,22 +124,6 @@ def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens(sent: Callable[...,
     for keep in range(1, 6):
         kept = cut(response, keep, 5).routes
         assert kept == sent(made(9)[: 4 + keep])
-
-
-def test_base64_that_is_none_is_the_engines_fault() -> None:
-    reply = {
-        "output_ids": [5],
-        "meta_info": {
-            "finish_reason": {"type": "stop"},
-            "output_token_logprobs": [[-1.0, 5, None]],
-            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
-        },
-    }
-    recording = Recording(ROUTING, masks=False, vocabulary=8)
-    for text in ("AAA", "A" * 7 + "*", "é" * 8):
-        meta = {**reply["meta_info"], "routed_experts": text}  # type: ignore[dict-item]
-        with pytest.raises(EngineError, match=r"engine\.0: invalid base64 in routes"):
-            response("engine.0", msgspec.convert({**reply, "meta_info": meta}, Generated), recording)
 
 
 def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:

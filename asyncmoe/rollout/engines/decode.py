@@ -65,7 +65,7 @@ def routed_experts(sent: bytes | None, routing: Routing, *, tokens: int, routed:
     """Read the routes in an answer.
 
     Args:
-        sent: `meta_info.routed_experts`, decoded.
+        sent: `meta_info.routed_experts`.
         tokens: number of tokens of prompt and response.
         routed: number of leading rows that the request excluded (`routed_experts_start_len`), because earlier turns have them.
         key: the trajectory's name, for errors.

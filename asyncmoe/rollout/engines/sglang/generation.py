@@ -10,7 +10,7 @@ import msgspec
 
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines.types import ABORTED, Generation, PromptLogprobs, Sampling, VersionSpan
-from asyncmoe.trajectory import Recording, decode_base64
+from asyncmoe.trajectory import Recording
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Meta(msgspec.Struct, frozen=True):
     output_token_logprobs: list[tuple[float | None, int, str | None]]
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
-    routed_experts: str | None = None
+    routed_experts: bytes | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
 
@@ -137,13 +137,6 @@ def response(name: str, reply: Generated, recording: Recording) -> Generation:
         tuple(meta.weight_versions),
         meta.finish_reason.type,
         meta.cached_tokens,
-        _decoded(name, meta.routed_experts),
+        meta.routed_experts,
         meta.output_token_sampling_mask,
     )
-
-
-def _decoded(name: str, text: str | None) -> bytes | None:
-    try:
-        return None if text is None else decode_base64(text).tobytes()
-    except ValueError as error:
-        raise EngineError(f"{name}: invalid base64 in routes: {error}") from error

@@ -24,7 +24,7 @@ class _PartMeta(msgspec.Struct, frozen=True):
     output_token_logprobs_length: int = 0
     weight_versions: list[VersionSpan] = []
     cached_tokens: int = 0
-    routed_experts: str | None = None
+    routed_experts: bytes | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
 

@@ -18,8 +18,6 @@ from asyncmoe.trajectory.native import Buffer
 from asyncmoe.trajectory.routes import MAX_LAYERS, Routes, Routing, check_routes, decode_routes, encode_routes, sealed
 
 MAGIC = b"amr1"
-ROUTING_VARIABLE = "ASYNCMOE_ROUTING"
-"""Environment variable of an engine whose routes are kept: `as_text` of its model's routing."""
 _HEADER = struct.Struct("<4s4I")
 
 

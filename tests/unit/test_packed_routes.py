@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from kept_trajectory import distinct
 
+from asyncmoe.platform.sglang import packed_routes
 from asyncmoe.platform.sglang.packed_routes import _mend, packed
-from asyncmoe.platform.sglang.patching import PatchTargetGone
 from asyncmoe.trajectory import Routing, decode_routes
 from asyncmoe.trajectory.sent_routes import as_text, from_bytes, routing_in
 
@@ -66,6 +67,10 @@ def test_only_what_a_request_collects_is_packed_and_only_once() -> None:
     assert other.routed_experts.dtype == torch.int32
 
 
-def test_a_server_whose_method_is_gone_does_not_start() -> None:
-    with pytest.raises(PatchTargetGone, match="got 0 classes with _maybe_collect_routed_experts"):
-        _mend(ModuleType("processor"), ROUTING)
+def test_an_engine_that_cannot_pack_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _mend(ModuleType("processor"), ROUTING)
+    assert "routes are sent unpacked: processor of another SGLang" in capsys.readouterr().out
+    monkeypatch.setenv(packed_routes.ROUTING_VARIABLE, as_text(ROUTING))
+    monkeypatch.setitem(sys.modules, "asyncmoe.trajectory.sent_routes", None)
+    packed_routes.install()
+    assert "routes are sent unpacked: asyncmoe's extension does not load" in capsys.readouterr().out

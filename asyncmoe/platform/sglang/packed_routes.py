@@ -1,8 +1,8 @@
 """Packs the routes of a response in the scheduler, before they leave it.
 
-SGLang 0.5.23 sends every layer's experts as int32, in base64 (`Scheduler`'s `BatchResultProcessor._maybe_collect_routed_experts` and
-`TokenizerManager._handle_batch_output`): 2,048 bytes a token with 8 experts in each of 48 layers. Packed they are 336, and 448 in base64.
-Routes that do not fit the model are sent as they are, so that the reader refuses and names them.
+SGLang 0.5.23 sends every layer's experts as int32, in base64 (`BatchResultProcessor._maybe_collect_routed_experts`, then
+`TokenizerManager`): 2,048 bytes a token with 8 experts in each of 48 layers. Packed they are 336, and 448 in base64. The reader takes both
+forms, so an engine that cannot pack says so in its log and sends SGLang's.
 """
 
 from __future__ import annotations
@@ -11,33 +11,46 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
-from asyncmoe.trajectory import Routing, encode_routes
-from asyncmoe.trajectory.sent_routes import ROUTING_VARIABLE, routing_in, to_bytes
+from asyncmoe.platform.sglang.patching import after_import
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncmoe.trajectory import Routing
 
 MODULE = "sglang.srt.managers.scheduler_components.batch_result_processor"
+ROUTING_VARIABLE = "ASYNCMOE_ROUTING"
+"""Environment variable of an engine whose routes are kept: its model's routing (`asyncmoe.trajectory.sent_routes.as_text`)."""
 
 
 def install() -> None:
     """Make the scheduler pack routes, if `ROUTING_VARIABLE` is set. Call it in every process before the import."""
-    if text := os.environ.get(ROUTING_VARIABLE):
-        routing = routing_in(text)
-        after_import(MODULE, lambda module: _mend(module, routing))
+    text = os.environ.get(ROUTING_VARIABLE)
+    if not text:
+        return
+    try:
+        from asyncmoe.trajectory.sent_routes import routing_in
+    except ImportError as error:  # an engine's Python can be another than the one that the extension was built for
+        _say(f"asyncmoe's extension does not load: {error}")
+        return
+    routing = routing_in(text)
+    after_import(MODULE, lambda module: _mend(module, routing))
 
 
 def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return the bytes of `to_bytes`, uint8[n]; routes that do not fit are returned as they are.
+    """Return the bytes of `to_bytes`, uint8[n]. Routes that do not fit are returned as they are, and the reader refuses and names them.
 
     Args:
         routes: int32[rows, all_layers, top_k], on the host.
     """
-    if routes.dtype != torch.int32 or tuple(routes.shape[1:]) != (routing.all_layers, routing.top_k):
-        return routes
+    import torch
+
+    from asyncmoe.trajectory import encode_routes
+    from asyncmoe.trajectory.sent_routes import to_bytes
+
     try:
         made = encode_routes(routes.numpy(), routing, "a response")
     except TrajectoryRejected:
@@ -48,7 +61,8 @@ def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
 def _mend(module: ModuleType, routing: Routing) -> None:
     found = [one for one in vars(module).values() if isinstance(one, type) and hasattr(one, "_maybe_collect_routed_experts")]
     if len(found) != 1:
-        raise PatchTargetGone(f"{module.__name__}: got {len(found)} classes with _maybe_collect_routed_experts, expected one")
+        _say(f"{module.__name__} of another SGLang than 0.5.23 has no place for it")
+        return
     owner: Any = found[0]
     collect: Callable[..., None] = owner._maybe_collect_routed_experts
 
@@ -60,3 +74,7 @@ def _mend(module: ModuleType, routing: Routing) -> None:
             req.routed_experts = packed(req.routed_experts, routing)
 
     owner._maybe_collect_routed_experts = collect_packed
+
+
+def _say(why: str) -> None:
+    print(f"routes are sent unpacked: {why}", flush=True)

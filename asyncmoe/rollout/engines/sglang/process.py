@@ -19,6 +19,7 @@ from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
+from asyncmoe.platform.sglang.packed_routes import ROUTING_VARIABLE
 from asyncmoe.process import Child
 from asyncmoe.receiver.command import FAMILY_VARIABLE, LOADER
 from asyncmoe.rollout.engines import adapters
@@ -30,7 +31,7 @@ from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rpc import address
 from asyncmoe.scratch import Scratch
-from asyncmoe.trajectory.sent_routes import ROUTING_VARIABLE, as_text
+from asyncmoe.trajectory.sent_routes import as_text
 
 _POLL_S = 0.2
 _SEEDS = 1 << 31

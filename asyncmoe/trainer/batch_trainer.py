@@ -113,10 +113,11 @@ class Learner:
         wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
         layers = () if self._replay is None else self._replay.layers
         with mark("fetch"):
-            trajectories = batch_client.fetch(self._client, leased, wanted, layers, masks=self._mesh.last_stage)
+            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, layers, masks=self._mesh.last_stage)
         if phase == "warmup":
             return Learned(self._warm_up(updates, trajectories, leased, before_update))
-        others = batch_client.fetch(self._client, leased, relatives(leased.items, wanted, self._config.objective), (), masks=False)
+        akin = relatives(leased.items, wanted, self._config.objective)
+        others = batch_client.fetch(self._client, self._mesh, leased, akin, (), masks=False)
         if probe.due(self._config, step) and not leased.replayed:  # engines serve no version of a step that is trained again
             self._probe(leased, step)
         guard = None if self._watch is None else self._watch.batch(leased.items, trajectories, step)
@@ -134,7 +135,7 @@ class Learner:
         if not chosen:
             return
         begin = time.perf_counter()
-        whole = batch_client.fetch(self._client, leased, [one.position for one in chosen], (), masks=False)
+        whole = batch_client.fetch(self._client, self._mesh, leased, [one.position for one in chosen], (), masks=False)
         texts = probe.shortened(whole, chosen)
         lengths = [one.tokens for one in chosen]
         trainer = config.trainer

@@ -20,8 +20,9 @@ from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
+from asyncmoe.trainer.data.shared_fetch import shared
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
+from asyncmoe.trajectory import Buffer, Routing, Trajectory, decode, frames_in
 
 ANSWER_S = 60.0
 """Timeout of controller replies that require no waiting."""
@@ -140,18 +141,24 @@ def stopping(client: Client, config: Config, step: int, phase: Phase) -> bool:
 
 
 def fetch(
-    client: Client, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
+    client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
 ) -> dict[int, Trajectory]:
-    """Fetch the trajectories at the given positions of a leased batch.
+    """Fetch the trajectories at the given positions of a leased batch, once for a tensor-parallel group. Collective over the group.
 
     Args:
+        wanted, layers, masks: the same on all ranks of the group.
         layers: numbers of the layers whose routes this rank needs; None: all layers.
         masks: whether this rank needs sampling masks.
     """
     if not wanted:
         return {}
     names = tuple(leased.items[i].key for i in wanted)
-    reply, frames = client.ask(Fetch(leased.step, names, layers, masks), ANSWER_S)
-    assert isinstance(reply, Fetched)
     each = frames_in(1)
+
+    def ask() -> Sequence[Buffer]:
+        reply, frames = client.ask(Fetch(leased.step, names, layers, masks), ANSWER_S)
+        assert isinstance(reply, Fetched)
+        return frames
+
+    frames = shared(mesh, len(names) * each, ask)
     return {i: decode(frames[n * each : (n + 1) * each]) for n, i in enumerate(wanted)}

@@ -1,0 +1,67 @@
+"""Worker: the ranks of a tensor-parallel group share one fetch. `fetching.py RESULT PATH LAYOUT`"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from asyncmoe.rpc.messages import Fetch, Fetched
+from asyncmoe.trainer.data import batch_client, shared_fetch
+from asyncmoe.trainer.model import mesh
+from asyncmoe.trajectory import Buffer, encode
+from tests.ranks import case
+from tests.unit.kept_trajectory import trajectory
+
+KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
+LEASED: Any = SimpleNamespace(step=3, items=[SimpleNamespace(key=f"g{seed}") for seed in range(len(KEPT))])
+
+
+class Controller:
+    """A client that answers itself."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def ask(self, request: Fetch, timeout_s: float) -> tuple[Fetched, list[Buffer]]:
+        self.asked.append(list(request.keys))
+        return Fetched(request.keys), [frame for key in request.keys for frame in KEPT[int(key[1:])]]
+
+
+def main(result: Path, path: Path, layout: str) -> None:
+    dist.init_process_group("gloo")
+    place = mesh.start(case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout)).trainer)
+    shared_fetch.PART_BYTES = 1000  # many parts
+    controller: Any = Controller()
+    found = {}
+    for wanted in ([place.dp_rank, 3], [], [1], [0, 1, 2, 3]):
+        found |= {tuple(wanted): batch_client.fetch(controller, place, LEASED, wanted)}
+    mine = {
+        "tp_rank": place.tp_rank,
+        "dp_rank": place.dp_rank,
+        "asked": controller.asked,
+        "same": all(digest(one) == digest(trajectory_of(i)) for some in found.values() for i, one in some.items()),
+        "counts": [len(some) for some in found.values()],
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(everyone))
+    mesh.stop()
+
+
+def trajectory_of(number: int) -> Any:
+    return batch_client.decode(KEPT[number])
+
+
+def digest(one: Any) -> str:
+    return hashlib.sha256(b"".join(bytes(frame) for frame in encode(one))).hexdigest()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -37,7 +37,7 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
     view = memoryview(whole.numpy().data).cast("B")
     for one, place in zip(buffers, places, strict=False):
         view[place] = one
-    for part in whole.split(PART_BYTES):
+    for part in torch.split(whole, PART_BYTES):
         sent = part.to(mesh.device)  # on a CPU the part itself
         _broadcast(mesh, sent)
         if mesh.tp_rank and sent is not part:

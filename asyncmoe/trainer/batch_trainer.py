@@ -155,7 +155,7 @@ class Learner:
         self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
     ) -> list[StepMetrics]:
         config = self._config
-        nothing = {i: np.zeros(len(t), np.float32) for i, t in trajectories.items()}
+        nothing = _no_advantages(trajectories)
         made = [batch_client.microbatches(update, trajectories, nothing, config, self._mesh) for update in updates]
         return [train_step(self._model, self._optimizer, m, SupervisedLoss(), config.warmup.lr, before_update, self._replay) for m in made]
 
@@ -214,15 +214,17 @@ class Learner:
         before: LogProbs = {}
         reference: LogProbs = {}
         for update in updates if verify or recompute or self._reference is not None else ():
-            made, lengths = microbatches(update), [leased.items[i].tokens for i in update.members]
+            lengths = [leased.items[i].tokens for i in update.members]
             if verify or recompute:
+                made = microbatches(update)
                 found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
                 before |= {update.members[i]: values for i, values in found.items()}
             if self._reference is not None:
                 # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
-                bare = made.map(lambda batch: replace(batch, experts=None, support=None))
+                bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
+                made = batch_client.microbatches(update, bare, _no_advantages(bare), config, self._mesh)
                 with self._reference.in_place():
-                    found = logprobs_only(self._model, bare, lengths, config.rollout.temperature, self._replay, sampled_only=True)
+                    found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
                 reference |= {update.members[i]: values for i, values in found.items()}
         if leased.replayed:
             self._drift = self._drifted(trajectories, before, step)
@@ -249,3 +251,7 @@ class Learner:
                     f"version {version}: engine and trainer differ by {got:.3e} over {whole.tokens} tokens, verify.{what} is {limit:g}; "
                     "nothing was trained on the batch. The log names the worst tokens"
                 )
+
+
+def _no_advantages(trajectories: Mapping[int, Trajectory]) -> dict[int, np.ndarray]:
+    return {i: np.zeros(len(one), np.float32) for i, one in trajectories.items()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat, tee
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -227,8 +227,7 @@ def _run(
     most = max(batches.rows)
     if len(model.ddp) > 1 and any(rows != most for rows in batches.rows):
         raise InvariantBroken(f"model chunks interleave: got micro-batches of {batches.rows} rows, expected equal ones")
-    # A micro-batch is kept until the last chunk has had it.
-    iterators = [zip(repeat(chunk), some) for chunk, some in enumerate(tee(batches, len(model.ddp)))]
+    iterators = [zip(repeat(chunk), some) for chunk, some in enumerate(batches.shared(len(model.ddp)))]
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
         results: list[dict[str, torch.Tensor]] = schedule(

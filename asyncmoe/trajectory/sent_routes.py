@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.trajectory.native import Buffer
-from asyncmoe.trajectory.routes import MAX_LAYERS, Routes, Routing, check_routes, decode_routes, encode_routes, sealed
+from asyncmoe.trajectory.routes import MAX_LAYERS, Routes, Routing, decode_routes, encode_routes, sealed
 
 MAGIC = b"amr1"
 _HEADER = struct.Struct("<4s4I")
@@ -40,10 +40,10 @@ def to_bytes(routes: Routes) -> bytes:
 
 
 def from_bytes(data: Buffer, key: str) -> Routes:
-    """Read routes without copying their planes.
+    """Read routes without copying their planes, which `decode_routes` and `check_routes` check.
 
     Raises:
-        ProtocolError: `data` is not what `to_bytes` returns, or damaged; see `check_routes`.
+        ProtocolError: `data` does not begin as what `to_bytes` returns.
     """
     view = memoryview(data).cast("B")
     if len(view) < _HEADER.size:
@@ -55,9 +55,7 @@ def from_bytes(data: Buffer, key: str) -> Routes:
     if count > MAX_LAYERS or len(view) < begin:
         raise ProtocolError(f"routes of {key}: got {len(view)} bytes, expected {count} layers")
     numbers = struct.unpack_from(f"<{2 * count}I", view, _HEADER.size)
-    routes = Routes(rows, numbers[:count], top_k, experts, numbers[count:], view[begin:].toreadonly())
-    check_routes(routes, key)
-    return routes
+    return Routes(rows, numbers[:count], top_k, experts, numbers[count:], view[begin:].toreadonly())
 
 
 def joined(parts: Sequence[Routes], key: str) -> Routes:

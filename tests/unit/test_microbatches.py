@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from itertools import tee
 
 import numpy as np
 import pytest
@@ -68,30 +67,41 @@ def test_rows_and_places_are_known_before_anything_is_packed() -> None:
 
 def test_only_the_next_one_is_packed_ahead_and_none_is_kept() -> None:
     packed: list[int] = []
-    batches = iter(made(packed))
+    few = made(packed)
+    many = MicroBatches(lambda number: few._make(number % 4), [*few.rows] * 3, [*few.places] * 3)
+    batches = iter(many)
     first = weakref.ref(next(batches).tokens)
+    assert len(packed) <= 2
     third = [next(batches), next(batches)][1]
     assert len(third.places) == 0
-    assert packed[-1] <= 3
+    assert len(packed) <= 4
     assert first() is None
-    assert len(list(batches)) == 1
+    assert len(list(batches)) == 9
 
 
 def test_interleaved_chunks_share_what_is_packed_once() -> None:
     packed: list[int] = []
-    one, other = tee(made(packed), 2)
+    one, other = made(packed).shared(2)
     pairs = [(next(one), next(one)), (next(other), next(other)), (next(one), next(one)), (next(other), next(other))]
     assert packed == [0, 1, 2, 3]
     assert pairs[0] == pairs[1]
     assert pairs[2] == pairs[3]
+    assert [*one, *other] == []
 
 
-def test_a_change_applies_to_each() -> None:
-    def emptied(one: MicroBatch) -> MicroBatch:
-        return one if one.rows > 4 else made()._make(2)
+@pytest.mark.parametrize("readers", [1, 2])
+def test_what_all_readers_have_had_is_not_kept(readers: int) -> None:
+    iterators = made().shared(readers)
+    firsts = {weakref.ref(batch.tokens) for batch in [next(one) for one in iterators]}
+    assert len(firsts) == 1
+    for one in iterators:
+        next(one)
+    for one in iterators:
+        next(one)
+    assert firsts.pop()() is None
 
-    changed = made().map(emptied)
-    assert [one.rows for one in changed] == [8, 6, 2, 2]
+
+def test_a_list_is_one_form_of_them() -> None:
     given = list(made())
     again = MicroBatches.of(given)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(again, given, strict=True))

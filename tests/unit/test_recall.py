@@ -43,7 +43,7 @@ class Scripted:
         if listener is not None:
             listener.hear(made)
         spans = (VersionSpan(str(len(self.asked)), 0, len(made)),)
-        return PooledGeneration(Generation(made, (-0.5,) * len(made), spans, finish, 0, "cm91dGVz", [[1, 2]]), len(self.asked))
+        return PooledGeneration(Generation(made, (-0.5,) * len(made), spans, finish, 0, b"routes", [[1, 2]]), len(self.asked))
 
 
 def answered(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,8 +15,10 @@ from kept_trajectory import distinct
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.decode import cut, routed_experts, sampling_masks
+from asyncmoe.rollout.engines.sglang.generation import Generated
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
+from asyncmoe.trajectory.routes import sealed
 from asyncmoe.trajectory.sent_routes import joined, to_bytes
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)
@@ -29,6 +34,8 @@ def packed(routes: np.ndarray, start: int = 0, routing: Routing = ROUTING) -> by
     return to_bytes(encode_routes(routes[min(start, len(routes)) :].astype(np.int32), routing, "a response"))
 
 
+SIX = Routing(2, (0, 1), 2, 6)
+"""3 bits an expert, of which 6 and 7 are none; 42 bits a plane."""
 SENT = pytest.mark.parametrize("sent", [answer, packed])
 
 
@@ -124,6 +131,28 @@ def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens(sent: Callable[...,
     for keep in range(1, 6):
         kept = cut(response, keep, 5).routes
         assert kept == sent(made(9)[: 4 + keep])
+
+
+@pytest.mark.parametrize("wrong", ["an expert of another model", "an expert twice", "bits after the last expert"])
+def test_packed_routes_with_right_digests_and_wrong_experts_are_refused(wrong: str) -> None:
+    right = encode_routes(made(7, SIX), SIX, "a response")
+    planes = bytearray(right.planes)
+    if wrong == "an expert of another model":
+        planes[0] |= 7
+    elif wrong == "an expert twice":
+        planes[0] = 0
+    else:
+        planes[right.plane_bytes - 1] |= 128
+    sent = to_bytes(sealed(replace(right, planes=bytes(planes))))
+    with pytest.raises(TrajectoryRejected, match=r"^routes_malformed: routes of g1: "):
+        routed_experts(sent, SIX, tokens=8, routed=0, key="g1")
+
+
+@pytest.mark.parametrize("text", ["AAA", "A" * 7 + "*", "é" * 8])
+def test_base64_that_is_none_is_refused_with_the_answer(text: str) -> None:
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [], "weight_versions": [], "routed_experts": text}
+    with pytest.raises(msgspec.ValidationError, match=r"base64.*routed_experts"):
+        msgspec.json.decode(json.dumps({"output_ids": [], "meta_info": meta}), type=Generated)
 
 
 def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Packs the routes of a response in the scheduler, before they leave it.
 
-SGLang 0.5.23 sends every layer's experts as int32, in base64 (`BatchResultProcessor._maybe_collect_routed_experts`, then
+SGLang 0.5.23 sends every layer's experts as int32, in base64 (`SchedulerBatchResultProcessor._maybe_collect_routed_experts`, then
 `TokenizerManager`): 2,048 bytes a token with 8 experts in each of 48 layers. Packed they are 336, and 448 in base64. The reader takes both
 forms, so an engine that cannot pack says so in its log and sends SGLang's.
 """
@@ -33,10 +33,16 @@ def install() -> None:
         return
     try:
         from asyncmoe.trajectory.sent_routes import routing_in
-    except ImportError as error:  # an engine's Python can be another than the one that the extension was built for
-        _say(f"asyncmoe's extension does not load: {error}")
+
+        routing = routing_in(text)
+        packed(_one_row(routing), routing)
+    except (
+        ImportError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # an engine's Python can be another than the one that the extension was built for
+        _say(f"asyncmoe's extension does not work here: {error}")
         return
-    routing = routing_in(text)
     after_import(MODULE, lambda module: _mend(module, routing))
 
 
@@ -74,6 +80,12 @@ def _mend(module: ModuleType, routing: Routing) -> None:
             req.routed_experts = packed(req.routed_experts, routing)
 
     owner._maybe_collect_routed_experts = collect_packed
+
+
+def _one_row(routing: Routing) -> torch.Tensor:
+    import torch
+
+    return torch.arange(routing.top_k, dtype=torch.int32).repeat(1, routing.all_layers, 1)
 
 
 def _say(why: str) -> None:

@@ -2,7 +2,7 @@
 
 Routes: `meta_info.routed_experts` has rows for the tokens from `start` to seqlen - 1: seqlen counts prompt and response, the last token has
 not passed through the model, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and capped at
-seqlen - 1. An engine that this program started packs them (`asyncmoe.trajectory.sent_routes`); SGLang 0.5.23 itself sends
+seqlen - 1. An engine that this program started packs them if it can (`asyncmoe.trajectory.sent_routes`); SGLang 0.5.23 itself sends
 int32[rows, num_hidden_layers, top_k] in C order (`sglang/srt/state_capturer`), dense layers included.
 
 Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of the response, in no particular order
@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
-from asyncmoe.trajectory import Masks, Routes, Routing, encode_routes, token_outside
+from asyncmoe.trajectory import Masks, Routes, Routing, decode_routes, encode_routes, token_outside
 from asyncmoe.trajectory.sent_routes import MAGIC, first_rows, from_bytes, to_bytes
 
 
@@ -74,8 +74,8 @@ def routed_experts(sent: bytes | None, routing: Routing, *, tokens: int, routed:
         Routes of tokens - 1 - routed rows.
 
     Raises:
-        TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for packed routes that are damaged, "routes_wrong_layers" for
-            the right number of rows of other layers or experts, "length_mismatch" for a wrong number of rows; or see `encode_routes`.
+        TrajectoryRejected: "no_routes" if there are none, "routes_malformed" for packed routes that are damaged or invalid,
+            "routes_wrong_layers" for other layers or experts, "length_mismatch" for a wrong number of rows; or see `encode_routes`.
     """
     if sent is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent no routes; it needs --enable-return-routed-experts")
@@ -84,6 +84,7 @@ def routed_experts(sent: bytes | None, routing: Routing, *, tokens: int, routed:
         return encode_routes(_plain(sent, routing, rows, key), routing, key)
     try:
         routes = from_bytes(sent, key)
+        decode_routes(routes, key)  # an expert that there is not, or twice, would stop the trainer
     except ProtocolError as error:
         raise TrajectoryRejected("routes_malformed", str(error)) from error
     if (routes.layers, routes.top_k, routes.experts) != (routing.layers, routing.top_k, routing.experts):

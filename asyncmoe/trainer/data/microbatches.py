@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,9 +30,20 @@ class MicroBatches:
             return batches
         return cls(batches.__getitem__, [one.rows for one in batches], [one.places for one in batches])
 
-    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> MicroBatches:
-        """Return them changed; `change` keeps rows and places."""
-        return MicroBatches(lambda number: change(self._make(number)), self.rows, self.places)
+    def shared(self, readers: int) -> list[Iterator[MicroBatch]]:
+        """Return iterators that read at their own pace. Each micro-batch is packed once, and kept until the last reader has had it."""
+        source, waiting = iter(self), [deque[MicroBatch]() for _ in range(readers)]
+
+        def of(own: deque[MicroBatch]) -> Iterator[MicroBatch]:
+            for _ in range(len(self)):
+                if not own:
+                    one = next(source)
+                    for each in waiting:
+                        each.append(one)
+                    del one
+                yield own.popleft()
+
+        return [of(own) for own in waiting]
 
     def __len__(self) -> int:
         return len(self.rows)

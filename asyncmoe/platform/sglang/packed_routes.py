@@ -40,7 +40,7 @@ def install() -> None:
         ImportError,
         RuntimeError,
         ValueError,
-    ) as error:  # an engine's Python can be another than the one that the extension was built for
+    ) as error:  # built for another Python than the engine's
         _say(f"asyncmoe's extension does not work here: {error}")
         return
     after_import(MODULE, lambda module: _mend(module, routing))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from asyncmoe.errors import AsyncmoeError, WaitTimeout
 from asyncmoe.rpc.messages import Fetch, Fetched
 from asyncmoe.trainer.data import batch_client, shared_fetch
 from asyncmoe.trainer.model import mesh
@@ -21,6 +22,9 @@ from tests.unit.kept_trajectory import trajectory
 KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
 LEASED: Any = SimpleNamespace(step=3, items=[SimpleNamespace(key=f"g{seed}") for seed in range(len(KEPT))])
 
+GONE, SHORT = 4, 5
+"""Steps of which the controller does not answer, or with too little."""
+
 
 class Controller:
     """A client that answers itself."""
@@ -30,6 +34,10 @@ class Controller:
 
     def ask(self, request: Fetch, timeout_s: float) -> tuple[Fetched, list[Buffer]]:
         self.asked.append(list(request.keys))
+        if request.step == GONE:
+            raise WaitTimeout("the controller", "an answer", timeout_s)
+        if request.step == SHORT:
+            return Fetched(request.keys), []
         return Fetched(request.keys), [frame for key in request.keys for frame in KEPT[int(key[1:])]]
 
 
@@ -41,7 +49,9 @@ def main(result: Path, path: Path, layout: str) -> None:
     found = {}
     for wanted in ([place.dp_rank, 3], [], [1], [0, 1, 2, 3]):
         found |= {tuple(wanted): batch_client.fetch(controller, place, LEASED, wanted)}
+    refused = [refusal(controller, place, step) for step in (GONE, SHORT)]
     mine = {
+        "refused": refused,
         "tp_rank": place.tp_rank,
         "dp_rank": place.dp_rank,
         "asked": controller.asked,
@@ -53,6 +63,14 @@ def main(result: Path, path: Path, layout: str) -> None:
     if dist.get_rank() == 0:
         result.write_text(json.dumps(everyone))
     mesh.stop()
+
+
+def refusal(controller: Any, place: mesh.Mesh, step: int) -> str:
+    try:
+        batch_client.fetch(controller, place, SimpleNamespace(step=step, items=LEASED.items), [1])  # type: ignore[arg-type]
+    except AsyncmoeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def trajectory_of(number: int) -> Any:

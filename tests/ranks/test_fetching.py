@@ -8,6 +8,7 @@ import pytest
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
+from asyncmoe.trajectory import frames_in
 from tests.ranks import launch
 
 pytestmark = pytest.mark.ranks
@@ -22,5 +23,10 @@ def test_one_rank_of_a_group_asks_and_all_have_the_same(tmp_path: Path, layout: 
     for rank in found:
         assert rank["same"]
         assert rank["counts"] == [2, 0, 1, 4]
-        mine = [[f"g{rank['dp_rank']}", "g3"], ["g1"], ["g0", "g1", "g2", "g3"]]
+        mine = [[f"g{rank['dp_rank']}", "g3"], ["g1"], ["g0", "g1", "g2", "g3"], ["g1"], ["g1"]]
         assert rank["asked"] == (mine if rank["tp_rank"] == 0 else [])
+        first, other = rank["tp_rank"] == 0, f"ProtocolError: rank {2 * rank['dp_rank']} could not fetch the batch: "
+        gone, short = rank["refused"]
+        assert gone.startswith("WaitTimeout: " if first else other)
+        assert "the controller" in gone
+        assert short == ("ProtocolError: " if first else other) + f"got a batch of 0 frames, expected {frames_in(1)}"

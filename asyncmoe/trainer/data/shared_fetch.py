@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Buffer
 
@@ -25,24 +26,49 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
 
     Args:
         count: number of buffers, the same on all ranks.
-        ask: called on the first rank only. What it raises is raised there alone, as an error of any other collective would be.
+        ask: called on the first rank only.
+
+    Raises:
+        AsyncmoeError: what `ask` raised, on the first rank; on the others a `ProtocolError` with its text.
     """
     if mesh.tp == 1:
         return ask()
-    buffers = [memoryview(one).cast("B") for one in ask()] if mesh.tp_rank == 0 else []
-    sizes = torch.tensor([len(one) for one in buffers] or [0] * count, dtype=torch.int64, device=mesh.device)
+    buffers, failure = _asked(count, ask) if mesh.tp_rank == 0 else ([], None)
+    why = str(failure).encode() if failure is not None else b""
+    lengths = [len(one) for one in buffers] or [0] * count
+    sizes = torch.tensor([*lengths, len(why)], dtype=torch.int64, device=mesh.device)
     _broadcast(mesh, sizes)
-    places = places_of(sizes.tolist())
+    *each, told = sizes.tolist()
+    if told:
+        text = bytes(_spread(mesh, [memoryview(why)], [told])[0])
+        raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {text.decode()}")
+    return _spread(mesh, buffers, each)
+
+
+def _asked(count: int, ask: Callable[[], Sequence[Buffer]]) -> tuple[list[memoryview], AsyncmoeError | None]:
+    try:
+        buffers = [memoryview(one).cast("B") for one in ask()]
+    except AsyncmoeError as error:
+        return [], error
+    if len(buffers) != count:
+        return [], ProtocolError(f"got a batch of {len(buffers)} frames, expected {count}")
+    return buffers, None
+
+
+def _spread(mesh: Mesh, buffers: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[Buffer]:
+    """Return the first rank's buffers, of some sizes, on every rank."""
+    places = places_of(sizes)
     whole = torch.empty(places[-1].stop, dtype=torch.uint8)
     view = memoryview(whole.numpy().data).cast("B")
-    for one, place in zip(buffers, places, strict=False):
-        view[place] = one
+    if mesh.tp_rank == 0:
+        for one, place in zip(buffers, places, strict=True):
+            view[place] = one
     for part in torch.split(whole, PART_BYTES):
         sent = part.to(mesh.device)  # on a CPU the part itself
         _broadcast(mesh, sent)
         if mesh.tp_rank and sent is not part:
             part.copy_(sent)
-    return [view[place].toreadonly() for place in places]
+    return buffers if mesh.tp_rank == 0 else [view[place].toreadonly() for place in places]
 
 
 def places_of(sizes: Sequence[int]) -> list[slice]:
@@ -52,4 +78,8 @@ def places_of(sizes: Sequence[int]) -> list[slice]:
 
 
 def _broadcast(mesh: Mesh, tensor: torch.Tensor) -> None:
-    dist.broadcast(tensor, dist.get_global_rank(mesh.tp_group, 0), group=mesh.tp_group)
+    dist.broadcast(tensor, _first(mesh), group=mesh.tp_group)
+
+
+def _first(mesh: Mesh) -> int:
+    return dist.get_global_rank(mesh.tp_group, 0)

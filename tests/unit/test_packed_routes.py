@@ -73,4 +73,4 @@ def test_an_engine_that_cannot_pack_says_so(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setenv(packed_routes.ROUTING_VARIABLE, as_text(ROUTING))
     monkeypatch.setitem(sys.modules, "asyncmoe.trajectory.sent_routes", None)
     packed_routes.install()
-    assert "routes are sent unpacked: asyncmoe's extension does not work here" in capsys.readouterr().out
+    assert "routes are sent unpacked: asyncmoe's extension, built for the trainer's Python, does not work here" in capsys.readouterr().out

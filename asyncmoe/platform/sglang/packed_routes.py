@@ -36,12 +36,8 @@ def install() -> None:
 
         routing = routing_in(text)
         packed(_one_row(routing), routing)
-    except (
-        ImportError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # built for another Python than the engine's
-        _say(f"asyncmoe's extension does not work here: {error}")
+    except (ImportError, RuntimeError, ValueError) as error:
+        _say(f"asyncmoe's extension, built for the trainer's Python, does not work here: {error}")
         return
     after_import(MODULE, lambda module: _mend(module, routing))
 

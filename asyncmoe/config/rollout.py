@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -81,6 +81,18 @@ class RolloutSection(Section):
         0.25,
         description="The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because "
         "the rest is a biased sample; 1: never.",
+    )
+
+    workers: Annotated[NonNegative, Field(le=1 << 10)] = Field(
+        0,
+        description="Rollout workers: processes that run the episodes, each on engines of its own, and hold the trajectories until the "
+        "trainer has fetched them from there. One process takes in what some dozens of GPUs sample (docs/measurements.md); beyond, raise "
+        "this. 0: the controller runs the episodes. Needs the journal in a folder that all of them share.",
+    )
+    start_workers: bool = Field(
+        True,
+        description="The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG NUMBER` "
+        "on the machine that it is to run on; it prefers the engines of that machine.",
     )
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,8 @@ from asyncmoe.queue.start_order import Start
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
-_SEGMENTS, _TURNS = "segments", "turns"
+SEGMENTS, TURNS = "segments", "turns"
+"""Folders of the payloads of finished groups and of turns, in that of the journal."""
 OF_TURNS = 4
 """Turns may take this fraction of the bound on payloads."""
 
@@ -61,7 +62,9 @@ class Journal(Unjournaled):
 
     Attributes:
         name: for messages: "journal /runs/7/journal".
+        identity: of its segments.
         recorded: what it held when it was opened.
+        needed: numbers of the segments that hold what is needed, by writer, since `forget`.
     """
 
     keeps = True
@@ -73,12 +76,14 @@ class Journal(Unjournaled):
             stores: which the journal closes.
         """
         self.name, self.recorded, self._belonging, self.turns = name, recorded, belonging, stores.turns
+        self.identity = belonging.digest
         self._states, self._segments, self._held = stores.states, stores.payloads, stores.held
         self._accounts: Callable[[], Accounts] | None = None
         self._position = max((group.order for group in recorded.groups.values()), default=0)
         self._next, self._replays = recorded.next, dict[int, RecordedLease]()
         self._leases: dict[int, int] = {}
         self._newest_commit, self._settling = 0, asyncio.Lock()
+        self.needed: Mapping[int, frozenset[int]] = {}
         self._drawn: list[Change] = []
         self._writing: Counter[int] = Counter()
         self._newest = max((group.place.segment for group in recorded.groups.values() if group.place is not None), default=0)
@@ -96,18 +101,18 @@ class Journal(Unjournaled):
             UserError: another process has it open.
             StorageError: it cannot be written.
         """
-        belonging.clear_if_empty(folder, folder / _SEGMENTS, folder / _TURNS)
+        belonging.clear_if_empty(folder, folder / SEGMENTS, folder / TURNS)
         if belonging.begun and not (folder / FILE).exists():
             log.warning("%s is gone: what was queued or under way when the run stopped is sampled again", folder)
         with ExitStack() as held:
             states = States.open(folder, belonging.identity)
             held.callback(states.close)
-            segments = Segments.open(folder / _SEGMENTS, belonging.digest, segment_bytes=segment_bytes, max_bytes=max_bytes)
+            segments = Segments.open(folder / SEGMENTS, belonging.digest, segment_bytes=segment_bytes, max_bytes=max_bytes)
             held.callback(segments.close)
             recorded, answers = states.read(rows.read), None
             if turns:
                 bounds = {"segment_bytes": segment_bytes, "max_bytes": max_bytes // OF_TURNS}
-                answers = Turns.open(folder / _TURNS, belonging.digest, under_way(recorded), **bounds)
+                answers = Turns.open(folder / TURNS, belonging.digest, under_way(recorded), **bounds)
                 held.callback(answers.close)
             belonging.note()
             return cls(f"journal {folder}", belonging, Stores(states, segments, answers, held.pop_all()), recorded)
@@ -139,6 +144,10 @@ class Journal(Unjournaled):
         self._write(changes)
 
     async def finished(self, group: Group) -> None:
+        if group.place is not None:  # a rollout worker has written it
+            await self._states.durable(self._write([rows.queued(group.number, group.arrival, len(group), group.place)], urgent=True))
+            self._over(group.number)
+            return
         parts: list[Buffer] = payload.encode(group)
         await self._segments.room(sum(memoryview(part).nbytes for part in parts))
         place = self._segments.append(parts)
@@ -224,6 +233,13 @@ class Journal(Unjournaled):
         """
         return tuple(await asyncio.to_thread(lambda: [self._group(self.recorded.groups[number]) for number in numbers]))
 
+    async def payload(self, group: Group) -> Group:
+        place = group.place
+        if place is None:
+            return await super().payload(group)
+        read = await asyncio.to_thread(self._segments.read, place)
+        return payload.decode(read, group.arrival, f"{self.name}: group {group.number}")
+
     async def draws(self, after: int) -> list[Draw]:
         """Return the events of the curriculum after the one of this number."""
         return await self._states.ask(lambda connection: rows.draws(connection, after))
@@ -245,10 +261,10 @@ class Journal(Unjournaled):
         # Payloads that are being written have no row yet; those written from now on lie in the newest segment or later ones.
         writing, newest = [number for number, count in self._writing.items() if count], self._newest
         self._states.write(rows.forgotten(floor, draws), urgent=True)
-        needed = await self._states.ask(rows.segments)
+        self.needed = needed = await self._states.ask(rows.segments)
         await self._states.compact()
         self._writing = +self._writing  # without the zeros
-        return await asyncio.to_thread(self._segments.retain, {*needed, *writing}, newest)
+        return await asyncio.to_thread(self._segments.retain, {*needed.get(0, ()), *writing}, newest)
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncmoe.errors import DataError
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import Buffer, frames_in
 
 _LENGTH = struct.Struct("<I")

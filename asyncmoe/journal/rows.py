@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -222,9 +223,12 @@ def is_blank(connection: sqlite3.Connection, identity: Mapping[str, str]) -> boo
     return not (known.groups or known.leases or known.next or taken)
 
 
-def segments(connection: sqlite3.Connection) -> frozenset[int]:
-    """Return the segments that hold a payload of a group that is not forgotten."""
-    return frozenset(number for (number,) in connection.execute("SELECT DISTINCT segment FROM groups WHERE segment IS NOT NULL"))
+def segments(connection: sqlite3.Connection) -> Mapping[int, frozenset[int]]:
+    """Return the segments that hold a payload of a group that is not forgotten, by writer."""
+    found = defaultdict[int, set[int]](set)
+    for writer, number in connection.execute("SELECT DISTINCT writer, segment FROM groups WHERE segment IS NOT NULL"):
+        found[writer].add(number)
+    return {writer: frozenset(numbers) for writer, numbers in found.items()}
 
 
 def draws(connection: sqlite3.Connection, after: int) -> list[Draw]:

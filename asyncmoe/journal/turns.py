@@ -57,11 +57,14 @@ class Turns:
         self._full = False
 
     @classmethod
-    def open(cls, folder: Path, identity: str, attempts: Mapping[int, int], *, segment_bytes: int, max_bytes: int) -> Turns:
+    def open(
+        cls, folder: Path, identity: str, attempts: Mapping[int, int], *, writer: int = 0, segment_bytes: int, max_bytes: int
+    ) -> Turns:
         """Open or make the store of a folder, and find the answers of groups under way. Blocks, for as long as it takes to read them.
 
         Args:
             attempts: of the groups under way, by number.
+            writer: number of the process, of several that share the folder.
             max_bytes: bound on the answers; those that exceed it are not recorded.
 
         Raises:
@@ -69,7 +72,7 @@ class Turns:
         """
         with ExitStack() as held:
             size = min(segment_bytes, max(max_bytes // _LEAST_SEGMENTS, 1))
-            segments = Segments.open(folder, identity, segment_bytes=size, max_bytes=_SLACK * max_bytes)
+            segments = Segments.open(folder, identity, writer=writer, segment_bytes=size, max_bytes=_SLACK * max_bytes)
             held.callback(segments.close)
             made = cls.of(segments, str(folder), attempts, max_bytes)
             held.pop_all()
@@ -134,6 +137,11 @@ class Turns:
                 self._settle_soon()
         for key in [key for key in self._found if key.group == group]:
             del self._found[key]
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Numbers of the groups of which answers were found."""
+        return frozenset(key.group for key in self._found)
 
     @property
     def size(self) -> int:

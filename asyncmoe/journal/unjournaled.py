@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from asyncmoe.errors import DataError
 from asyncmoe.journal.recovery import Reopened
 from asyncmoe.journal.rows import Draw
 from asyncmoe.journal.turns import Turns
@@ -37,6 +38,14 @@ class Unjournaled:
         Raises:
             StorageError: the disk failed, or the journal is full.
         """
+
+    async def payload(self, group: Group) -> Group:
+        """Return a group that a rollout worker has written, with its frames.
+
+        Raises:
+            DataError: its payload is damaged, or there is no journal.
+        """
+        raise DataError(f"group {group.number}", got="no journal", expected="one, because the rollout worker that held it is lost")
 
     def ended(self, number: int, state: str, reason: str) -> None:
         """A group is "dropped" or "rejected", and does not start again."""

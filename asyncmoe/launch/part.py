@@ -91,6 +91,27 @@ def keeper(config: Path) -> None:
     heartbeats.beat(heartbeats.ENDED)
 
 
+def worker(config: Path, number: int) -> None:
+    """Run a rollout worker until the run ends.
+
+    Args:
+        number: which of the run's `rollout.workers` it is, from 1.
+
+    Raises:
+        AsyncmoeError: see `asyncmoe.rollout.workers.process.run`.
+    """
+    from asyncmoe import config as configuration
+    from asyncmoe.models.hub import with_local_model
+    from asyncmoe.rollout.workers import process
+
+    loaded = with_local_model(configuration.load(config, ()), download=False)
+    name = process.process_name(number)
+    processes.record(loaded.run.dir, name)
+    heartbeats.start(loaded.run.dir, name, loaded.watch.beat_s)
+    process.run(loaded, loaded.run.dir, number)
+    heartbeats.beat(heartbeats.ENDED)
+
+
 def main(run: Callable[[], object]) -> None:
     """Run a command. An error that the user can fix becomes one line and the exit status; all other errors keep their traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)

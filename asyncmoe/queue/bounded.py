@@ -16,23 +16,26 @@ that an earlier process trained but did not save are trained again, on new traje
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
-from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, WaitTimeout
 from asyncmoe.journal.recovery import Reopened
 from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
-from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack, weighed
+from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack, weighed, whole
 from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
-from asyncmoe.rpc.messages import Item, Leased, Phase
-from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Buffer, Recording, Trajectory, part, validate
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.messages import Leased, Phase
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part, validate
 
 MAX_LEASE_WAIT_S = 86_400.0
 MAX_REASON = 100
@@ -53,8 +56,12 @@ class BoundedQueue:
         recording: data that sampled trajectories must carry.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_trained: called with the groups of a committed step.
+        on_freed: called with groups of which nothing is kept any more.
         journal: learns of every change.
         resumed: what an earlier process left in the journal.
+
+    Attributes:
+        holders: returns where each rollout worker serves the trajectories that it holds, by number.
 
     Raises:
         ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
@@ -76,6 +83,7 @@ class BoundedQueue:
         drop_above: int | None = None,
         on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
         on_trained: Callable[[Sequence[Group]], None] | None = None,
+        on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
         journal: Unjournaled | None = None,
         resumed: Resumption = UNDISTURBED,
     ) -> None:
@@ -88,13 +96,14 @@ class BoundedQueue:
         self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
         self._recording, self._on_stale, self._on_trained = recording, on_stale, on_trained
-        self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity), "warmup": GroupBuffer(demonstrations)}
+        self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
+        self.holders: Callable[[], Mapping[int, Rendezvous]] = dict
         self._leases = Leases(trained_steps, trained_steps - 1)
         self._arrivals = resumed.arrivals
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
-        self._changes = Changes()
+        self._changes, self._recalling = Changes(), asyncio.Lock()
         self._journal, self._resumed = journal or Unjournaled(), resumed
         self._journal.follow(lambda: self._accounts)
         for group in resumed.queued:
@@ -106,6 +115,12 @@ class BoundedQueue:
     def version(self) -> int:
         """Weight version that the engines serve."""
         return self._version
+
+    @property
+    def newest_version(self) -> int:
+        """Newest version that may have sampled a token of a group that is put now."""
+        # One engine serves the next version slightly before all do. Turns recorded before a restart can be ahead of the replay.
+        return max(self._version, self._resumed.served) + 1
 
     def set_version(self, version: int) -> None:
         """Record that all engines serve `version` now."""
@@ -165,15 +180,12 @@ class BoundedQueue:
             StorageError: the journal cannot be written.
             AsyncmoeError: the error passed to `fail`.
         """
-        groups, episodes = {t.group for t in trajectories}, {t.episode for t in trajectories}
-        if len(episodes) != self._group_size or len(groups) != 1:
-            raise InvariantBroken(f"queue: put {len(episodes)} episodes of groups {groups}, expected {self._group_size} of one")
-        for trajectory in trajectories:
-            # One engine serves the next version slightly before all do. Turns recorded before a restart can be ahead of the replay.
-            validate(trajectory, self._recording, newest_version=max(self._version, self._resumed.served) + 1)
-            if trajectory.oldest_version == NOT_SAMPLED:
-                raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
-        group = self._pack(trajectories)
+        await self.put(whole(trajectories, self._group_size, self._recording, self.newest_version), wait_s)
+
+    async def put(self, group: Group, wait_s: float | None = None) -> None:
+        """Queue a group that is `whole`. Waits and raises as `put_group`."""
+        self._arrivals += 1
+        group = replace(group, arrival=self._arrivals)
         await self._journal.finished(group)
         await self._insert(self._lanes["rl"], group, wait_s)
 
@@ -241,6 +253,22 @@ class BoundedQueue:
         if unknown:
             raise ProtocolError(f"fetch: {unknown[0]} is not leased to step {step}")
         return [frame for key in keys for frame in part(frames[key], layers, masks)]
+
+    async def recall(self, step: int, keys: Sequence[str]) -> None:
+        """Read leased trajectories that this process does not hold from the journal, so that they can be fetched here.
+
+        Raises:
+            ProtocolError: `step` holds no lease.
+            DataError: a payload is damaged, or there is no journal.
+        """
+        async with self._recalling:
+            lane = self._lanes[self._leases.phase(step)]
+            missing = {key for key in keys if key not in lane.frames(step)}
+            groups = [group for group in lane.held(step) if missing & group.keys]
+            for group in groups:
+                frames = (await self._journal.payload(group)).frames
+                if step in self._leases.answers and self._lanes[self._leases.phase(step)] is lane:
+                    lane.supply(step, frames)
 
     def commit(self, step: int, dropped: str = "") -> None:
         """End the lease of a trained step and free its arrays. Idempotent; steps commit in order.
@@ -400,7 +428,10 @@ class BoundedQueue:
         self._accounts = replace(self._accounts, ledger=ledger)
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
-        return Leased(step, items, self._lanes[phase].depth, self._accounts.all_dropped, stop, self._journal.lineage, replayed)
+        where = self.holders()
+        holders = {number: where[number] for number in sorted({item.holder for item in items}) if number in where}
+        depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
+        return Leased(step, items, depth, dropped, stop, self._journal.lineage, replayed, holders)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> Group:
         self._arrivals += 1

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 import numpy as np
 
-from asyncmoe.errors import InvariantBroken
-from asyncmoe.rpc.messages import Item
-from asyncmoe.trajectory import Buffer, Trajectory, encode
+from asyncmoe.errors import InvariantBroken, TrajectoryRejected
+from asyncmoe.journal.segment_format import Place
+from asyncmoe.rpc.item import Item
+from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Recording, Trajectory, encode, validate
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,11 @@ class Group:
     arrival: int
     items: tuple[Item, ...]
     frames: Mapping[str, list[Buffer]]
+    """The encoded trajectories by key; empty if a rollout worker holds them."""
     attempt: int = 0
     """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
+    place: Place | None = None
+    """Where the journal has its payload already."""
 
     def __len__(self) -> int:
         return self._episodes
@@ -41,6 +45,16 @@ class Group:
     def number(self) -> int:
         """Number of its prompt."""
         return self.items[0].group
+
+    @property
+    def holder(self) -> int:
+        """Number of the rollout worker that holds its trajectories; 0: this process."""
+        return self.items[0].holder
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The names of its trajectories."""
+        return frozenset(item.key for item in self.items)
 
     @cached_property
     def oldest_version(self) -> int:
@@ -100,16 +114,41 @@ def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
     )
 
 
+def whole(trajectories: Sequence[Trajectory], group_size: int, recording: Recording, newest_version: int) -> Group:
+    """Return a complete group of sampled trajectories, fit for the queue.
+
+    Args:
+        group_size: number of its episodes.
+        recording: data that each trajectory must carry.
+        newest_version: that may have sampled a token.
+
+    Raises:
+        TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or carries no version.
+        InvariantBroken: they are not one whole group.
+    """
+    groups, episodes = {t.group for t in trajectories}, {t.episode for t in trajectories}
+    if len(episodes) != group_size or len(groups) != 1:
+        raise InvariantBroken(f"queue: put {len(episodes)} episodes of groups {groups}, expected {group_size} of one")
+    for trajectory in trajectories:
+        validate(trajectory, recording, newest_version=newest_version)
+        if trajectory.oldest_version == NOT_SAMPLED:
+            raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
+    return pack(trajectories, 0)
+
+
 class GroupBuffer:
     """Groups in training order; at most `capacity` episodes, including leased episodes.
+
+    Args:
+        freed: called with groups that are deleted.
 
     Attributes:
         depth: number of episodes not yet leased.
         leased: number of leased episodes, neither committed nor released.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, freed: Callable[[Sequence[Group]], None] = lambda _: None) -> None:
+        self.capacity, self._freed = capacity, freed
         self.putting: deque[int] = deque()
         """Arrival numbers of groups that wait for space, first come first served."""
         self._queued: list[Group] = []
@@ -174,12 +213,21 @@ class GroupBuffer:
 
     def clear(self) -> None:
         """Delete all groups."""
+        self._freed([*self._queued, *(group for groups in self._leased.values() for group in groups)])
         self._queued, self._leased, self._frames, self._keys = [], {}, {}, set()
         self.depth = self.leased = 0
 
     def frames(self, step: int) -> Mapping[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""
         return self._frames[step]
+
+    def held(self, step: int) -> tuple[Group, ...]:
+        """Return the groups of a lease."""
+        return self._leased[step]
+
+    def supply(self, step: int, frames: Mapping[str, list[Buffer]]) -> None:
+        """Add encoded trajectories to those of a lease."""
+        self._frames[step].update(frames)
 
     def _queue(self, group: Group) -> None:
         insort(self._queued, group, key=lambda g: g.order)
@@ -197,11 +245,12 @@ class GroupBuffer:
         return groups
 
     def _know(self, group: Group) -> None:
-        known = self._keys.intersection(group.frames)
-        if known or len(group.frames) != len(group.items):
+        known = self._keys.intersection(group.keys)
+        if known or len(group.keys) != len(group.items):
             raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
-        self._keys.update(group.frames)
+        self._keys.update(group.keys)
 
     def _forget(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            self._keys.difference_update(group.frames)
+            self._keys.difference_update(group.keys)
+        self._freed(groups)

@@ -41,6 +41,7 @@ class QueueService:
                     raise ProtocolError(f"lease of step {request.step}: got version {request.version}, expected at most {request.step}")
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
             case Fetch():
+                await self._queue.recall(request.step, request.keys)
                 return Fetched(request.keys), self._queue.fetch(request.step, request.keys, request.layers, request.masks)
             case Commit():
                 self._queue.commit(request.step, request.dropped)

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
+from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, named
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend, kept
@@ -35,6 +35,8 @@ from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
+from asyncmoe.rollout.workers.children import WorkerProcesses
+from asyncmoe.rollout.workers.fleet import Fleet
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.keeper_messages import KeeperRequest
@@ -53,6 +55,7 @@ from asyncmoe.rpc.messages import (
     TrainerMessage,
 )
 from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
 
@@ -123,10 +126,13 @@ async def _serve(
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
             rendezvous = await server.start()
             keys.write(run_dir, rendezvous)
+            workers = WorkerProcesses(config, run_dir)
             try:
+                workers.start()
                 await controller.run(server)
             finally:
                 keys.remove(run_dir, rendezvous)
+                await asyncio.to_thread(workers.end)
     finally:
         if keeper is None:
             await asyncio.gather(*(engine.stop() for engine in engines))
@@ -174,13 +180,23 @@ class Controller:
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
             None if left is None else left.note,
         )
+        self._fleet = Fleet(config, self._pool, recorder.generated, journaling.for_workers) if config.rollout.workers else None
+        if self._fleet is not None:
+            journaling.retain = self._fleet.retain
         self._keeper = keeper
         self._lifecycle = EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper, succession)
         if left is not None:
             self._coordinator.succeed(left.epoch, left.weights.landed)
         found = not self._lifecycle.taken.is_set()
         self._session = TrainerSession(
-            config, loaded, recording, journaling, self._pool, self._coordinator, TakenOver(found, self._lifecycle.taken, self._go_on)
+            config,
+            loaded,
+            recording,
+            journaling,
+            self._pool,
+            self._coordinator,
+            TakenOver(found, self._lifecycle.taken, self._go_on),
+            self._fleet,
         )
         self._served = asyncio.Event()
         if config.adapter is None or config.adapter.start is None:
@@ -202,8 +218,10 @@ class Controller:
         if isinstance(request, Probe):
             self._lifecycle.prober.take(request)
             return Done()
-        if isinstance(request, KeeperRequest):
-            raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at the keeper of engines")
+        if isinstance(request, WorkerJoin):
+            return await self._join(request)
+        if isinstance(request, KeeperRequest | WorkerRequest):
+            raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at the keeper of engines or a worker")
         if isinstance(request, Hello):
             await self._session.greet(request)
         if (service := self._session.service) is None:
@@ -217,6 +235,11 @@ class Controller:
         if service.finished.done():
             self._over.set()
         return reply
+
+    async def _join(self, request: WorkerJoin) -> Reply:
+        if self._fleet is None:
+            raise ConfigError("rollout worker", got=f"number {request.number}", expected="none, because rollout.workers is 0")
+        return await self._fleet.join(request)
 
     async def _note(self, request: TrainerMessage) -> None:
         if isinstance(request, Saved):
@@ -237,7 +260,8 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
-        work = (*self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
+        workers = () if self._fleet is None else (self._fleet.run(),)
+        work = (*workers, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
@@ -247,6 +271,8 @@ class Controller:
         why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
         stopping = () if why or self._terminated else self._stop_engines()
         order = EngineOrder(finished=not why, why=why)
+        if self._fleet is not None:
+            await self._fleet.close()
         await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._lifecycle.membership.end(order), *stopping)
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -294,16 +320,17 @@ class Controller:
         producer = Producer(
             queue,
             self._task,
-            partial(episode.run, stage),
+            partial(episode.run, stage) if self._fleet is None else self._fleet.episode,
             rollout.group_size,
             self._journaling.first_group,
             oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
-            samples=samples,
+            samples=samples if self._fleet is None else None,
             max_rejected=rollout.max_rejected_share,
             journal=self._journaling.journal,
+            elsewhere=self._fleet,
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
         try:

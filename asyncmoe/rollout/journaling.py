@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal
-from asyncmoe.journal.recovery import Recovered, recover
+from asyncmoe.journal.recovery import Recovered, recover, under_way
 from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.tasks import Curriculum
+from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,14 @@ class Journaling:
     Attributes:
         journal: for the queue and the producer.
         first_group: number of the first group never begun; known after `resume`.
+        retain: told which segments of each writer are needed, after others were deleted.
     """
 
     def __init__(self, config: Config, journal: Journal | None, curriculum: Curriculum | None) -> None:
         self._config, self._held, self._curriculum = config, journal, curriculum
         self.journal = journal or Unjournaled()
         self.first_group = 0
+        self.retain: Callable[[Mapping[int, frozenset[int]]], None] = lambda _: None
         self._events: dict[int, int] = {}
 
     @classmethod
@@ -65,7 +68,8 @@ class Journaling:
             held = opening.open_journal(section, ours)
         else:
             bounds = {"segment_bytes": section.segment_bytes, "max_bytes": section.max_bytes}
-            held = Journal.open(section.place(config.run.dir), ours, **bounds, turns=section.turns)
+            turns = section.turns and not config.rollout.workers  # which record those of their own
+            held = Journal.open(section.place(config.run.dir), ours, **bounds, turns=turns)
         try:
             newest = checkpoints.newest(config.run.dir)
             step = 0 if newest is None else int(checkpoints.facts(newest)["step"])
@@ -74,6 +78,13 @@ class Journaling:
             held.close()
             raise
         return cls(config, held, curriculum)
+
+    @property
+    def for_workers(self) -> WorkerBegin:
+        """What a rollout worker must know of the journal."""
+        if self._held is None:
+            return WorkerBegin()
+        return WorkerBegin(self._held.identity, under_way(self._held.recorded))
 
     @property
     def is_new(self) -> bool:
@@ -164,6 +175,7 @@ class Journaling:
         if self._held is None or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
             return
         freed = await self._held.forget(floor, self._events.get(floor, 0))
+        self.retain(self._held.needed)
         self._events = {step: events for step, events in self._events.items() if step >= floor}
         log.info("journal: %d bytes freed, %d kept", freed, self._held.size)
 

@@ -141,8 +141,9 @@ def queue_of(
     on_trained: Callable[[Sequence[Group]], None],
     journal: Unjournaled | None = None,
     resumed: Resumption = UNDISTURBED,
+    on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
 ) -> BoundedQueue:
-    """Return the queue of a trainer that has taken `trained_steps` steps. The last four are those of `BoundedQueue`."""
+    """Return the queue of a trainer that has taken `trained_steps` steps. The last five are those of `BoundedQueue`."""
     staleness = config.queue.staleness
     return BoundedQueue(
         capacity=config.queue_capacity,
@@ -158,6 +159,7 @@ def queue_of(
         recording=recording,
         on_stale=on_stale,
         on_trained=on_trained,
+        on_freed=on_freed,
         journal=journal,
         resumed=resumed,
     )

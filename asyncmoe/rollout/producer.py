@@ -17,32 +17,47 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Protocol
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Curriculum, Prompt, Task
+from asyncmoe.rollout.workers.outcome import LOST, RemoteTrajectory
 from asyncmoe.telemetry.samples.records import Fate
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-Members = tuple[Trajectory, ...]
+Members = Sequence[Trajectory | RemoteTrajectory]
 """The result of one episode: one trajectory per agent."""
 Episode = Callable[[Prompt, EpisodeId], Awaitable[Members]]
-_ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
+_ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout", LOST})
 _ATTEMPTS = 3
 EQUAL = "equal_rewards"
 _HOPELESS = 64
 """Consecutive rejected groups that end the run."""
 _NOTHING_TO_LEARN = 1024
 """Consecutive groups of equal rewards that end the run."""
+
+
+class Elsewhere(Protocol):
+    """Rollout workers, which hold what their episodes bring."""
+
+    async def pack(self, group: int, episodes: Sequence[EpisodeId], newest: int) -> Group:
+        """Return the group of these episodes, checked; `newest`: version that may have sampled a token. Raises TrajectoryRejected."""
+        ...
+
+    def drop(self, episodes: Sequence[EpisodeId]) -> None:
+        """End and forget the episodes of a group that is given up or starts again."""
+        ...
 
 
 @dataclass(eq=False)
@@ -53,6 +68,7 @@ class _Flight:
     prompt: Prompt
     state: Gathering
     restarted: bool = False
+    dropped: bool = False
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     places: list[EpisodeId] = field(default_factory=list)
     ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
@@ -82,6 +98,7 @@ class Producer:
         samples: keeps some groups to be read; None: keeps none.
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
         journal: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
+        elsewhere: holds what `episode` brings; None: this process does.
     """
 
     def __init__(
@@ -99,7 +116,9 @@ class Producer:
         samples: Samples | None = None,
         max_rejected: float = 1.0,
         journal: Unjournaled | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
+        self._elsewhere = elsewhere
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
         self._filter_equal, self._samples, self._journal = filter_equal, samples, journal or Unjournaled()
         self._start_over = _ENGINE | start_over
@@ -151,7 +170,7 @@ class Producer:
         except TrajectoryRejected as rejected:
             outcome = rejected
         if self._samples is not None:
-            self._samples.ended(place, outcome)
+            self._samples.ended(place, outcome if isinstance(outcome, TrajectoryRejected) else _here(outcome))
         flight.ended.put_nowait((place, outcome))
 
     async def _group(self, flight: _Flight) -> None:
@@ -164,13 +183,15 @@ class Producer:
             if self._filter_equal and nothing_to_learn(trajectories):
                 self._queue.discarded(self._size, EQUAL)
                 self._close(flight, "dropped", EQUAL)
+                self._drop(flight)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
-                await self._queue.put_group(trajectories)
+                await self._put(flight, trajectories)
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
+            self._drop(flight)
             self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
             if not flight.restarted:
                 self._close(flight, "rejected", rejected.reason)
@@ -182,6 +203,21 @@ class Producer:
         else:
             self._in_a_row = 0
             self._rejections = self._rejections.note("")
+
+    async def _put(self, flight: _Flight, trajectories: Members) -> None:
+        if self._elsewhere is None:
+            await self._queue.put_group(_here(trajectories))
+            return
+        number = flight.group.number
+        episodes = sorted({(one.episode, one.attempt) for one in trajectories})
+        group = await self._elsewhere.pack(number, [EpisodeId(number, *one) for one in episodes], self._queue.newest_version)
+        await self._queue.put(group)
+
+    def _drop(self, flight: _Flight) -> None:
+        """Have what holds the episodes forget them, once: the next attempt may have some of the same names."""
+        if self._elsewhere is not None and not flight.dropped:
+            self._elsewhere.drop(flight.places)
+        flight.dropped = True
 
     def _close(self, flight: _Flight, state: str, reason: str) -> None:
         """Give up a group. Groups in the queue are closed by whoever trains or drops them."""
@@ -226,6 +262,7 @@ class Producer:
             self._queue.rejected(1, rejected.reason)
         else:
             self._line = self._line.forget(group)
+            self._drop(flight)  # before the next attempt can start
             flight.restarted = worth_it
             if worth_it:
                 again = Start(group.number, place.attempt + 1, failures)
@@ -256,7 +293,12 @@ class Producer:
             )
 
 
-def nothing_to_learn(trajectories: Sequence[Trajectory]) -> bool:
+def _here(made: Members) -> list[Trajectory]:
+    """Return the trajectories that this process holds."""
+    return [one for one in made if isinstance(one, Trajectory)]
+
+
+def nothing_to_learn(trajectories: Members) -> bool:
     """Return True if, for every agent, all rewards within the group are equal."""
     agents = {trajectory.agent for trajectory in trajectories}
     return all(all_equal([t.reward for t in trajectories if t.agent == agent]) for agent in agents)

@@ -24,6 +24,7 @@ from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import curriculum_file
+from asyncmoe.rollout.workers.fleet import Fleet
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
@@ -65,7 +66,9 @@ class TrainerSession:
         pool: Pool,
         coordinator: WeightUpdateCoordinator,
         taken_over: TakenOver,
+        fleet: Fleet | None = None,
     ) -> None:
+        self._fleet = fleet
         self._config, self._tokenizer, self._recording, self._journaling = config, loaded.tokenizer, recording, journaling
         self._curriculum = parts.curriculum_of(loaded)
         self._pool, self._coordinator, self._taken_over = pool, coordinator, taken_over
@@ -116,7 +119,9 @@ class TrainerSession:
             curriculum_file.follow(self._curriculum, config.run.dir, step)
         await taken_over.known.wait()
         resumed = await journaling.resume(step, goes_on=hello.goes_on)
-        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed)
+        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed, self._freed)
+        if self._fleet is not None:
+            queue.holders = self._fleet.holders
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service
@@ -143,6 +148,10 @@ class TrainerSession:
         went_back, self.went_back = self.went_back, asyncio.Event()
         went_back.set()
         self.service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)
+
+    def _freed(self, groups: Sequence[Group]) -> None:
+        if self._fleet is not None:
+            self._fleet.over(groups)
 
     def _trained(self, groups: Sequence[Group]) -> None:
         if self._curriculum is not None:

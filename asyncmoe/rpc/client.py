@@ -42,6 +42,13 @@ class Client:
         self._peer = peer or rendezvous.controller
         self._connection = Connection(rendezvous)
         self._asked = 0
+        self._beside: dict[Rendezvous, Client] = {}
+
+    def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
+        """Return a client of another server of the run, which this one keeps and closes."""
+        if rendezvous not in self._beside:
+            self._beside[rendezvous] = Client(rendezvous, self.name, self._epoch, peer)
+        return self._beside[rendezvous]
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
         """Send a request and wait for its reply and the frames that follow (read-only views of the received data).
@@ -85,6 +92,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connection without waiting for replies."""
+        for other in self._beside.values():
+            other.close()
         self._connection.close()
 
     def __enter__(self) -> Client:

@@ -14,9 +14,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from asyncmoe.rpc.base import Count, Message
+from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.keeper_messages import KeeperRequest, Kept
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerReply, WorkerRequest
 
 Phase = Literal["warmup", "rl"]
 MAX_WAIT_S = 1e9
@@ -251,38 +254,6 @@ class EngineLeave(Message, frozen=True):
 # ---------------------------------------------------------------- replies
 
 
-class Item(Message, frozen=True):
-    """A leased trajectory without its arrays."""
-
-    key: str
-    group: int
-    episode: int
-    agent: int
-    """Number of the agent; a group compares responses of the same agent."""
-    tokens: int
-    sampled: int
-    """Tokens with loss_mask True."""
-    reward: float
-    oldest_version: int
-    newest_version: int
-    weight: float = 1.0
-    """Factor on the weight that the aggregation gives its tokens; less than 1 only under the downweight rule."""
-    steps: int = 0
-    """Number of rewarded steps."""
-    step_mean: float = 0.0
-    """Mean reward of the steps; exact if all their rewards are equal."""
-    step_squares: float = 0.0
-    """Sum of squared deviations of the steps' rewards from `step_mean`."""
-    teacher_gap: float | None = None
-    """Sum over sampled tokens of (engine's - teacher's) log-probability, in nats; None without a teacher."""
-    branch: int = 0
-    """As in `Trajectory`, like the next two."""
-    parent: int = 0
-    forked: int = 0
-    truncated: bool = False
-    """Its last response ended at a limit of tokens."""
-
-
 class Welcome(Message, frozen=True):
     """Reply to `Hello`."""
 
@@ -307,6 +278,8 @@ class Leased(Message, frozen=True):
     """Number of restarts so far that trained steps again, from the journal: the same step of another lineage has other weights."""
     replayed: bool = False
     """An earlier trainer was given this batch for this step: it is leased again as it was."""
+    holders: dict[int, Rendezvous] = msgspec.field(default_factory=dict)
+    """The rollout workers that hold arrays of `items`, by number. The controller has what no worker here holds."""
 
 
 class Evaluated(Message, frozen=True):
@@ -412,5 +385,21 @@ Request = (
     | EngineNode
     | EngineNodeEnd
     | KeeperRequest
+    | WorkerJoin
+    | WorkerRequest
 )
-Reply = Welcome | Leased | Evaluated | Fetched | Engines | EngineJoined | EngineOrder | EngineNodes | Committed | Kept | Done | Refused
+Reply = (
+    Welcome
+    | Leased
+    | Evaluated
+    | Fetched
+    | Engines
+    | EngineJoined
+    | EngineOrder
+    | EngineNodes
+    | Committed
+    | Kept
+    | Done
+    | Refused
+    | WorkerReply
+)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AnomalyFound, InvariantBroken
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.trainer import anomalies, evidence

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.storage import writing
 from asyncmoe.trainer.anomalies import Anomaly, History
 from asyncmoe.trajectory import Trajectory

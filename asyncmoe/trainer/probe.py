@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 MOST = 128

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile

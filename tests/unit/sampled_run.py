@@ -27,7 +27,7 @@ from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.schedule import BatchGrid

@@ -31,7 +31,7 @@ from asyncmoe.receiver import handshake
 from asyncmoe.receiver.command import FAMILY_VARIABLE
 from asyncmoe.receiver.protocol import EngineRanks, Terms
 from asyncmoe.rollout.engines.sglang import process as engine_process
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.credit import outcome_advantages
 from asyncmoe.trainer.losses import PolicyLoss

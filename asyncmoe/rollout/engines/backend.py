@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, InvariantBroken
 from asyncmoe.rollout.engines.engine import Engine, EngineProcess
 from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace, NodesHere
 from asyncmoe.rollout.engines.sglang import lora
@@ -63,6 +63,13 @@ def start(
 def connect(name: str, url: str, key: str) -> Engine:
     """Return the client of an engine that another machine has started; the arguments are those of its process."""
     return SGLangClient(name, url, key)
+
+
+def address_of(engine: Engine) -> tuple[str, str]:
+    """Return URL and key of an engine, with which another process can `connect`."""
+    if not isinstance(engine, SGLangClient):
+        raise InvariantBroken(f"got a client of type {type(engine).__name__}, expected one that `connect` made")
+    return engine.url, engine.key
 
 
 def rank_limit(arguments: Sequence[str]) -> int | None:

@@ -26,6 +26,11 @@ class Gate:
         self._open = asyncio.Event()
         self._open.set()
 
+    def resize(self, limit: int) -> None:
+        """Admit at most `limit` requests from now on; requests inside stay."""
+        self._limit = limit
+        self._admit()
+
     def close(self) -> None:
         """Admit no request until `open`; requests inside stay."""
         self._open.clear()

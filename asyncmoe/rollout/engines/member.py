@@ -23,6 +23,7 @@ class Member:
         slots: its adapter slots if every version is an adapter, else None.
         version, lineage: version the engine serves.
         in_flight: number of requests sent but not answered.
+        elsewhere: the same of rollout workers.
         fenced: why it takes no more requests, or None.
         waiting: True if it has joined but not received a version.
         leaving: True if it only finishes the requests it has.
@@ -37,6 +38,7 @@ class Member:
     version: int = 0
     lineage: int = 0
     in_flight: int = 0
+    elsewhere: int = 0
     fenced: str | None = None
     waiting: bool = False
     leaving: bool = False

@@ -224,10 +224,10 @@ class Membership:
     async def _drain(self, member: Member, remote: RemoteEngine) -> None:
         member.leaving = True
         until = time.monotonic() + self._config.rollout.request_timeout_s
-        while (member.in_flight or self._updating(member)) and member.fenced is None and time.monotonic() < until:
+        while (member.in_flight or member.elsewhere or self._updating(member)) and member.fenced is None and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         member.fenced = member.fenced or LEFT
-        if not member.in_flight and member in self._pool.members:
+        if not (member.in_flight or member.elsewhere) and member in self._pool.members:
             self._pool.remove(member)
             self._left.add(member.engine.name)
             await remote.client.close()

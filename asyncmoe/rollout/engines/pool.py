@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from asyncmoe.config.rollout import Balance, Order
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
@@ -51,6 +51,18 @@ class PooledGeneration:
     salt: int
 
 
+class Gates(Protocol):
+    """The gates of rollout workers, in front of the same engines."""
+
+    async def close_gates(self, *, abort: bool = False) -> int:
+        """Have no worker send requests; return how many are in flight. `abort`: end those."""
+        ...
+
+    def open_gates(self) -> None:
+        """Have the workers send requests again, with the versions that the engines serve now."""
+        ...
+
+
 class Pool:
     """All engines of a run.
 
@@ -60,6 +72,7 @@ class Pool:
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
         recalled_tokens: tokens sampled before a restart with which unfinished episodes went on.
         lineage: of the versions that land from now on: how often steps were trained again (`asyncmoe.journal.recovery`).
+        elsewhere: rollout workers that send requests to these engines; None: there are none.
         returns: says whether an engine will come back, given the seconds since there was none; at first none will.
 
     Args:
@@ -88,6 +101,7 @@ class Pool:
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.recalled_tokens = self.lineage = 0
         self._timeout_s, self._record, self._standstill = timeout_s, record, Standstill()
         self.returns: Callable[[float], bool] = lambda _: False
+        self.elsewhere: Gates | None = None
         self._none_since: float | None = None
         self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
@@ -195,6 +209,10 @@ class Pool:
         member.idle(self._record)
         self.members.remove(member)
 
+    def resize(self, limit: int) -> None:
+        """Have at most `limit` requests in flight from now on."""
+        self._gate.resize(limit)
+
     def close(self) -> None:
         """Close the gate; requests at the engines continue."""
         self._gate.close()
@@ -210,6 +228,17 @@ class Pool:
         for member in self.members:
             member.generates()
         self._gate.open()
+        if self.elsewhere is not None:
+            self.elsewhere.open_gates()
+
+    async def held(self, *, abort: bool = False) -> int:
+        """Return the requests in flight at engines, once no rollout worker sends any more; follows `close` or `hold`.
+
+        Args:
+            abort: have the workers end theirs.
+        """
+        here = sum(member.in_flight for member in self.serving)
+        return here if self.elsewhere is None else here + await self.elsewhere.close_gates(abort=abort)
 
     def fence(self, member: Member, why: str) -> None:
         """Kill an engine and never send it a request again."""

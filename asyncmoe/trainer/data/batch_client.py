@@ -13,8 +13,10 @@ import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.messages import Fetch, Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
@@ -152,13 +154,11 @@ def fetch(
     """
     if not wanted:
         return {}
-    names = tuple(leased.items[i].key for i in wanted)
-    each = frames_in(1)
+    items = [leased.items[i] for i in wanted]
+    request, each = Fetch(leased.step, tuple(item.key for item in items), layers, masks), frames_in(1)
 
     def ask() -> Sequence[Buffer]:
-        reply, frames = client.ask(Fetch(leased.step, names, layers, masks), ANSWER_S)
-        assert isinstance(reply, Fetched)
-        return frames
+        return held.fetch(client, request, items, leased.holders, ANSWER_S)
 
-    frames = shared(mesh, len(names) * each, ask)
+    frames = shared(mesh, len(items) * each, ask)
     return {i: decode(frames[n * each : (n + 1) * each]) for n, i in enumerate(wanted)}

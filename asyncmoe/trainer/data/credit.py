@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncmoe.config.objective import Advantage, ObjectiveSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data import trees
 from asyncmoe.trainer.objective import NO_PLUGINS, Plugins, Responses

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncmoe.config.objective import Aggregation
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.rpc.messages import Item
+from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
 
 

@@ -34,7 +34,7 @@ class SGLangConnection:
     """
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
-        self.name, self.url, self._timeout_s = name, url, timeout_s
+        self.name, self.url, self.key, self._timeout_s = name, url, key, timeout_s
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))

@@ -144,6 +144,7 @@ class UpdateDriver:
         may be at an engine, they wait.
         """
         self.pool.hold()
+        await self.pool.held()
         pausing = {member: asyncio.ensure_future(self._begin(update, member)) for member in update.members}
         patience = self.pause_s * _PATIENCE if self.interruption in _IN_FLIGHT else None
         paused, late = await asyncio.wait(pausing.values(), timeout=patience) if pausing else (set(), set())
@@ -155,6 +156,7 @@ class UpdateDriver:
             if self.current is not update:
                 return []
             self.pool.hold()
+            await self.pool.held()
             left = [member for member in early if member not in dict(resumed)]
             pausing |= {member: asyncio.ensure_future(self._begin(update, member)) for member in left}
             return resumed + await on_each(list(pausing), pausing.__getitem__)
@@ -267,7 +269,7 @@ class UpdateDriver:
         while count := self._unfinished():
             await self._later(update, until, f"{count} trajectories")
         self.pool.close()
-        while count := sum(member.in_flight for member in self.pool.serving):
+        while count := await self.pool.held(abort=self.interruption != "drain"):
             if self.interruption != "drain":
                 await self.fencing(update, lambda member: member.engine.client.abort())
             await self._later(update, until, f"{count} responses")

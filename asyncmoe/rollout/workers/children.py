@@ -1,0 +1,42 @@
+"""The processes of the rollout workers that the controller starts beside itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from asyncmoe.config import Config
+from asyncmoe.process import Child
+from asyncmoe.rollout.workers.process import process_name
+
+_GRACE_S = 10.0
+
+
+class WorkerProcesses:
+    """The workers of this machine; none unless `rollout.start_workers`."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._children: dict[int, Child] = {}
+
+    def start(self) -> None:
+        """Start all. Call it from the main thread, because Linux ends a worker when the thread that started it ends.
+
+        Raises:
+            StorageError: a log cannot be opened.
+            AsyncmoeError: the system cannot start a process.
+        """
+        rollout = self._config.rollout
+        for number in range(1, rollout.workers + 1 if rollout.start_workers else 1):
+            self._children[number] = self._started(number)
+
+    def end(self) -> None:
+        """Ask those to end that have not been told that the run is over, and kill those that do not in time. Blocks."""
+        for child in self._children.values():
+            if not child.wait(_GRACE_S):
+                child.end(_GRACE_S)
+
+    def _started(self, number: int) -> Child:
+        name, log = process_name(number), self._run_dir / "logs" / f"rollout-{number}.log"
+        command = [sys.executable, "-m", "asyncmoe.launch.work", str(self._run_dir / "config.yaml"), str(number)]
+        return Child(name, command, log, bounds=self._config.telemetry.logs.bounds)

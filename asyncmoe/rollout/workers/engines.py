@@ -1,0 +1,95 @@
+"""The engines of a rollout worker: what the controller says of them, made so in the worker's pool."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rpc.worker_messages import EngineBusy, EngineUse, WorkerEngine, WorkerEngines
+
+Connect = Callable[[str, str, str], Engine]
+"""Returns the client of the engine with this name, URL and key."""
+_MOST_BUSY = 1 << 14
+"""Intervals kept until the controller asks; older ones are forgotten."""
+
+
+class LentEngine:
+    """An engine that the controller lets the worker use, and alone can end; an `asyncmoe.rollout.engines.engine.EngineHandle`."""
+
+    tp = ep = 1
+
+    def __init__(self, told: WorkerEngine, client: Engine) -> None:
+        self.name, self.url, self.host, self.client = told.name, told.url, "", client
+        self.died: str | None = None
+
+    def kill(self) -> None:
+        """Do nothing: the controller hears with the next news that it is fenced, and ends it."""
+
+
+class LentEngines:
+    """Keeps a pool as the controller wants it.
+
+    Args:
+        connect: as `asyncmoe.rollout.engines.backend.connect`.
+
+    Attributes:
+        busy: intervals of generation that the controller has not heard of.
+    """
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self.busy: deque[EngineBusy] = deque(maxlen=_MOST_BUSY)
+        self._lent: dict[str, LentEngine] = {}
+
+    def record(self, name: str, begin: float, end: float) -> None:
+        """Note an interval in which an engine was generating, as `Pool` records it."""
+        self.busy.append(EngineBusy(name, begin, end))
+
+    async def use(self, pool: Pool, told: WorkerEngines) -> int:
+        """Use these engines from now on, with the gate open or closed; return the requests in flight at all of them."""
+        if not told.open:
+            pool.hold()
+        pool.resize(told.limit)
+        gone = self._removed(pool, {one.url for one in told.engines})
+        for one in told.engines:
+            member = self._member(pool, one)
+            member.suspect, member.leaving = one.suspect, one.leaving
+            member.serve(one.version, one.lineage)
+        if told.open:
+            pool.release()
+        for client in gone:
+            await client.close()
+        if told.abort:
+            for member in pool.serving:
+                await member.engine.client.abort()
+        return sum(member.in_flight for member in pool.members)
+
+    def uses(self, pool: Pool) -> tuple[EngineUse, ...]:
+        """Return what is known of each engine."""
+        now = time.monotonic()
+        return tuple(EngineUse(m.engine.name, m.in_flight, now - m.heard if m.heard else None, m.fenced or "") for m in pool.members)
+
+    async def close(self, pool: Pool) -> None:
+        """Close the connections to all engines."""
+        for client in self._removed(pool, set()):
+            await client.close()
+
+    def _member(self, pool: Pool, one: WorkerEngine) -> Member:
+        if one.name not in self._lent:
+            self._lent[one.name] = LentEngine(one, self._connect(one.name, one.url, one.key))
+            return pool.join(self._lent[one.name])
+        (found,) = [member for member in pool.members if member.engine is self._lent[one.name]]
+        return found
+
+    def _removed(self, pool: Pool, kept: set[str]) -> list[Engine]:
+        gone = [engine for engine in self._lent.values() if engine.url not in kept]
+        for engine in gone:
+            del self._lent[engine.name]
+            for member in [member for member in pool.members if member.engine is engine]:
+                member.fenced = "it is no longer the worker's"
+                pool.remove(member)
+        return [engine.client for engine in gone]

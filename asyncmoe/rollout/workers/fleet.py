@@ -1,0 +1,266 @@
+"""The rollout workers of a run, as the controller has them: they join, get engines, run groups, and are lost.
+
+A group belongs to the worker that its first episode was given to: its members share prefixes there, and it is one payload. A worker that
+does not answer is lost: its unfinished groups start again elsewhere, and its finished ones are read from the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, TrajectoryRejected
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.engines.engine import Engine
+from asyncmoe.rollout.engines.member import Member
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers.assignment import Located, assign, limits
+from asyncmoe.rollout.workers.outcome import LOST
+from asyncmoe.rollout.workers.remote import RemoteWorker, Told
+from asyncmoe.rpc.messages import Done
+from asyncmoe.rpc.peers import check, facts
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.worker_messages import (
+    WorkerBegin,
+    WorkerEnd,
+    WorkerEngine,
+    WorkerEngines,
+    WorkerJoin,
+    WorkerNews,
+    WorkerRetain,
+    WorkerTotals,
+)
+
+log = logging.getLogger(__name__)
+_NEWS_S = 5.0
+_LOOK_S = 0.05
+
+
+class Fleet:
+    """All rollout workers of a run. For the controller's event loop.
+
+    Args:
+        pool: the run's engines; the workers use them, each those that `assignment.assign` gives it.
+        generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
+        first: what each worker is told first.
+        address_of: as `asyncmoe.rollout.engines.backend.address_of`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: Pool,
+        generated: Callable[[str, float, float], None],
+        first: WorkerBegin,
+        address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
+    ) -> None:
+        self._address_of = address_of
+        self._config, self._pool, self._generated, self._first = config, pool, generated, first
+        self._workers: dict[int, RemoteWorker] = {}
+        self._following: dict[int, asyncio.Task[None]] = {}
+        self._groups: dict[int, RemoteWorker] = {}
+        self._places: dict[str, str] = {}
+        self._open, self._failure = True, asyncio.get_running_loop().create_future()
+        self._abort = False
+        self._totals: dict[int, WorkerTotals] = {}
+        self._recorded: dict[int, int] = {}
+        pool.elsewhere = self
+
+    # ------------------------------------------------------------ workers
+
+    async def join(self, request: WorkerJoin) -> Done:
+        """Meet a worker.
+
+        Raises:
+            ConfigError: it has another configuration, or the run has no such worker.
+            UserError: its packages or its clock differ from the controller's.
+            ProtocolError: another worker has its number.
+        """
+        config = self._config
+        if not 1 <= request.number <= config.rollout.workers:
+            raise ConfigError("rollout worker", got=f"number {request.number}", expected=f"1 to rollout.workers = {config.rollout.workers}")
+        if request.config_digest != config.digest:
+            raise ConfigError("configuration of a rollout worker", got="another one", expected="the controller's")
+        if request.facts is not None:
+            check(facts("controller"), request.facts, config.cluster.max_clock_skew_s)
+        before = self._workers.get(request.number)
+        if before is not None and not before.gone:
+            raise ProtocolError(f"rollout worker {request.number} has joined already")
+        worker = RemoteWorker(request)
+        self._recorded |= dict.fromkeys(await worker.begin(self._first), request.number)
+        self._workers[request.number], self._totals[request.number] = worker, WorkerTotals()
+        self._following[request.number] = asyncio.create_task(self._follow(worker))
+        log.info("%s has joined, process %d on %s", worker.name, request.rendezvous.pid, request.rendezvous.host)
+        return Done()
+
+    def holders(self) -> Mapping[int, Rendezvous]:
+        """Where each worker that is not lost serves trajectories, by its number."""
+        return {number: worker.joined.rendezvous for number, worker in self._workers.items() if not worker.gone}
+
+    async def run(self) -> None:
+        """Follow the engines of the pool, and the workers; never returns.
+
+        Raises:
+            EngineError: no worker joined in time, or all are lost and none comes back.
+            AsyncmoeError: a worker says that the run cannot go on.
+        """
+        alone = time.monotonic()
+        while True:
+            if self._failure.done():
+                self._failure.result()
+            if self._alive():
+                alone = time.monotonic()
+                await self._share()
+            elif time.monotonic() - alone > self._config.engines.start_timeout_s:
+                whys = "; ".join(f"{worker.name}: {worker.gone}" for worker in self._workers.values())
+                raise EngineError(f"no rollout worker is left: {whys or 'none has joined'} (engines.start_timeout_s)")
+            await asyncio.sleep(_LOOK_S)
+
+    async def close(self) -> None:
+        """Tell all workers that the run is over."""
+        alive = self._alive()
+        for task in self._following.values():
+            task.cancel()
+        await asyncio.gather(*self._following.values(), return_exceptions=True)
+        await asyncio.gather(*(worker.ask(WorkerEnd()) for worker in alive), return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+
+    # ------------------------------------------------------------ groups, for the producer
+
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Told:
+        """Run and score one episode on the worker of its group. Raises as `RemoteWorker.episode`."""
+        while (worker := self._groups.get(place.group)) is None:
+            if (free := [one for one in self._alive() if one.width]) and len(self._workers) == self._config.rollout.workers:
+                before = self._recorded.pop(place.group, 0)
+                worker = min(free, key=lambda one: (one.joined.number != before, one.running / one.width, one.joined.number))
+                self._groups[place.group] = worker
+                worker.groups.add(place.group)
+            else:
+                await asyncio.sleep(_LOOK_S)
+        return await worker.episode(prompt, place)
+
+    async def pack(self, group: int, episodes: Sequence[EpisodeId], newest: int) -> Group:
+        """Make a group of its episodes. Raises as `RemoteWorker.pack`."""
+        if (worker := self._groups.get(group)) is None:
+            raise TrajectoryRejected(LOST, f"the worker of group {group} is lost")
+        return await worker.pack(group, episodes, newest)
+
+    def drop(self, episodes: Sequence[EpisodeId]) -> None:
+        """Have the worker of a group end and forget its episodes."""
+        if episodes and (worker := self._groups.pop(episodes[0].group, None)) is not None:
+            worker.groups.discard(episodes[0].group)
+            worker.drop(episodes)
+
+    def over(self, groups: Sequence[Group]) -> None:
+        """Have workers forget groups that the queue has deleted."""
+        for group in groups:
+            if group.holder and (worker := self._groups.pop(group.number, None)) is not None:
+                worker.over(group.number)
+
+    def retain(self, live: Mapping[int, frozenset[int]]) -> None:
+        """Delete the segments of the journal that no row needs.
+
+        Args:
+            live: numbers of the segments that are needed, by writer.
+        """
+        for number, worker in self._workers.items():
+            worker.tell(WorkerRetain(tuple(sorted(live.get(number, ())))))
+
+    # ------------------------------------------------------------ the gate, for weight updates
+
+    async def close_gates(self, *, abort: bool = False) -> int:
+        """Have no worker send requests; return how many are in flight at engines.
+
+        Args:
+            abort: end those.
+        """
+        self._open, self._abort = False, abort
+        return await self._share(always=True)
+
+    def open_gates(self) -> None:
+        """Have the workers send requests again, with the versions that the engines serve now."""
+        self._open, self._abort = True, False
+        task = asyncio.ensure_future(self._share(always=True))
+        self._opening = task  # keeps the task alive
+
+    # ------------------------------------------------------------ internals
+
+    def _alive(self) -> list[RemoteWorker]:
+        return [worker for worker in self._workers.values() if not worker.gone]
+
+    async def _share(self, *, always: bool = False) -> int:
+        """Tell workers which engines they use, those only for whom that has changed, unless `always`; return the requests in flight."""
+        alive = self._alive()
+        members = [member for member in self._pool.present if not member.waiting]
+        engines = [Located(member.engine.name, member.engine.host) for member in members]
+        self._places = assign(engines, [Located(str(one.joined.number), one.joined.host) for one in alive], self._places)
+        counts = Counter(self._places.values())
+        most = limits(self._config.rollout.max_concurrent, {str(one.joined.number): counts[str(one.joined.number)] for one in alive})
+        telling = []
+        for worker in alive:
+            name = str(worker.joined.number)
+            own = tuple(self._told(member) for member in members if self._places[member.engine.name] == name)
+            told = WorkerEngines(own, most[name], self._open, self._abort)
+            if always or told != worker.engines:
+                telling.append(self._use(worker, told))
+        return sum(await asyncio.gather(*telling))
+
+    def _told(self, member: Member) -> WorkerEngine:
+        url, key = self._address_of(member.engine.client)
+        return WorkerEngine(member.engine.name, url, key, member.version, member.lineage, member.suspect, member.leaving)
+
+    async def _use(self, worker: RemoteWorker, told: WorkerEngines) -> int:
+        try:
+            return await worker.use(told)
+        except AsyncmoeError as error:
+            self._lose(worker, str(error))
+            return 0
+
+    async def _follow(self, worker: RemoteWorker) -> None:
+        seen = 0
+        try:
+            while True:
+                news = await worker.news(seen, _NEWS_S)
+                seen = news.number
+                self._take(worker, news)
+        except AsyncmoeError as error:
+            self._lose(worker, str(error))
+
+    def _take(self, worker: RemoteWorker, news: WorkerNews) -> None:
+        for busy in news.busy:
+            self._generated(busy.name, busy.begin, busy.end)
+        before, now = self._totals[worker.joined.number], news.totals
+        pool = self._pool
+        pool.generated_tokens += now.generated - before.generated
+        pool.lost_tokens += now.lost - before.lost
+        pool.recomputed_tokens += now.recomputed - before.recomputed
+        pool.recalled_tokens += now.recalled - before.recalled
+        self._totals[worker.joined.number] = now
+        members = {member.engine.name: member for member in pool.present}
+        for use in news.uses:
+            if (member := members.get(use.name)) is None or self._places.get(use.name) != str(worker.joined.number):
+                continue
+            member.elsewhere = use.in_flight
+            if use.heard_s is not None:
+                member.heard = max(member.heard, time.monotonic() - use.heard_s)
+            if use.failed:
+                pool.fence(member, use.failed)
+
+    def _lose(self, worker: RemoteWorker, why: str) -> None:
+        if worker.gone:
+            return
+        log.error("%s is lost: %s", worker.name, why)
+        worker.lose(why)
+        for number in worker.groups:
+            self._groups.pop(number, None)
+        worker.groups.clear()
+        for member in self._pool.present:
+            if self._places.get(member.engine.name) == str(worker.joined.number):
+                member.elsewhere = 0

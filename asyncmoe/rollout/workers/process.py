@@ -1,0 +1,98 @@
+"""The process of a rollout worker: loads what episodes need, joins the run, and serves until the run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+from asyncmoe import models
+from asyncmoe.config import Config
+from asyncmoe.errors import WaitTimeout
+from asyncmoe.process import freeze, named
+from asyncmoe.rollout import parts
+from asyncmoe.rollout.workers.worker import RolloutWorker
+from asyncmoe.rpc import address, keys
+from asyncmoe.rpc.async_client import AsyncClient
+from asyncmoe.rpc.peers import facts
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import WorkerJoin
+from asyncmoe.telemetry import heartbeats
+
+log = logging.getLogger(__name__)
+_ANSWER_S, _LOOK_S = 60.0, 0.5
+
+
+def process_name(number: int) -> str:
+    """Return the name of a worker's process in records and logs."""
+    return f"rollout.{number}"
+
+
+def run(config: Config, run_dir: Path, number: int) -> None:
+    """Serve until the run ends, or SIGTERM.
+
+    Args:
+        number: which of the run's `rollout.workers` it is, from 1.
+
+    Raises:
+        UserError: the task, scorer, environment or tokenizer is unusable, or this machine has no address in `cluster.network`.
+        ConfigError: the controller has another configuration, or no such worker.
+        WaitTimeout: the controller did not start, or is gone.
+    """
+    with named(process_name(number)):
+        asyncio.run(_serve(config, run_dir, number))
+
+
+async def _serve(config: Config, run_dir: Path, number: int) -> None:
+    stop = asyncio.Event()
+    for signal_ in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
+    loaded = parts.load(config)
+    worker = RolloutWorker(config, number, loaded, models.recording(config, models.hf_config_of(config)))
+    here_only = not address.several(config.cluster.network)
+    host = address.reachable(config.cluster.network)
+    try:
+        async with Server(worker.answer, host=host, here_only=here_only) as server:
+            rendezvous = await server.start()
+            serving = asyncio.create_task(server.serve())
+            controller = await asyncio.to_thread(keys.read, run_dir, config.engines.start_timeout_s)
+            await _join(config, controller, number, rendezvous)
+            freeze()
+            tasks = [serving, *(asyncio.create_task(one) for one in (worker.over.wait(), stop.wait(), _watch(config, worker)))]
+            done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            for task in done:
+                task.result()
+    finally:
+        await worker.close()
+        await loaded.close()
+
+
+async def _join(config: Config, controller: Rendezvous, number: int, rendezvous: Rendezvous) -> None:
+    name = process_name(number)
+    client = AsyncClient(controller, controller.controller)
+    try:
+        await client.ask(WorkerJoin(number, rendezvous, address.host_id(), config.digest, facts(name)), _ANSWER_S)
+    finally:
+        await client.close()
+
+
+async def _watch(config: Config, worker: RolloutWorker) -> None:
+    """Look for the controller, which asks for news all the time; never returns.
+
+    Raises:
+        WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s`.
+    """
+    limit, parent = config.cluster.heartbeat_timeout_s, os.getppid()
+    while True:
+        heartbeats.beat("runs episodes")
+        silent = time.monotonic() - worker.heard
+        if silent > limit or os.getppid() != parent:
+            raise WaitTimeout("the controller", "it asks for nothing any more", silent)
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,216 @@
+"""A rollout worker: runs the episodes that the controller starts, and holds what they bring until the controller says that it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected
+from asyncmoe.journal.journal import OF_TURNS, TURNS
+from asyncmoe.journal.turns import Turns
+from asyncmoe.rollout import parts
+from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers.engines import Connect, LentEngines
+from asyncmoe.rollout.workers.held import HeldGroups
+from asyncmoe.rollout.workers.outcome import RUN_FAILED
+from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
+from asyncmoe.rpc.worker_messages import (
+    Outcome,
+    WorkerAsk,
+    WorkerBegin,
+    WorkerBegun,
+    WorkerEnd,
+    WorkerEngines,
+    WorkerFetch,
+    WorkerLoad,
+    WorkerNews,
+    WorkerOver,
+    WorkerPack,
+    WorkerPacked,
+    WorkerRetain,
+    WorkerStart,
+    WorkerStop,
+    WorkerTotals,
+)
+from asyncmoe.trajectory import Buffer, Recording, Trajectory
+
+_prompts: msgspec.msgpack.Decoder[Prompt] = msgspec.msgpack.Decoder(Prompt)
+_MOST_DETAIL = 2000
+"""Characters kept of why an episode was rejected."""
+
+
+class RolloutWorker:
+    """Answers the controller and the trainer's ranks. For one event loop.
+
+    Args:
+        number: of the worker.
+        recording: what engines report of each token.
+        connect: as `asyncmoe.rollout.engines.backend.connect`.
+
+    Attributes:
+        over: set when the run is over.
+        heard: monotonic time of the controller's last request.
+    """
+
+    def __init__(self, config: Config, number: int, loaded: RolloutParts, recording: Recording, connect: Connect = backend.connect) -> None:
+        self.over, self.heard = asyncio.Event(), time.monotonic()
+        self._config, self._number, self._begun = config, number, False
+        self._engines, self._held = LentEngines(connect), HeldGroups(config, number, recording)
+        self._pool = parts.pool_of(config, [], self._engines.record)
+        self._pool.returns = lambda _: True  # the controller knows when none will come
+        self._stage = parts.context_of(config, loaded, self._pool, recording)
+        self._running: dict[EpisodeId, asyncio.Task[None]] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._ended: dict[EpisodeId, tuple[Trajectory, ...]] = {}
+        self._news: deque[tuple[int, Outcome]] = deque()
+        self._number_of_news, self._arrived = 0, asyncio.Event()
+
+    async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
+        """Answer one request.
+
+        Raises:
+            ProtocolError: it is out of turn, not for a worker, or about what this worker does not hold.
+            TrajectoryRejected: a group to pack is unfit for training.
+            StorageError: the journal cannot be written.
+        """
+        if isinstance(request, WorkerFetch):  # a trainer's rank asks
+            return Fetched(request.keys), self._held.fetch(request)
+        self.heard = time.monotonic()
+        if isinstance(request, WorkerBegin):
+            return WorkerBegun(await asyncio.to_thread(self._begin, request))
+        if not self._begun:
+            raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
+        match request:
+            case WorkerEngines():
+                return WorkerLoad(await self._engines.use(self._pool, request))
+            case WorkerPack():
+                return await self._pack(request)
+            case WorkerAsk():
+                return await self._tell(request)
+        await self._do(request)
+        return Done()
+
+    async def _do(self, request: Request) -> None:
+        match request:
+            case WorkerStart():
+                self._start(request)
+            case WorkerStop():
+                for member in request.members:
+                    self._stop(EpisodeId(request.group, member.episode, member.attempt))
+            case WorkerOver():
+                for group in request.groups:
+                    self._forget(group)
+            case WorkerRetain():
+                await self._held.retain(request.live)
+            case WorkerEnd():
+                self.over.set()
+            case _:
+                raise ProtocolError(f"{type(request).__name__}: got it at a rollout worker, expected it at the controller")
+
+    async def close(self) -> None:
+        """End all episodes, and close what is open."""
+        running = [*self._running.values(), *self._stopping]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._engines.close(self._pool)
+        await asyncio.to_thread(self._held.close)
+        if self._stage.turns is not None:
+            await asyncio.to_thread(self._stage.turns.close)
+
+    def _begin(self, request: WorkerBegin) -> tuple[int, ...]:
+        if self._begun:
+            raise ProtocolError("WorkerBegin: got it twice; a worker serves one controller")
+        section = self._config.journal
+        if request.journal:
+            self._held.open(request.journal)
+            if section.turns:
+                folder = section.place(self._config.run.dir) / TURNS
+                bounds = {"segment_bytes": section.segment_bytes, "max_bytes": section.max_bytes // OF_TURNS}
+                turns = Turns.open(folder, request.journal, request.under_way, writer=self._number, **bounds)
+                self._stage = replace(self._stage, turns=turns, piece=section.piece_tokens)
+        self._begun = True
+        return () if self._stage.turns is None else tuple(sorted(self._stage.turns.groups))
+
+    def _start(self, request: WorkerStart) -> None:
+        try:
+            prompt = _prompts.decode(request.prompt)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"WorkerStart: malformed prompt: {error}") from error
+        for member in request.members:
+            place = EpisodeId(request.group, member.episode, member.attempt)
+            if place in self._running or place in self._ended:
+                raise ProtocolError(f"WorkerStart: got {place.key()} twice")
+            self._running[place] = asyncio.create_task(self._episode(prompt, place))
+
+    async def _episode(self, prompt: Prompt, place: EpisodeId) -> None:
+        ended, made = Outcome(place.group, place.episode, place.attempt), tuple[Trajectory, ...]()
+        try:
+            made = await episode.run(self._stage, prompt, place)
+            ended = msgspec.structs.replace(ended, rewards=tuple((one.agent, one.reward) for one in made))
+        except TrajectoryRejected as rejected:
+            detail = str(rejected).removeprefix(f"{rejected.reason}: ")
+            ended = msgspec.structs.replace(ended, reason=rejected.reason, detail=detail[:_MOST_DETAIL])
+        except AsyncmoeError as error:
+            ended = msgspec.structs.replace(ended, reason=RUN_FAILED, detail=str(error)[:_MOST_DETAIL])
+        if self._running.get(place) is not asyncio.current_task():
+            return  # it was stopped while it ended
+        del self._running[place]
+        if ended.rewards:
+            self._ended[place] = made
+        self._number_of_news += 1
+        self._news.append((self._number_of_news, ended))
+        self._arrived.set()
+
+    def _stop(self, place: EpisodeId) -> None:
+        # At once: the next attempt of its group may have an episode of the same name.
+        self._ended.pop(place, None)
+        if (task := self._running.pop(place, None)) is not None:
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
+            task.cancel()
+
+    async def _pack(self, request: WorkerPack) -> WorkerPacked:
+        places = [EpisodeId(request.group, member.episode, member.attempt) for member in request.members]
+        if missing := [place.key() for place in places if place not in self._ended]:
+            raise ProtocolError(f"WorkerPack: got {missing[0]}, expected episodes that have ended here")
+        packed = await self._held.add(request.group, [one for place in places for one in self._ended[place]], request.newest)
+        self._forget_episodes(request.group)
+        if self._stage.turns is not None:
+            self._stage.turns.over(request.group)
+        return packed
+
+    def _forget(self, group: int) -> None:
+        self._held.over(group)
+        self._forget_episodes(group)
+        if self._stage.turns is not None:
+            self._stage.turns.over(group)
+
+    def _forget_episodes(self, group: int) -> None:
+        for place in [place for place in self._ended if place.group == group]:
+            del self._ended[place]
+
+    async def _tell(self, asked: WorkerAsk) -> WorkerNews:
+        while self._news and self._news[0][0] <= asked.seen:
+            self._news.popleft()
+        if not self._news:
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(asked.wait_s):
+                    await self._arrived.wait()
+        pool, engines = self._pool, self._engines
+        pool.note_busy()
+        busy = tuple(engines.busy)
+        engines.busy.clear()
+        totals = WorkerTotals(pool.generated_tokens, pool.lost_tokens, pool.recomputed_tokens, pool.recalled_tokens)
+        return WorkerNews(self._number_of_news, tuple(ended for _, ended in self._news), engines.uses(pool), busy, totals)

@@ -1,0 +1,55 @@
+"""Fetches leased trajectories from whoever holds them: the controller, or rollout workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.messages import Fetch, Fetched
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.worker_messages import WorkerFetch
+from asyncmoe.trajectory import Buffer, frames_in
+
+log = logging.getLogger(__name__)
+
+
+def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mapping[int, Rendezvous], timeout_s: float) -> list[Buffer]:
+    """Return the frames of trajectories, in the order of `request.keys`.
+
+    What a worker does not send, because it is lost or silent, the controller reads from the journal.
+
+    Args:
+        client: of the controller.
+        items: what the controller said of `request.keys`, in their order.
+        holders: where workers serve, by number.
+
+    Raises:
+        AsyncmoeError: the controller cannot send it either.
+    """
+    each = frames_in(1)
+    found: dict[str, Sequence[Buffer]] = {}
+    for number in sorted({item.holder for item in items} & holders.keys()):
+        keys = tuple(item.key for item in items if item.holder == number)
+        try:
+            worker = client.beside(holders[number], f"rollout worker {number}")
+            frames = worker.ask(WorkerFetch(keys, request.layers, request.masks), timeout_s)[1]
+            _check(frames, keys, each)
+        except AsyncmoeError as error:
+            log.warning("%s; the controller is asked instead", error)
+            continue
+        found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}
+    missing = tuple(key for key in request.keys if key not in found)
+    if missing:
+        reply, frames = client.ask(Fetch(request.step, missing, request.layers, request.masks), timeout_s)
+        assert isinstance(reply, Fetched)
+        _check(frames, missing, each)
+        found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(missing)}
+    return [frame for key in request.keys for frame in found[key]]
+
+
+def _check(frames: Sequence[Buffer], keys: Sequence[str], each: int) -> None:
+    if len(frames) != len(keys) * each:
+        raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")

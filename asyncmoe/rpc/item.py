@@ -1,0 +1,39 @@
+"""What the queue knows of a trajectory."""
+
+from __future__ import annotations
+
+from asyncmoe.rpc.base import Message
+
+
+class Item(Message, frozen=True):
+    """A leased trajectory without its arrays."""
+
+    key: str
+    group: int
+    episode: int
+    agent: int
+    """Number of the agent; a group compares responses of the same agent."""
+    tokens: int
+    sampled: int
+    """Tokens with loss_mask True."""
+    reward: float
+    oldest_version: int
+    newest_version: int
+    weight: float = 1.0
+    """Factor on the weight that the aggregation gives its tokens; less than 1 only under the downweight rule."""
+    steps: int = 0
+    """Number of rewarded steps."""
+    step_mean: float = 0.0
+    """Mean reward of the steps; exact if all their rewards are equal."""
+    step_squares: float = 0.0
+    """Sum of squared deviations of the steps' rewards from `step_mean`."""
+    teacher_gap: float | None = None
+    """Sum over sampled tokens of (engine's - teacher's) log-probability, in nats; None without a teacher."""
+    branch: int = 0
+    """As in `Trajectory`, like the next two."""
+    parent: int = 0
+    forked: int = 0
+    truncated: bool = False
+    """Its last response ended at a limit of tokens."""
+    holder: int = 0
+    """Number of the rollout worker that holds its arrays; 0: the controller."""

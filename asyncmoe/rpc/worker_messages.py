@@ -1,0 +1,222 @@
+"""Messages between the controller and its rollout workers (`asyncmoe.rollout.workers`).
+
+A worker joins with `WorkerJoin`. From then on the controller asks and the worker answers: episodes are started, their ends come as news,
+and what they bring stays in the worker until it is over. Trainer ranks fetch from the worker with `WorkerFetch`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from asyncmoe.rpc.base import Count, Message
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.peers import Facts
+from asyncmoe.rpc.rendezvous import Rendezvous
+
+MAX_WAIT_S = 60.0
+_WAIT = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One episode of a group."""
+
+    episode: Count
+    attempt: Count
+
+
+class PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
+    """As `asyncmoe.journal.segment_format.Place`."""
+
+    writer: Count
+    segment: Count
+    offset: Count
+    length: Count
+
+
+class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine that a worker sends requests to."""
+
+    name: str
+    url: str
+    key: str
+    version: Count
+    lineage: Count
+    suspect: bool = False
+    leaving: bool = False
+    """It gets no new requests."""
+
+
+class EngineUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker knows of an engine.
+
+    Attributes:
+        heard_s: seconds since it last answered; None: it never has.
+        failed: why the worker does not use it any more; empty: it does.
+    """
+
+    name: str
+    in_flight: Count
+    heard_s: float | None = None
+    failed: str = ""
+
+
+class EngineBusy(msgspec.Struct, frozen=True, array_like=True):
+    """An interval, Unix seconds, in which an engine was generating."""
+
+    name: str
+    begin: float
+    end: float
+
+
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The end of an episode: agent and reward of each of its trajectories, or why it was rejected."""
+
+    group: Count
+    episode: Count
+    attempt: Count
+    rewards: tuple[tuple[int, float], ...] = ()
+    reason: str = ""
+    detail: str = ""
+
+
+class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens since the worker began; see `asyncmoe.rollout.engines.pool.Pool`."""
+
+    generated: int = 0
+    lost: int = 0
+    recomputed: int = 0
+    recalled: int = 0
+
+
+# ---------------------------------------------------------------- to the controller
+
+
+class WorkerJoin(Message, frozen=True):
+    """A worker is ready: it has loaded what episodes need, and serves."""
+
+    number: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    rendezvous: Rendezvous
+    host: str
+    """`asyncmoe.rpc.address.host_id` of its machine."""
+    config_digest: str
+    facts: Facts | None = None
+
+
+# ---------------------------------------------------------------- to a worker
+
+
+class WorkerBegin(Message, frozen=True):
+    """First message: what the run's journal is, and which groups are under way."""
+
+    journal: str = ""
+    """Identity of the journal's segments; empty: there is no journal."""
+    under_way: dict[int, int] = msgspec.field(default_factory=dict)
+    """Attempts, by number, of the groups whose answers a worker before this one may have recorded."""
+
+
+class WorkerEngines(Message, frozen=True):
+    """The engines of the worker from now on, and whether requests may go to them. Answered with `WorkerLoad`, once the gate is so."""
+
+    engines: tuple[WorkerEngine, ...]
+    limit: Annotated[int, msgspec.Meta(ge=1)]
+    """Requests in flight over all of them."""
+    open: bool
+    abort: bool = False
+    """End the requests in flight."""
+
+
+class WorkerStart(Message, frozen=True):
+    """Start episodes of a group."""
+
+    group: Count
+    prompt: bytes
+    """msgpack of `asyncmoe.rollout.tasks.Prompt`."""
+    members: tuple[Member, ...]
+
+
+class WorkerStop(Message, frozen=True):
+    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended."""
+
+    group: Count
+    members: tuple[Member, ...]
+
+
+class WorkerPack(Message, frozen=True):
+    """Make a group of these episodes, whole and checked, and put it into the journal. Answered with `WorkerPacked`."""
+
+    group: Count
+    members: tuple[Member, ...]
+    newest: Count
+    """Newest version that may have sampled a token."""
+
+
+class WorkerOver(Message, frozen=True):
+    """Forget all that is kept of groups."""
+
+    groups: tuple[Count, ...]
+
+
+class WorkerAsk(Message, frozen=True):
+    """Ask for news after number `seen`; waits until there are any, or `wait_s`."""
+
+    seen: Count
+    wait_s: _WAIT
+
+
+class WorkerFetch(Message, frozen=True):
+    """Request trajectories that the worker holds; as `asyncmoe.rpc.messages.Fetch`."""
+
+    keys: tuple[str, ...]
+    layers: tuple[Count, ...] | None = None
+    masks: bool = True
+
+
+class WorkerRetain(Message, frozen=True):
+    """Delete the worker's segments of the journal that are not in `live`, and hold nothing that the worker keeps."""
+
+    live: tuple[Count, ...]
+
+
+class WorkerEnd(Message, frozen=True):
+    """The run is over: the worker ends."""
+
+
+# ---------------------------------------------------------------- replies of a worker
+
+
+class WorkerBegun(Message, frozen=True):
+    """Reply to `WorkerBegin`: groups of which this worker has recorded answers."""
+
+    groups: tuple[Count, ...]
+
+
+class WorkerLoad(Message, frozen=True):
+    """Reply to `WorkerEngines`: requests in flight."""
+
+    in_flight: Count
+
+
+class WorkerPacked(Message, frozen=True):
+    """Reply to `WorkerPack`."""
+
+    items: tuple[Item, ...]
+    attempt: Count
+    place: PayloadPlace | None
+
+
+class WorkerNews(Message, frozen=True):
+    """Reply to `WorkerAsk`. `ended`: outcomes since number `seen`; `number`: of the last of them."""
+
+    number: Count
+    ended: tuple[Outcome, ...]
+    uses: tuple[EngineUse, ...]
+    busy: tuple[EngineBusy, ...]
+    totals: WorkerTotals
+
+
+WorkerRequest = (
+    WorkerBegin | WorkerEngines | WorkerStart | WorkerStop | WorkerPack | WorkerOver | WorkerAsk | WorkerFetch | WorkerRetain | WorkerEnd
+)
+WorkerReply = WorkerBegun | WorkerLoad | WorkerPacked | WorkerNews

@@ -11,6 +11,7 @@ COMMANDS = {
     "run": "everything on this machine: engines, queue, trainer, live view, report",
     "rollout": "only the controller",
     "engine": "one engine that joins a run",
+    "worker": "one rollout worker of a run",
     "make-model": "a tiny random model",
     "upcycle": "a mixture of experts from a dense model",
     "export": "a run's checkpoint in Hugging Face's format",

@@ -46,6 +46,7 @@ for _command in (
     running.run,
     running.rollout,
     running.engine,
+    running.worker,
     models.make_model,
     models.upcycle,
     models.export,

@@ -67,3 +67,18 @@ def engine(
     from asyncmoe.launch import part
 
     part.engine(config, overrides or (), name, index, node)
+
+
+def worker(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    number: Annotated[int, typer.Option(help="Which of the run's rollout.workers it is, from 1.")] = 1,
+) -> None:
+    """Start one rollout worker of a run with rollout.start_workers=false, on the machine whose engines it is to use.
+
+    It runs episodes and holds their trajectories until the trainer has fetched them from here. It may start before or after the
+    controller, and ends with the run; one that is lost may be started again at any time, under the same number.
+    """
+    from asyncmoe.launch import part
+
+    part.worker(config, overrides or (), number)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from asyncmoe import plugins
+from asyncmoe.config import workers
 from asyncmoe.config.cluster import ClusterSection
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
@@ -205,6 +206,13 @@ class Config(Section):
             raise ValueError(
                 f"telemetry.profile.ranks: got {max(profile.ranks)}, expected less than trainer.ranks = {self.trainer.ranks}; lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Config:
+        slots = self.train == "lora" and self.sync.method != "reshard"
+        for key, got, expected in workers.refused(self.rollout, self.journal, self.engines, slots):
+            raise ValueError(f"{key}: got {got}, expected {expected}; change it, or set rollout.workers to 0")
         return self
 
     @model_validator(mode="after")

@@ -91,7 +91,7 @@ def keeper(config: Path) -> None:
     heartbeats.beat(heartbeats.ENDED)
 
 
-def worker(config: Path, number: int) -> None:
+def worker(config: Path, overrides: Sequence[str], number: int) -> None:
     """Run a rollout worker until the run ends.
 
     Args:
@@ -104,7 +104,8 @@ def worker(config: Path, number: int) -> None:
     from asyncmoe.models.hub import with_local_model
     from asyncmoe.rollout.workers import process
 
-    loaded = with_local_model(configuration.load(config, ()), download=False)
+    loaded = with_local_model(configuration.load(config, overrides))
+    process.check_number(loaded, number)
     name = process.process_name(number)
     processes.record(loaded.run.dir, name)
     heartbeats.start(loaded.run.dir, name, loaded.watch.beat_s)

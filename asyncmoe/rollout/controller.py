@@ -129,7 +129,7 @@ async def _serve(
             workers = WorkerProcesses(config, run_dir)
             try:
                 workers.start()
-                await controller.run(server)
+                await controller.run(server, workers)
             finally:
                 keys.remove(run_dir, rendezvous)
                 await asyncio.to_thread(workers.end)
@@ -250,8 +250,11 @@ class Controller:
     def _check_turn(self, request: WeightsRequest) -> None:
         turns.check(request, self._pool.version, None if (queue := self._session.queue) is None else queue.trained_steps)
 
-    async def run(self, server: Server) -> None:
+    async def run(self, server: Server, started: WorkerProcesses | None = None) -> None:
         """Run until the trainer's goodbye, a signal or a failure.
+
+        Args:
+            started: rollout workers of this machine.
 
         Raises:
             Exception: the first failure of any part.
@@ -260,7 +263,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
-        workers = () if self._fleet is None else (self._fleet.run(),)
+        workers = () if self._fleet is None else (self._fleet.run(), *([] if started is None else [started.watch()]))
         work = (*workers, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
-import msgspec
-import zmq
 import zmq.asyncio
 
 from asyncmoe.errors import ProtocolError, WaitTimeout
-from asyncmoe.rpc import local
-from asyncmoe.rpc.client import rebuild
-from asyncmoe.rpc.codec import MAX_FRAME_BYTES, decode_reply, encode
+from asyncmoe.rpc.client import ConnectionGone, rebuild
+from asyncmoe.rpc.codec import decode_reply, encode
+from asyncmoe.rpc.connection import Connection
 from asyncmoe.rpc.messages import Refused, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import Buffer
 
 _NUMBER = struct.Struct(">Q")
+_LOOK_S = 0.1
 Answer = tuple[Reply, Sequence[Buffer]]
 
 
@@ -32,29 +30,19 @@ class AsyncClient:
     """
 
     def __init__(self, to: Rendezvous, peer: str) -> None:
-        self._peer = peer
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        here = local.reachable(to.local_dir)
-        if here:
-            self._socket.plain_username, self._socket.plain_password = local.USER.encode(), to.local_secret.encode()
-        else:
-            self._socket.curve_serverkey = to.server_public.encode()
-            self._socket.curve_publickey = to.client_public.encode()
-            self._socket.curve_secretkey = to.client_secret.encode()
-        for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MAX_FRAME_BYTES), (zmq.SNDHWM, 0)):
-            self._socket.setsockopt(option, value)
-        self._socket.connect(local.address(Path(to.local_dir)) if here else to.address)
-        self._asked = 0
+        self._peer, self._asked = peer, 0
+        self._connection = Connection(to)
+        self._socket = zmq.asyncio.Socket(self._connection.socket)  # a second handle of the same socket, for the event loop
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._sending = asyncio.Lock()
-        self._receiving = asyncio.create_task(self._receive())
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
     async def ask(self, request: Request, timeout_s: float) -> Answer:
         """Return the reply to a request, and the frames that follow it.
 
         Raises:
-            WaitTimeout: no reply within `timeout_s`: the server is gone, or does not answer.
+            WaitTimeout: no reply within `timeout_s`.
+            ConnectionGone: the connection was lost meanwhile: the server has probably died.
             ProtocolError: the reply is malformed, or the request too large.
             AsyncmoeError: the server refused the request.
         """
@@ -76,12 +64,12 @@ class AsyncClient:
         return reply, frames
 
     async def close(self) -> None:
-        """Close the connection; requests under way end with `WaitTimeout`'s limit or are cancelled by their callers."""
-        self._receiving.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._receiving
-        self._socket.close(0)
-        self._context.term()
+        """Close the connection; whoever still waits for a reply gets ConnectionGone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail("it was closed", 0.0)
+        self._connection.close()
 
     async def _receive(self) -> None:
         while True:
@@ -93,5 +81,20 @@ class AsyncClient:
                 continue
             try:
                 waiting.set_result((decode_reply(parts[1].buffer), [part.buffer.toreadonly() for part in parts[2:]]))
-            except (ProtocolError, msgspec.MsgspecError) as error:
+            except ProtocolError as error:
                 waiting.set_exception(error)
+
+    async def _watch(self) -> None:
+        """Tell those who wait when the connection is lost: the server forgets whom it owes a reply."""
+        losses, since = 0, time.monotonic()
+        while True:
+            self._connection.look()
+            if self._connection.losses > losses or self._connection.refused:
+                losses = self._connection.losses
+                self._fail("it rejected our key" if self._connection.refused else "the connection was lost", time.monotonic() - since)
+            await asyncio.sleep(_LOOK_S)
+
+    def _fail(self, why: str, seconds: float) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionGone(self._peer, why, seconds))

@@ -21,6 +21,8 @@ from asyncmoe.trajectory import Buffer
 
 CONNECT_S = 10.0
 """A controller without a connection for this long counts as dead, whatever the timeout of the reply."""
+_BESIDE_S = 2.0
+"""The same for a rollout worker, in whose place the controller can be asked."""
 
 
 class ConnectionGone(WaitTimeout):
@@ -35,9 +37,11 @@ class Client:
         name: name of this process in errors ("trainer.0").
         epoch: of the trainer that this process belongs to; every request of a trainer carries it.
         peer: name of the server in errors; default: the controller's.
+        connect_s: seconds to wait for a connection.
     """
 
-    def __init__(self, rendezvous: Rendezvous, name: str, epoch: int = 0, peer: str = "") -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, epoch: int = 0, peer: str = "", connect_s: float = CONNECT_S) -> None:
+        self._connect_s = connect_s
         self.name, self._epoch = name, epoch
         self._peer = peer or rendezvous.controller
         self._connection = Connection(rendezvous)
@@ -47,7 +51,7 @@ class Client:
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
         """Return a client of another server of the run, which this one keeps and closes."""
         if rendezvous not in self._beside:
-            self._beside[rendezvous] = Client(rendezvous, self.name, self._epoch, peer)
+            self._beside[rendezvous] = Client(rendezvous, self.name, self._epoch, peer, _BESIDE_S)
         return self._beside[rendezvous]
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
@@ -108,7 +112,7 @@ class Client:
         return "it rejected our key" if self._connection.refused else "too many unanswered requests"
 
     def _patience(self, begin: float, timeout_s: float) -> float:
-        limit = timeout_s if self._connection.up else min(timeout_s, CONNECT_S)
+        limit = timeout_s if self._connection.up else min(timeout_s, self._connect_s)
         return max(0.0, begin + limit - time.monotonic())
 
     def _check(self, name: str, begin: float, timeout_s: float, losses: int) -> None:

@@ -73,6 +73,10 @@ class Connection:
             self._take_events()
         return self.socket in ready
 
+    def look(self) -> None:
+        """Take what has happened to the connection, without looking for messages: an event loop may wait for those."""
+        self._take_events()
+
     def close(self) -> None:
         """Close the connection; unsent messages are lost."""
         self._stop_monitor()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
+from collections import Counter
 from pathlib import Path
 
 from asyncmoe.config import Config
 from asyncmoe.process import Child
 from asyncmoe.rollout.workers.process import process_name
 
-_GRACE_S = 10.0
+log = logging.getLogger(__name__)
+_GRACE_S, _LOOK_S = 10.0, 0.5
 
 
 class WorkerProcesses:
@@ -18,6 +22,7 @@ class WorkerProcesses:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._run_dir = config, run_dir
         self._children: dict[int, Child] = {}
+        self._restarts: Counter[int] = Counter()
 
     def start(self) -> None:
         """Start all. Call it from the main thread, because Linux ends a worker when the thread that started it ends.
@@ -30,6 +35,21 @@ class WorkerProcesses:
         for number in range(1, rollout.workers + 1 if rollout.start_workers else 1):
             self._children[number] = self._started(number)
 
+    async def watch(self) -> None:
+        """Start workers again that have ended, each at most `engines.restarts` times; never returns.
+
+        Raises:
+            StorageError, AsyncmoeError: as `start`.
+        """
+        while True:
+            for number, child in self._children.items():
+                if child.returncode is None or self._restarts[number] >= self._config.engines.restarts:
+                    continue
+                self._restarts[number] += 1
+                log.warning("%s; it starts again, restart %d", child.why(), self._restarts[number])
+                self._children[number] = self._started(number)
+            await asyncio.sleep(_LOOK_S)
+
     def end(self) -> None:
         """Ask those to end that have not been told that the run is over, and kill those that do not in time. Blocks."""
         for child in self._children.values():
@@ -38,5 +58,5 @@ class WorkerProcesses:
 
     def _started(self, number: int) -> Child:
         name, log = process_name(number), self._run_dir / "logs" / f"rollout-{number}.log"
-        command = [sys.executable, "-m", "asyncmoe.launch.work", str(self._run_dir / "config.yaml"), str(number)]
+        command = [sys.executable, "-m", "asyncmoe", "worker", str(self._run_dir / "config.yaml"), "--number", str(number)]
         return Child(name, command, log, bounds=self._config.telemetry.logs.bounds)

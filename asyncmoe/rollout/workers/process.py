@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncmoe import models
 from asyncmoe.config import Config
-from asyncmoe.errors import WaitTimeout
+from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.process import freeze, named
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.workers.worker import RolloutWorker
@@ -30,6 +30,14 @@ _ANSWER_S, _LOOK_S = 60.0, 0.5
 def process_name(number: int) -> str:
     """Return the name of a worker's process in records and logs."""
     return f"rollout.{number}"
+
+
+def check_number(config: Config, number: int) -> None:
+    """Refuse a worker that the run does not have. Raises UserError."""
+    workers = config.rollout.workers
+    if not 1 <= number <= workers:
+        expected = f"1 to {workers}, because rollout.workers is {workers}" if workers else "no worker, because rollout.workers is 0"
+        raise UserError("--number", got=number, expected=expected)
 
 
 def run(config: Config, run_dir: Path, number: int) -> None:

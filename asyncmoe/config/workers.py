@@ -1,0 +1,29 @@
+"""What rollout workers need of the rest of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from asyncmoe.config.engines import EngineSection
+from asyncmoe.config.journal import JournalSection
+from asyncmoe.config.rollout import RolloutSection
+
+
+def refused(rollout: RolloutSection, journal: JournalSection, engines: EngineSection, slots: bool) -> Iterator[tuple[str, Any, str]]:
+    """Yield keys with values that rollout workers cannot work with, and what is expected of each.
+
+    Args:
+        slots: whether every version is an adapter of its own, which the controller's pool loads.
+    """
+    if not rollout.workers:
+        return
+    because = f"because rollout.workers is {rollout.workers}"
+    if not journal.enabled:
+        yield "journal.enabled", False, f"true {because}: what a lost worker held is read from the journal"
+    if journal.redis is not None:
+        yield "journal.redis", journal.redis, f"null {because}: each worker writes to the journal's folder"
+    if slots:
+        yield "sync.method", "broadcast", f"reshard {because} and train is lora"
+    if not engines.join and rollout.workers > engines.count:
+        yield "rollout.workers", rollout.workers, f"at most engines.count = {engines.count}: each worker has engines of its own"

@@ -1,0 +1,142 @@
+"""Several rollout workers and one ledger: whatever worker is lost, nothing is trained twice, and the counts add up."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.errors import ConfigError, ProtocolError, TrajectoryRejected
+from asyncmoe.rpc.messages import Fetch
+from asyncmoe.rpc.worker_messages import Member, WorkerJoin, WorkerOver, WorkerPack
+from tests.unit.worker_fleet import BATCH, Cluster
+
+
+def check(cluster: Cluster, steps: int) -> None:
+    """What holds after `steps` steps, whatever has happened."""
+    keys = [one.key for made in cluster.trained.values() for one in made]
+    assert len(keys) == len(set(keys)) == steps * BATCH
+    groups = [one.group for made in cluster.trained.values() for one in made]
+    assert all(groups.count(number) == groups.count(groups[0]) for number in set(groups))
+    for step, made in cluster.trained.items():
+        for one in made:
+            assert tuple(one.tokens[: (~one.loss_mask).sum()]) == cluster.parts.task.prompt(one.group).tokens
+            assert step - 1 <= one.oldest_version <= int(one.versions.max()) <= step
+    ledger = cluster.queue.ledger
+    assert ledger.trained == steps * BATCH
+    done = ledger.trained + ledger.dropped + ledger.rejected + ledger.requeued
+    assert ledger.started == done + ledger.running + ledger.queued + ledger.leased
+
+
+def test_a_group_is_held_by_its_worker_and_fetched_from_there(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=4, seed=1) as cluster:
+            holders = set()
+            for step in range(4):
+                leased = await cluster.train(step)
+                holders |= {item.holder for item in leased.items}
+                assert all(item.holder in leased.holders for item in leased.items)
+            assert holders == {1, 2}
+            check(cluster, 4)
+            # What was trained is held no more.
+            await asyncio.sleep(0.1)
+            trained = {one.key for made in cluster.trained.values() for one in made}
+            for lent in cluster.lent.values():
+                assert not trained & set(lent.worker._held._frames)
+
+    asyncio.run(run())
+
+
+def test_what_a_lost_worker_held_comes_from_the_journal(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=4, seed=2) as cluster:
+            leased = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
+            lost = leased.items[0].holder
+            before = {number: dict(lent.worker._held._frames) for number, lent in cluster.lent.items()}
+            held = {key: [bytes(one) for one in frames] for own in before.values() for key, frames in own.items()}
+            await cluster.lose(lost)
+            keys = tuple(item.key for item in leased.items)
+            frames = await asyncio.to_thread(cluster.fetched, Fetch(0, keys), leased)
+            assert [bytes(one) for one in frames] == [one for key in keys for one in held[key]]
+            await cluster.train(0)
+            for step in range(1, 3):  # the other worker goes on alone
+                await cluster.train(step)
+            check(cluster, 3)
+
+    asyncio.run(run())
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 1 << 16), staleness=st.integers(0, 1))
+def test_workers_that_come_and_go_change_nothing(seed: int, staleness: int) -> None:
+    folder = Path(tempfile.mkdtemp())
+
+    async def chaos(cluster: Cluster, over: asyncio.Event) -> None:
+        while not over.is_set():
+            await asyncio.sleep(cluster.draw.random() * 0.3)
+            number = cluster.draw.choice(sorted(cluster.lent))
+            await cluster.lose(number)
+            await asyncio.sleep(cluster.draw.random() * 0.2)
+            while not cluster.fleet._workers[number].gone:
+                await asyncio.sleep(0.01)
+            await cluster.start(number)
+
+    async def run() -> None:
+        async with Cluster(folder, workers=3, engines=4, seed=seed, staleness=staleness) as cluster:
+            over = asyncio.Event()
+            breaking = asyncio.create_task(chaos(cluster, over))
+            try:
+                for step in range(5):
+                    await cluster.train(step)
+            finally:
+                over.set()
+                await breaking
+            check(cluster, 5)
+
+    try:
+        asyncio.run(run())
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_worker_that_does_not_belong_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=3) as cluster:
+            there = cluster.fleet.holders()[1]
+            for number, digest, error in ((2, cluster.config.digest, ConfigError), (1, "other", ConfigError)):
+                with pytest.raises(error):
+                    await cluster.fleet.join(WorkerJoin(number, there, "", digest))
+            with pytest.raises(ProtocolError, match="joined already"):
+                await cluster.fleet.join(WorkerJoin(1, there, "", cluster.config.digest))
+
+    asyncio.run(run())
+
+
+def test_a_worker_packs_only_what_has_ended_there(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=4) as cluster:
+            (worker,) = cluster.fleet._workers.values()
+            with pytest.raises(ProtocolError, match="have ended here"):
+                await worker.ask(WorkerPack(99, (Member(0, 0),), 0))
+            await worker.ask(WorkerOver((99,)))
+            assert not worker.gone
+
+    asyncio.run(run())
+
+
+def test_an_episode_of_a_lost_worker_is_rejected(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=5) as cluster:
+            (worker,) = cluster.fleet._workers.values()
+            await cluster.lose(1)
+            while not worker.gone:
+                await asyncio.sleep(0.01)
+            with pytest.raises(TrajectoryRejected, match="worker_lost"):
+                worker.check()
+
+    asyncio.run(run())

@@ -1,0 +1,216 @@
+"""Rollout workers, a controller and a trainer's rank in one process: real sockets, queue and journal around engines that only count."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
+from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
+from asyncmoe.rollout.journaling import Journaling
+from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.workers.fleet import Fleet
+from asyncmoe.rollout.workers.worker import RolloutWorker
+from asyncmoe.rpc import held
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Commit, Fetch, Leased
+from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import WorkerJoin
+from asyncmoe.trajectory import NOTHING, Trajectory, decode, frames_in
+from tests.unit import openai_policy
+from tests.unit.fake_engine import FakeEngine, FakeHandle
+from tests.unit.test_producer import Numbers
+
+SIZE, GROUPS = 2, 2
+BATCH = SIZE * GROUPS
+HF: Mapping[str, Any] = {"hidden_size": 8}
+
+
+class SlowEngine(FakeEngine):
+    """Takes a random time for a response, and fails now and then."""
+
+    def __init__(self, name: str, draw: random.Random) -> None:
+        super().__init__(name)
+        self._draw = draw
+
+    async def generate(
+        self,
+        tokens: Any,
+        sampling: Sampling,
+        salt: str,
+        timeout_s: float,
+        routed: int = 0,
+        adapter: str | None = None,
+        listener: Listener | None = None,
+    ) -> Generation:
+        await asyncio.sleep(self._draw.random() * 0.01)
+        if self._draw.random() < 0.02:
+            raise TrajectoryRejected("environment_error", "a response went wrong")
+        short = replace(sampling, max_new_tokens=self._draw.randint(1, 5))
+        made = await super().generate(tokens, short, salt, timeout_s, routed, adapter, listener)
+        return replace(made, tokens=tuple(7 for _ in made.tokens), finish="stop")
+
+
+class Lent:
+    """One worker and its server."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.worker = RolloutWorker(cluster.config, number, cluster.parts, NOTHING, cluster.connect)
+        self.server = Server(self.worker.answer, here_only=True)
+        self._serving: asyncio.Task[None] | None = None
+        self.number = number
+
+    async def join(self, cluster: Cluster) -> None:
+        rendezvous = await self.server.start()
+        self._serving = asyncio.create_task(self.server.serve())
+        await cluster.fleet.join(WorkerJoin(self.number, rendezvous, "", cluster.config.digest))
+
+    async def kill(self) -> None:
+        """End it as a kill does: what it had handed to the disk stays, and nobody hears of the rest."""
+        assert self._serving is not None
+        self._serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._serving
+        await self.server.close()
+        await self.worker.close()
+
+
+class Cluster:
+    """A run of `workers` rollout workers. Use it as an async context."""
+
+    def __init__(self, folder: Path, workers: int, engines: int, seed: int, staleness: int = 1) -> None:
+        (model := folder / "model").mkdir(parents=True, exist_ok=True)
+        self.draw = random.Random(seed)
+        self.config = configured(folder, workers, staleness)
+        self.parts = RolloutParts(openai_policy.tokenizer(model), Numbers(), (), Exact(), SingleTurn())  # type: ignore[arg-type]
+        self.handles = [FakeHandle(f"engine.{number}") for number in range(engines)]
+        for handle in self.handles:
+            handle.client = SlowEngine(handle.name, self.draw)
+        self.pool = Pool(self.handles, 64, 30.0, lambda *_: None)
+        self.journaling = Journaling.open(self.config, HF, NOTHING, None)
+        self.fleet: Fleet
+        self.queue: BoundedQueue
+        self.lent: dict[int, Lent] = {}
+        self.trained: dict[int, list[Trajectory]] = {}
+        self.failure: list[BaseException] = []
+
+    def connect(self, name: str, url: str, key: str) -> FakeEngine:
+        return next(handle.client for handle in self.handles if handle.name == name)
+
+    async def __aenter__(self) -> Cluster:
+        config = self.config
+        self.fleet = Fleet(config, self.pool, lambda *_: None, self.journaling.for_workers, lambda engine: (f"at {engine.name}", ""))
+        self.journaling.retain = self.fleet.retain
+        resumed = await self.journaling.resume(0)
+        self.queue = BoundedQueue(
+            capacity=config.queue_capacity,
+            batch=BATCH,
+            group_size=SIZE,
+            max_staleness=config.queue.staleness.max_staleness,
+            rule="requeue",
+            on_freed=self.fleet.over,
+            journal=self.journaling.journal,
+            resumed=resumed,
+        )
+        self.queue.holders = self.fleet.holders
+        service = QueueService(self.queue, run="run", config_digest=config.digest)
+        self.server = Server(service, here_only=True)  # type: ignore[arg-type]
+        self._rendezvous = await self.server.start()
+        producer = Producer(
+            self.queue,
+            self.parts.task,
+            self.fleet.episode,
+            SIZE,
+            journal=self.journaling.journal,
+            elsewhere=self.fleet,
+            start_over=frozenset({"environment_error"}),
+        )
+        self._tasks = [asyncio.create_task(self._guard(part)) for part in (self.server.serve(), self.fleet.run(), producer.run())]
+        await asyncio.gather(*(self.start(number) for number in range(1, config.rollout.workers + 1)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fleet.close()
+        for lent in self.lent.values():
+            await lent.kill()
+        await self.server.close()
+        await self.journaling.close()
+
+    async def start(self, number: int) -> None:
+        self.lent[number] = Lent(self, number)
+        await self.lent[number].join(self)
+
+    async def lose(self, number: int) -> None:
+        await self.lent.pop(number).kill()
+
+    async def train(self, step: int) -> Leased:
+        """Lease, fetch from whoever holds it, and commit a step; then publish the next version."""
+        leased: Leased = await self._within(self.queue.lease(step, "rl", BATCH, step, 20.0))
+        assert leased.items, "no batch came"
+        keys = tuple(item.key for item in leased.items)
+        frames = await self._within(asyncio.to_thread(self.fetched, Fetch(step, keys), leased))
+        each = frames_in(1)
+        self.trained[step] = [decode(frames[n * each : (n + 1) * each]) for n in range(len(keys))]
+        assert [one.key for one in self.trained[step]] == list(keys)
+        self.queue.commit(Commit(step).step)
+        await self.publish(step + 1)
+        return leased
+
+    def fetched(self, request: Fetch, leased: Leased) -> Any:
+        with Client(self._rendezvous, "trainer.0") as client:
+            return held.fetch(client, request, leased.items, leased.holders, 10.0)
+
+    async def publish(self, version: int) -> None:
+        """Have all engines serve a version, as the coordinator does."""
+        self.pool.hold()
+        await self.pool.held()
+        for member in self.pool.present:
+            engine = self.connect(member.engine.name, "", "")
+            engine.version = version
+            member.serve(version, 0)
+        self.queue.set_version(version)
+        self.pool.release()
+
+    async def _within(self, part: Any) -> Any:
+        """Await a part; if another part of the run fails meanwhile, raise that."""
+        task = asyncio.ensure_future(part)
+        while not task.done():
+            await asyncio.wait([task], timeout=0.05)
+            if self.failure:
+                task.cancel()
+                raise self.failure[0]
+        return task.result()
+
+    async def _guard(self, part: Any) -> None:
+        try:
+            await part
+        except (AsyncmoeError, AssertionError, RuntimeError) as error:
+            self.failure.append(error)
+
+
+def configured(folder: Path, workers: int, staleness: int) -> Config:
+    return parse(
+        {
+            "run": {"dir": str(folder / "run"), "steps": 100},
+            "model": {"path": str(folder / "model")},
+            "task": {"kind": "arithmetic"},
+            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE, "workers": workers},
+            "queue": {"staleness": {"max_staleness": staleness}},
+            "engines": {"count": 4},
+        }
+    )

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-import zmq.asyncio
+import zmq
 
 from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.rpc.client import ConnectionGone, rebuild
@@ -30,50 +30,61 @@ class AsyncClient:
     """
 
     def __init__(self, to: Rendezvous, peer: str) -> None:
-        self._peer, self._asked = peer, 0
-        self._connection = Connection(to)
-        self._socket = zmq.asyncio.Socket(self._connection.socket)  # a second handle of the same socket, for the event loop
+        self._peer, self._asked, self._losses, self._closed = peer, 0, 0, False
+        self._connection, self._made = Connection(to), time.monotonic()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._sending = asyncio.Lock()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(self._connection.socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._take)
+        self._looking = self._loop.call_later(_LOOK_S, self._look)
 
     async def ask(self, request: Request, timeout_s: float) -> Answer:
         """Return the reply to a request, and the frames that follow it.
 
         Raises:
             WaitTimeout: no reply within `timeout_s`.
-            ConnectionGone: the connection was lost meanwhile: the server has probably died.
+            ConnectionGone: the connection is closed or was lost meanwhile: the server has probably died.
             ProtocolError: the reply is malformed, or the request too large.
             AsyncmoeError: the server refused the request.
         """
-        payload = encode(request)
+        name, payload = type(request).__name__, encode(request)
+        if self._closed:
+            raise ConnectionGone(self._peer, f"{name}: the connection is closed", 0.0)
         self._asked += 1
         number = self._asked
-        self._waiting[number] = answer = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer = self._loop.create_future()
         try:
+            self._connection.socket.send_multipart([_NUMBER.pack(number), payload], zmq.NOBLOCK)
+            self._take()  # sending may have taken the signal that a reply is there
             async with asyncio.timeout(timeout_s):
-                async with self._sending:
-                    await self._socket.send_multipart([_NUMBER.pack(number), payload])
                 reply, frames = await answer
+        except zmq.Again:
+            raise ConnectionGone(self._peer, f"{name}: too many unanswered requests", 0.0) from None
         except TimeoutError as error:
-            raise WaitTimeout(self._peer, f"{type(request).__name__}: no reply", timeout_s) from error
+            raise WaitTimeout(self._peer, f"{name}: no reply", timeout_s) from error
         finally:
             del self._waiting[number]
         if isinstance(reply, Refused):
             raise rebuild(reply)
         return reply, frames
 
-    async def close(self) -> None:
-        """Close the connection; whoever still waits for a reply gets ConnectionGone."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail("it was closed", 0.0)
+    def close(self) -> None:
+        """Close the connection; whoever still waits for a reply gets ConnectionGone. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._looking.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._fail("it was closed")
         self._connection.close()
 
-    async def _receive(self) -> None:
-        while True:
-            parts = await self._socket.recv_multipart(copy=False)
+    def _take(self) -> None:
+        """Take all replies that are there: the descriptor is ready once for any number of them (ZMQ_FD in zmq_getsockopt(3))."""
+        while not self._closed:
+            try:
+                parts = self._connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
             if len(parts) < 2 or len(parts[0].bytes) != _NUMBER.size:
                 continue  # nobody can be told whose reply it was; whoever waits for it gets its time-out
             waiting = self._waiting.get(_NUMBER.unpack(parts[0].bytes)[0])
@@ -84,17 +95,17 @@ class AsyncClient:
             except ProtocolError as error:
                 waiting.set_exception(error)
 
-    async def _watch(self) -> None:
-        """Tell those who wait when the connection is lost: the server forgets whom it owes a reply."""
-        losses, since = 0, time.monotonic()
-        while True:
-            self._connection.look()
-            if self._connection.losses > losses or self._connection.refused:
-                losses = self._connection.losses
-                self._fail("it rejected our key" if self._connection.refused else "the connection was lost", time.monotonic() - since)
-            await asyncio.sleep(_LOOK_S)
+    def _look(self) -> None:
+        """Tell those who wait when the connection is lost: the server has forgotten whom it owes a reply."""
+        self._connection.look()
+        if self._connection.losses > self._losses or self._connection.refused:
+            self._losses = self._connection.losses
+            self._fail("it rejected our key" if self._connection.refused else "the connection was lost; it has probably died, see its log")
+        self._take()
+        self._looking = self._loop.call_later(_LOOK_S, self._look)
 
-    def _fail(self, why: str, seconds: float) -> None:
+    def _fail(self, why: str) -> None:
+        seconds = time.monotonic() - self._made
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionGone(self._peer, why, seconds))

@@ -67,8 +67,8 @@ class Fleet:
         self._following: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, RemoteWorker] = {}
         self._places: dict[str, str] = {}
-        self._open, self._failure = True, asyncio.get_running_loop().create_future()
-        self._abort = False
+        self._open, self._abort = True, False
+        self._closing: set[asyncio.Future[None]] = set()
         self._totals: dict[int, WorkerTotals] = {}
         self._recorded: dict[int, int] = {}
         pool.elsewhere = self
@@ -93,8 +93,12 @@ class Fleet:
         before = self._workers.get(request.number)
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")
-        worker = RemoteWorker(request)
-        self._recorded |= dict.fromkeys(await worker.begin(self._first), request.number)
+        worker = RemoteWorker(request, self._lost)
+        try:
+            self._recorded |= dict.fromkeys(await worker.begin(self._first), request.number)
+        except BaseException:
+            await worker.close()
+            raise
         self._workers[request.number], self._totals[request.number] = worker, WorkerTotals()
         self._following[request.number] = asyncio.create_task(self._follow(worker))
         log.info("%s has joined, process %d on %s", worker.name, request.rendezvous.pid, request.rendezvous.host)
@@ -109,12 +113,9 @@ class Fleet:
 
         Raises:
             EngineError: no worker joined in time, or all are lost and none comes back.
-            AsyncmoeError: a worker says that the run cannot go on.
         """
         alone = time.monotonic()
         while True:
-            if self._failure.done():
-                self._failure.result()
             if self._alive():
                 alone = time.monotonic()
                 await self._share()
@@ -130,7 +131,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._following.values(), return_exceptions=True)
         await asyncio.gather(*(worker.ask(WorkerEnd()) for worker in alive), return_exceptions=True)
-        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+        await asyncio.gather(*(worker.close() for worker in alive), *self._closing)
 
     # ------------------------------------------------------------ groups, for the producer
 
@@ -220,7 +221,7 @@ class Fleet:
         try:
             return await worker.use(told)
         except AsyncmoeError as error:
-            self._lose(worker, str(error))
+            worker.lose(str(error))
             return 0
 
     async def _follow(self, worker: RemoteWorker) -> None:
@@ -231,7 +232,7 @@ class Fleet:
                 seen = news.number
                 self._take(worker, news)
         except AsyncmoeError as error:
-            self._lose(worker, str(error))
+            worker.lose(str(error))
 
     def _take(self, worker: RemoteWorker, news: WorkerNews) -> None:
         for busy in news.busy:
@@ -253,14 +254,14 @@ class Fleet:
             if use.failed:
                 pool.fence(member, use.failed)
 
-    def _lose(self, worker: RemoteWorker, why: str) -> None:
-        if worker.gone:
-            return
-        log.error("%s is lost: %s", worker.name, why)
-        worker.lose(why)
+    def _lost(self, worker: RemoteWorker) -> None:
+        log.error("%s is lost: %s", worker.name, worker.gone)
         for number in worker.groups:
             self._groups.pop(number, None)
         worker.groups.clear()
+        closing = asyncio.ensure_future(worker.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
         for member in self._pool.present:
             if self._places.get(member.engine.name) == str(worker.joined.number):
                 member.elsewhere = 0

@@ -88,7 +88,7 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
     try:
         await client.ask(WorkerJoin(number, rendezvous, address.host_id(), config.digest, facts(name)), _ANSWER_S)
     finally:
-        await client.close()
+        client.close()
 
 
 async def _watch(config: Config, worker: RolloutWorker) -> None:

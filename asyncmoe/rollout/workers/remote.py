@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,6 +48,9 @@ class _Starting:
 class RemoteWorker:
     """One worker. For the controller's event loop.
 
+    Args:
+        lost: called once, when the worker is gone.
+
     Attributes:
         joined: how it joined.
         gone: why it is lost; empty: it is not.
@@ -55,8 +58,8 @@ class RemoteWorker:
         groups: numbers of the groups that it runs or holds.
     """
 
-    def __init__(self, joined: WorkerJoin) -> None:
-        self.joined, self.gone = joined, ""
+    def __init__(self, joined: WorkerJoin, lost: Callable[[RemoteWorker], None]) -> None:
+        self.joined, self.gone, self._lost = joined, "", lost
         self.name = f"rollout worker {joined.number}"
         self.engines: WorkerEngines | None = None
         self.groups: set[int] = set()
@@ -177,7 +180,10 @@ class RemoteWorker:
 
     def lose(self, why: str) -> None:
         """Note that the worker is gone, and tell all who wait for it."""
-        self.gone = self.gone or why
+        if self.gone:
+            return
+        self.gone = why
+        self._lost(self)
         for waiting in self._running.values():
             if not waiting.done():
                 waiting.set_exception(TrajectoryRejected(LOST, self.gone))
@@ -188,7 +194,7 @@ class RemoteWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
+        self._client.close()
 
     async def _flush(self) -> None:
         """Send the starts of this turn of the event loop, those of a group in one message."""

@@ -27,7 +27,6 @@ from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
@@ -36,6 +35,7 @@ from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
+from asyncmoe.rollout.workers.figures import added, figures_of
 from asyncmoe.rollout.workers.fleet import Fleet
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
@@ -162,7 +162,7 @@ class Controller:
         succession: Succession | None = None,
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
-        self._task, self._scorer = loaded.task, loaded.scorer
+        self._task, self._scorer, self._loaded = loaded.task, loaded.scorer, loaded
         self._curriculum = parts.curriculum_of(loaded)
         recording = models.recording(config, models.hf_config_of(config))
         self._pool, left = parts.pool_of(config, engines, recorder.generated), keeper or succession
@@ -369,15 +369,15 @@ class Controller:
     def _write_record(self) -> None:
         self._pool.note_busy()
         if (queue := self._session.queue) is not None:
-            names, tools = [member.engine.name for member in self._pool.members], self._stage.environment
-            counts = tools.counts if isinstance(tools, WithTools) else {}
+            names, here = [member.engine.name for member in self._pool.members], figures_of(self._loaded)
+            figures = here if self._fleet is None else added([here, self._fleet.figures()])
             scoring.write_log(self._scorer, self._config.run.dir)
             self._recorder.write(
                 queue.stats(),
                 names,
                 self._pool,
-                scoring.stats(self._scorer),
-                counts,
+                figures.scoring,
+                figures.tools,
                 self._curriculum,
                 self._lifecycle.prober.totals,
                 len(self._pool.serving),

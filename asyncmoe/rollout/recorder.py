@@ -6,12 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.engines.probes import ProbeTotals
-from asyncmoe.rollout.episodes.tools.runner import Counts
-from asyncmoe.rollout.scoring import Stats
 from asyncmoe.rollout.tasks import Curriculum
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
@@ -48,8 +44,8 @@ class Recorder:
         stats: QueueStats,
         engines: list[str],
         pool: object,
-        scoring: Mapping[str, Stats] | None = None,
-        tools: Mapping[str, Counts] | None = None,
+        scoring: Mapping[str, Scoring] | None = None,
+        tools: Mapping[str, Calls] | None = None,
         curriculum: Curriculum | None = None,
         probes: ProbeTotals | None = None,
         serving: int = 0,
@@ -71,8 +67,8 @@ class Recorder:
             Rollout(
                 time=now,
                 queue_depth=stats.depth,
-                scoring={name: msgspec.convert(one, Scoring, from_attributes=True) for name, one in (scoring or {}).items()},
-                tools={name: msgspec.convert(one, Calls, from_attributes=True) for name, one in (tools or {}).items()},
+                scoring=scoring or {},
+                tools=tools or {},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
                 prompts_measured=None if measured is None else measured.measured,

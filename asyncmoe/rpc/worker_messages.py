@@ -214,6 +214,8 @@ class WorkerNews(Message, frozen=True):
     uses: tuple[EngineUse, ...]
     busy: tuple[EngineBusy, ...]
     totals: WorkerTotals
+    figures: bytes
+    """msgpack of `asyncmoe.rollout.workers.figures.Figures`."""
 
 
 WorkerRequest = (

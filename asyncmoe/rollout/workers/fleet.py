@@ -21,7 +21,9 @@ from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers import figures
 from asyncmoe.rollout.workers.assignment import Located, assign, limits
+from asyncmoe.rollout.workers.figures import Figures, added
 from asyncmoe.rollout.workers.outcome import LOST
 from asyncmoe.rollout.workers.remote import RemoteWorker, Told
 from asyncmoe.rpc.messages import Done
@@ -70,6 +72,8 @@ class Fleet:
         self._open, self._abort = True, False
         self._closing: set[asyncio.Future[None]] = set()
         self._totals: dict[int, WorkerTotals] = {}
+        self._figures: dict[int, Figures] = {}
+        self._ended_figures = Figures()
         self._recorded: dict[int, int] = {}
         pool.elsewhere = self
 
@@ -100,6 +104,7 @@ class Fleet:
             await worker.close()
             raise
         self._workers[request.number], self._totals[request.number] = worker, WorkerTotals()
+        self._ended_figures = added([self._ended_figures, self._figures.pop(request.number, Figures())])
         self._following[request.number] = asyncio.create_task(self._follow(worker))
         log.info("%s has joined, process %d on %s", worker.name, request.rendezvous.pid, request.rendezvous.host)
         return Done()
@@ -107,6 +112,10 @@ class Fleet:
     def holders(self) -> Mapping[int, Rendezvous]:
         """Where each worker that is not lost serves trajectories, by its number."""
         return {number: worker.joined.rendezvous for number, worker in self._workers.items() if not worker.gone}
+
+    def figures(self) -> Figures:
+        """Return the statistics of all workers, those included that are lost."""
+        return added([self._ended_figures, *self._figures.values()])
 
     async def run(self) -> None:
         """Follow the engines of the pool, and the workers; never returns.
@@ -235,6 +244,7 @@ class Fleet:
             worker.lose(str(error))
 
     def _take(self, worker: RemoteWorker, news: WorkerNews) -> None:
+        self._figures[worker.joined.number] = figures.read(news.figures)
         for busy in news.busy:
             self._generated(busy.name, busy.begin, busy.end)
         before, now = self._totals[worker.joined.number], news.totals

@@ -13,7 +13,8 @@ from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.process import freeze, named
-from asyncmoe.rollout import parts
+from asyncmoe.rollout import parts, scoring
+from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.workers.worker import RolloutWorker
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.async_client import AsyncClient
@@ -70,7 +71,7 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
             controller = await asyncio.to_thread(keys.read, run_dir, config.engines.start_timeout_s)
             await _join(config, controller, number, rendezvous)
             freeze()
-            tasks = [serving, *(asyncio.create_task(one) for one in (worker.over.wait(), stop.wait(), _watch(config, worker)))]
+            tasks = [serving, *(asyncio.create_task(one) for one in (worker.over.wait(), stop.wait(), _watch(config, worker, loaded)))]
             done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in left:
                 task.cancel()
@@ -91,15 +92,17 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
         client.close()
 
 
-async def _watch(config: Config, worker: RolloutWorker) -> None:
+async def _watch(config: Config, worker: RolloutWorker, loaded: RolloutParts) -> None:
     """Look for the controller, which asks for news all the time; never returns.
 
     Raises:
         WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s`.
+        StorageError: what the user's scorer raised cannot be written.
     """
     limit, parent = config.cluster.heartbeat_timeout_s, os.getppid()
     while True:
         heartbeats.beat("runs episodes")
+        scoring.write_log(loaded.scorer, config.run.dir)
         silent = time.monotonic() - worker.heard
         if silent > limit or os.getppid() != parent:
             raise WaitTimeout("the controller", "it asks for nothing any more", silent)

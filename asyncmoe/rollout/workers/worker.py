@@ -21,6 +21,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
+from asyncmoe.rollout.workers.figures import figures_of
 from asyncmoe.rollout.workers.held import HeldGroups
 from asyncmoe.rollout.workers.outcome import RUN_FAILED
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
@@ -64,6 +65,7 @@ class RolloutWorker:
 
     def __init__(self, config: Config, number: int, loaded: RolloutParts, recording: Recording, connect: Connect = backend.connect) -> None:
         self.over, self.heard = asyncio.Event(), time.monotonic()
+        self._loaded = loaded
         self._config, self._number, self._begun = config, number, False
         self._engines, self._held = LentEngines(connect), HeldGroups(config, number, recording)
         self._pool = parts.pool_of(config, [], self._engines.record)
@@ -213,4 +215,5 @@ class RolloutWorker:
         busy = tuple(engines.busy)
         engines.busy.clear()
         totals = WorkerTotals(pool.generated_tokens, pool.lost_tokens, pool.recomputed_tokens, pool.recalled_tokens)
-        return WorkerNews(self._number_of_news, tuple(ended for _, ended in self._news), engines.uses(pool), busy, totals)
+        ended, figures = tuple(ended for _, ended in self._news), msgspec.msgpack.encode(figures_of(self._loaded))
+        return WorkerNews(self._number_of_news, ended, engines.uses(pool), busy, totals, figures)

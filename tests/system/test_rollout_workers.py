@@ -1,0 +1,50 @@
+"""A run whose episodes are in processes of their own, two engines for two workers: nothing is lost with a worker, and nothing trained twice.
+
+`pytest -s` shows the times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import logs, metrics, refused, start, wait_for
+from tests.system.test_journal import SHAPE, WARM, check, trained
+from tests.system.test_restarts import pid_of
+
+pytestmark = pytest.mark.system
+TWO = ("rollout.workers=2", "engines.count=2", "sync.verify_every=1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
+def test_a_run_outlives_a_rollout_worker(tmp_path: Path, number: signal.Signals) -> None:
+    directory = tmp_path / "run"
+    command = start(directory, *SHAPE, *TWO)
+    assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
+    others = [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1", "rollout.2")]
+    last = metrics(directory)[-1]["step"]
+    os.kill(pid_of(directory, "rollout.1"), number)
+    assert wait_for(partial(trained, directory, 0, last + 2), 150), logs(directory)
+    assert [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1", "rollout.2")] == others, "they were left alone"
+    status, _, error = command.finish()
+    assert status == 0, error[-3000:] + logs(directory)
+    assert command.gone(), command.alive()
+    check(directory, again=False)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["max_abs_logprob_diff_same_version"] < 1e-4
+    assert "rollout worker 1 is lost" in (directory / "logs" / "controller.log").read_text()
+
+
+def test_what_workers_cannot_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for overrides, expected in (
+        (("rollout.workers=2", "engines.count=1"), "rollout.workers: got 2, expected at most engines.count = 1"),
+        (("rollout.workers=1", "journal.enabled=false"), "journal.enabled: got False, expected true because rollout.workers is 1"),
+    ):
+        assert expected in refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", *overrides)
+    assert not (tmp_path / "run").exists()
+    assert "no worker, because rollout.workers is 0" in refused("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}")

@@ -56,8 +56,22 @@ First measure three things on a few GPUs: the step time of an engine at two batc
 seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan --json FILE` estimates the weight sync
 (`sync.plan`).
 
+Or let a run say it: `--trace RUN_DIR` draws from the groups that the run kept (`telemetry.samples`; without any, from the quantiles of its
+steps), and takes its sizes and the medians of its training, sync, pause and scoring times. The file's other keys stay, and the command
+line goes before both. The time of an engine's step is in no record.
+
+```
+asyncmoe simulate my-plant.yaml --trace runs/mine engines.count=96
+```
+
+By default, contexts cost nothing. `engines.context_s`, `engines.prefill_token_s` and `engines.kv_tokens` make steps grow with contexts,
+prefills with tokens, and engines preempt the newest request when they have no room; `trainer.token_s` makes training last as long as its
+batch has tokens.
+
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory
-(`asyncmoe/simulate/laws.py` derives it). `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
+(`asyncmoe/simulate/laws.py` derives it). A caution says where an assumption of the theory does not hold: a batch that does not fill the
+slots, responses that last longer than `max_staleness` steps, contexts that cost something. Beside each speed-up is the share of the started
+responses that was dropped or rejected. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
 several values of `max_staleness`. `--json FILE` and `--plot FILE` write the figures.
 
 The command line can override any key. A wrong key or value is refused with its line in the file, all at once. A key that is left out has

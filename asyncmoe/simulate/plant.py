@@ -159,8 +159,8 @@ class Plant(Section):
     workload: str = Field(
         "lognormal",
         description="Distribution of response lengths: lognormal, gamma, fixed, math, kimi-k2, moonlight, qwen2-vl, search or tools, with "
-        "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3 (icc: how alike the responses of a group are); or a file with one "
-        "length in tokens per line.",
+        "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3 (icc: how alike the responses of a group are); a file with one length "
+        "in tokens per line; or the directory of a run, whose recorded groups are drawn from.",
     )
     groups_per_step: Positive = Field(384, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
     group_size: Positive = Field(8, description="Responses to each prompt.")

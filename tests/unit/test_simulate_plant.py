@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from asyncmoe.cli import app
+from asyncmoe.simulate.compare import compare
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.workload import Workload, fixed, parse
+from asyncmoe.telemetry.format import percent
 from asyncmoe.trainer.data.schedule import cost
 
 ONE = Plant().having({"engines.count": 1, "engines.max_running": 8, "groups_per_step": 1, "trainer.step_s": 5.0, "steps": 4})
@@ -124,3 +129,25 @@ def test_recomputing_contexts_at_each_version_costs_what_a_prefill_costs() -> No
     assert kept.recomputed == 0
     assert again.recomputed > 0
     assert again.step_s > kept.step_s
+
+
+def test_cautions_name_each_assumption_that_does_not_hold() -> None:
+    found = compare(ONE.having({"steps": 8}), HUNDRED, ("async",))
+    assert found.cautions == ()
+    keys = {"engines.count": 50, "max_staleness": 1, "groups_per_step": 32, "engines.context_s": 1e-9, "trainer.step_s": 5.0}
+    found = compare(Plant().having({**keys, "steps": 8}), parse("lognormal"), ("async",))
+    slots, long, contexts, lost = found.cautions
+    assert slots.startswith("a batch of 256 responses does not fill the engines' 3,200 slots")
+    assert f"last {found.pools.t_gen / found.rows['async'].outcome.step_s:.1f} steps, more than max_staleness = 1" in long
+    assert "neither contexts" in contexts
+    assert found.rows["async"].outcome.lost > 0
+    assert lost.startswith(f"async lost {percent(found.rows['async'].outcome.lost)} ")
+    assert found.as_json()["cautions"] == list(found.cautions)
+
+
+def test_what_is_lost_stands_next_to_the_speed_up() -> None:
+    arguments = ["engines.count=50", "max_staleness=1", "groups_per_step=32", "trainer.step_s=5", "steps=8", "--mode", "async"]
+    found = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
+    row = next(line for line in found.output.splitlines() if "speed-up, same pools" in line)
+    assert re.search(r"1\.00x +│ +\d+\.\d\dx, \d+ % lost", row)
+    assert "caution: async lost" in found.output

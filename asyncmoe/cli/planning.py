@@ -97,9 +97,7 @@ def simulate_command(
             help="YAML file that describes cluster and run, and keys to override. docs/simulate.md lists the keys and their defaults.",
         ),
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Take lengths, sizes and seconds from a run's records.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take lengths, sizes and seconds from a run's records.")] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Try several splits of the same GPUs between engines and trainer, each with --staleness.")
     ] = False,

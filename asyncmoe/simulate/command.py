@@ -19,7 +19,7 @@ from asyncmoe.simulate.workload import parse
 
 BOUNDS = (1, 2, 4, 8)
 """Values of max_staleness that --sweep tries by default."""
-_OPTIONS = ("--trace", "--sweep", "--staleness", "--mode", "--json", "--plot")
+_OPTIONS = ("--sweep", "--staleness", "--mode", "--json", "--plot", "--trace")
 _KEYS = {
     "--workload": "workload",
     "--groups": "groups_per_step",

@@ -42,6 +42,11 @@ class PlantEngines(Section):
     )
     step_s: PositiveFloat = Field(0.008, description="Seconds of a decoding step with an empty batch: the time to read the weights.")
     step_batch: PositiveFloat = Field(128.0, description="Batch size at which a decoding step takes twice as long as an empty one.")
+    order: Literal["arrival", "fifo", "longest_first", "probes_first"] = Field(
+        "arrival",
+        description="Which request gets a free slot: the first that came, or the order of that name of the live pool (`rollout.order`), in "
+        "which continued episodes precede new ones.",
+    )
     context_s: NonNegativeFloat = Field(
         0.0,
         description="Seconds a decoding step takes longer for each token of the running requests' contexts: the time to read its keys and "
@@ -173,6 +178,11 @@ class Plant(Section):
     )
     queue_capacity: Positive | None = Field(
         None, description="Trajectories the queue holds before complete groups wait outside; null: (max_staleness + 1) batches."
+    )
+    tail_batching: Annotated[float, Field(ge=1, le=4), FINITE, NUMBER] = Field(
+        1.0,
+        description="Modes sync and one_step_off: prompts that a round starts, as a multiple of groups_per_step. When groups_per_step are "
+        "complete, the others are cancelled; once they are as many, they have a round of their own (RollPacker, arXiv 2509.21009). 1: off.",
     )
     steps: Positive = Field(40, description="Training steps to simulate; speeds leave out the first 2 * (max_staleness + 1), at most half.")
     seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")

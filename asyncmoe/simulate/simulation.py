@@ -92,6 +92,7 @@ class Simulation:
 
     def _scored(self, group: SimulatedGroup) -> None:
         self._queue.put(group)
+        self._engines.completed()
         self._fill()
 
     def _fill(self) -> None:

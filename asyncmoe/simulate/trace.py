@@ -99,6 +99,7 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
     counts: dict[str, Any] = {
         name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped", "rejected")
     }
+    counts["running"] += ledger.spare
     tokens = sum(trace.ages.values())
     return SimulatedRun(
         mode=mode,

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from asyncmoe.simulate.actors.waiting import SimulatedWaiting
 from asyncmoe.simulate.actors.workers import SimulatedWorkers
 from asyncmoe.simulate.decoding import Spans
 from asyncmoe.simulate.fleet import Fleet
+from asyncmoe.simulate.rounds import TailRounds
 from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
 from asyncmoe.simulate.trace import Reading
 from asyncmoe.simulate.workload import Episode, Floats
@@ -34,7 +36,9 @@ class SimulatedEngines:
         )
         self._with_contexts = plant.context_costs is not None
         self._workers, self._started = SimulatedWorkers(state), 0
-        self._waiting: deque[SimulatedResponse] = deque()
+        self._waiting = SimulatedWaiting(plant)
+        self._rounds: TailRounds[list[Episode]] = TailRounds(plant.groups_per_step, plant.tail_batching)
+        self._round: list[SimulatedGroup] = []
         self._again: deque[tuple[list[Episode], int]] = deque()
         self._drained: Callable[[], None] | None = None
         self._served_at: list[Floats] = [self._fleet.clocks(0.0)]
@@ -51,11 +55,27 @@ class SimulatedEngines:
         state = self._state
         if count := self._may_start():
             state.ledger = state.ledger.start(count * self._size)
-            for _ in range(count):
-                episodes, attempt = self._again.popleft() if self._again else (next(self._groups), 0)
-                self._waiting.extend(SimulatedGroup(episodes, attempt, self._started).members)
-                self._started += 1
+            spare = 0
+            if state.mode != "async" and count * self._size == self._batch:
+                again, spare = self._rounds.begin()
+                self._again.extend((episodes, 0) for episodes in again)
+                self._round.clear()
+            if spare:
+                state.ledger = state.ledger.start_spare(spare * self._size)
+            self._start(count + spare)
         self._place()
+
+    def completed(self) -> None:
+        """Note that a group is complete; with tail batching, put off the others of a round that needs no more."""
+        if not self._rounds.note_complete() or not self._state.ledger.spare:
+            return
+        for group in self._round:
+            if group.left and not group.lost:
+                self._cancel(group)
+                self._state.ledger = self._state.ledger.discard_spare(self._size)
+                self._state.trace.dropped["deferred"] += self._size
+                self._rounds.deferred.append(group.episodes)
+        self._check_drained()
 
     def next_event(self) -> float:
         """Return the time at which the next turn is complete, or a request is preempted; inf if there is none."""
@@ -68,6 +88,7 @@ class SimulatedEngines:
             return
         response, engine, spans = found
         self._count_tokens(response, engine, spans)
+        self._waiting.learn(response)
         tokens = response.turns[response.turn]
         response.turn += 1
         response.sampled += tokens
@@ -83,16 +104,19 @@ class SimulatedEngines:
 
     def reject(self, group: SimulatedGroup, reason: str) -> None:
         """Cancel a group. If an engine's failure is the reason, it starts over with the same episodes, at most twice."""
-        group.lost = True
-        for member in group.members:
-            self._fleet.cancel(member, self._clock.engine_time)
-        group.end()
+        self._cancel(group)
         self._state.ledger = self._state.ledger.reject(self._size)
         self._state.trace.rejected[reason] += self._size
         if reason == "engine_died" and group.attempt + 1 < _ATTEMPTS:
             self._again.append((group.episodes, group.attempt + 1))
         self.start_groups()
         self._check_drained()
+
+    def _cancel(self, group: SimulatedGroup) -> None:
+        group.lost = True
+        for member in group.members:
+            self._fleet.cancel(member, self._clock.engine_time)
+        group.end()
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Send no more requests until `land`; call `drained` once no request is running."""
@@ -111,6 +135,15 @@ class SimulatedEngines:
         self._fleet.settle(self._clock.engine_time)
         reading.busy, reading.sampled = self._fleet.busy, self._fleet.tokens
         reading.preemptions, reading.recomputed = self._fleet.preemptions, self._fleet.recomputed
+
+    def _start(self, count: int) -> None:
+        for _ in range(count):
+            episodes, attempt = self._again.popleft() if self._again else (next(self._groups), 0)
+            group = SimulatedGroup(episodes, attempt, self._started)
+            self._started += 1
+            self._waiting.add(group.members)
+            if self._rounds.factor > 1:
+                self._round.append(group)
 
     def _may_start(self) -> int:
         """Return how many groups may start now: at most a batch less what is under way, in modes that start whole batches."""
@@ -134,7 +167,7 @@ class SimulatedEngines:
         if self._drained is not None or self._clock.paused:
             return
         while waiting and fleet.free:
-            response = waiting.popleft()
+            response = waiting.take()
             group = response.group
             if group.lost:
                 continue
@@ -153,7 +186,7 @@ class SimulatedEngines:
         return plant.prompt_tokens, plant.prompt_tokens * (1 - plant.engines.prefix_hits if known else 1)
 
     def _next_turn(self, response: SimulatedResponse) -> None:
-        self._waiting.append(response)
+        self._waiting.add([response])
         self._place()
 
     def _count_tokens(self, response: SimulatedResponse, engine: int, spans: Spans) -> None:

@@ -82,8 +82,9 @@ one response to each prompt tell how long the others will be, and starts the lon
 | async, max_staleness 2, probes_first | 1.61 | 1.23 | 1.16 | 1.21 | 1.56 |
 
 (a) `engines.count=16 engines.max_running=32 groups_per_step=64 steps=30`; (b) `engines.count=6 engines.max_running=16 groups_per_step=48
-steps=14`; both `trainer.step_s=20 sync.seconds=4 sync.pause_s=0.5`. Both policies shorten the tail of a round, and asynchronous training has
-none, so it gains more than either. There, probes_first makes old groups wait behind the probes of new ones until a tenth of them is dropped.
+steps=14`; both `trainer.step_s=20 sync.seconds=4 sync.pause_s=0.5`. Both policies shorten the tail of a round, and asynchronous training
+has none, so it gains more than either. There, probes_first makes old groups wait behind the probes of new ones until a tenth of them is
+dropped.
 
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory
 (`asyncmoe/simulate/laws.py` derives it). A caution says where an assumption of the theory does not hold: a batch that does not fill the

@@ -64,7 +64,8 @@ class DecodingEngine(Generic[R]):
 
     def add(self, request: R, tokens: int, now: float, number: int, context: float = 0.0, fresh: float = 0.0) -> None:
         """Take a request with `tokens` to sample; later requests have higher numbers. Contexts cost nothing here."""
-        self.advance(now)
+        if now > self.since:
+            self.advance(now)
         self.load += 1
         start = self.clock
         if self._prefill_s:
@@ -87,7 +88,8 @@ class DecodingEngine(Generic[R]):
 
     def happen(self, now: float) -> tuple[R, Spans] | None:
         """Do what `next_event` announced: finish a request and return it."""
-        self.advance(now)
+        if now > self.since:
+            self.advance(now)
         end, _, request, start = heappop(self._heap)
         if end > self.clock:
             self.clock = end

@@ -96,11 +96,12 @@ class Fleet(Generic[R]):
     def next_event(self) -> float:
         """Return the time at which the next request finishes or is preempted; inf if there is none."""
         stamps, upcoming = self._stamp, self._next
-        for number in self._changed:
-            stamps[number] += 1
-            if (at := self._engines[number].next_event()) < math.inf:
-                heappush(upcoming, (at, stamps[number], number))
-        self._changed.clear()
+        if self._changed:
+            for number in self._changed:
+                stamps[number] += 1
+                if (at := self._engines[number].next_event()) < math.inf:
+                    heappush(upcoming, (at, stamps[number], number))
+            self._changed.clear()
         while upcoming and upcoming[0][1] != stamps[upcoming[0][2]]:
             heappop(upcoming)
         return upcoming[0][0] if upcoming else math.inf
@@ -112,12 +113,13 @@ class Fleet(Generic[R]):
         """
         now, _, number = heappop(self._next)
         self._changed.add(number)
-        found = self._engines[number].happen(now)
+        engine = self._engines[number]
+        found = engine.happen(now)
         if found is None:
             return None
         request, spans = found
         del self._at[request]
-        self._left(number, self._engines[number].load)
+        self._left(number, engine.load)
         return request, number, spans
 
     def cancel(self, request: R, now: float) -> None:

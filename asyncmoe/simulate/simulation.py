@@ -71,22 +71,20 @@ class Simulation:
         """See `simulate`."""
         state = self._state
         self._engines.start_groups()
-        while state.steps < state.plant.steps:
-            self._advance()
+        clock, engines, steps = state.clock, self._engines, state.plant.steps
+        while state.steps < steps:
+            sampled, event = engines.next_event(), clock.next_event()
+            if sampled < event:
+                clock.now = sampled
+                engines.happen()
+            elif event < math.inf:
+                clock.run_next()
+            else:
+                raise InvariantBroken(
+                    f"simulation: nothing can happen any more at step {state.steps}, version {state.version}: {state.ledger}"
+                )
         self._read()
         return summarise(state.plant, state.mode, state.trace, self._since, self._warm, state.ledger)
-
-    def _advance(self) -> None:
-        clock, finish = self._state.clock, self._engines.next_event()
-        event = clock.next_event()
-        if event == finish == math.inf:
-            steps, version, ledger = self._state.steps, self._state.version, self._state.ledger
-            raise InvariantBroken(f"simulation: nothing can happen any more at step {steps}, version {version}: {ledger}")
-        if event <= finish:
-            clock.run_next()
-        else:
-            clock.now = finish
-            self._engines.happen()
 
     # ------------------------------------------------------------ what follows when an actor has acted
 

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from asyncmoe.simulate.actors.waiting import SimulatedWaiting
+from asyncmoe.simulate.actors.waiting import OrderedWaiting, waiting_of
 from asyncmoe.simulate.actors.workers import SimulatedWorkers
 from asyncmoe.simulate.decoding import Spans
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.rounds import TailRounds
 from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
 from asyncmoe.simulate.trace import Reading
-from asyncmoe.simulate.workload import Episode, Floats
+from asyncmoe.simulate.workload import Episode
 
 _ATTEMPTS = 3
 
@@ -36,12 +36,12 @@ class SimulatedEngines:
         )
         self._with_contexts = plant.context_costs is not None
         self._workers, self._started = SimulatedWorkers(state), 0
-        self._waiting = SimulatedWaiting(plant)
+        self._waiting = waiting_of(plant)
         self._rounds: TailRounds[list[Episode]] = TailRounds(plant.groups_per_step, plant.tail_batching)
         self._round: list[SimulatedGroup] = []
         self._again: deque[tuple[list[Episode], int]] = deque()
         self._drained: Callable[[], None] | None = None
-        self._served_at: list[Floats] = [self._fleet.clocks(0.0)]
+        self._served_at: list[list[float]] = [self._fleet.clocks(0.0).tolist()]
         nodes = -(-plant.engines.count // plant.engines.per_node)
         for units, size, mtbf_s in (
             (plant.engines.count, 1, plant.failures.engine_mtbf_s),
@@ -88,13 +88,15 @@ class SimulatedEngines:
             return
         response, engine, spans = found
         self._count_tokens(response, engine, spans)
-        self._waiting.learn(response)
+        if isinstance(self._waiting, OrderedWaiting):
+            self._waiting.learn(response)
         tokens = response.turns[response.turn]
         response.turn += 1
         response.sampled += tokens
         self._workers.take(response, tokens, self._taken)
         self._place()
-        self._check_drained()
+        if self._drained is not None:
+            self._check_drained()
 
     def _taken(self, response: SimulatedResponse) -> None:
         if response.turn < len(response.turns):
@@ -125,7 +127,7 @@ class SimulatedEngines:
 
     def land(self) -> None:
         """Serve the version of the state, and send requests again."""
-        self._served_at.append(self._fleet.clocks(self._clock.engine_time))
+        self._served_at.append(self._fleet.clocks(self._clock.engine_time).tolist())
         if self._state.plant.sync.recompute:
             self._fleet.recompute(self._clock.engine_time)
         self._drained = None
@@ -141,7 +143,7 @@ class SimulatedEngines:
             episodes, attempt = self._again.popleft() if self._again else (next(self._groups), 0)
             group = SimulatedGroup(episodes, attempt, self._started)
             self._started += 1
-            self._waiting.add(group.members)
+            self._waiting.extend(group.members)
             if self._rounds.factor > 1:
                 self._round.append(group)
 
@@ -164,17 +166,19 @@ class SimulatedEngines:
 
     def _place(self) -> None:
         fleet, waiting, version = self._fleet, self._waiting, self._state.version
-        if self._drained is not None or self._clock.paused:
+        if not waiting or self._drained is not None or self._clock.paused:
             return
+        now = self._clock.engine_time
         while waiting and fleet.free:
-            response = waiting.take()
+            response = waiting.popleft()
             group = response.group
             if group.lost:
                 continue
             response.version = version
-            group.oldest = min(group.oldest, version)
+            if version < group.oldest:
+                group.oldest = version
             context, fresh = self._context(response) if self._with_contexts else (0.0, 0.0)
-            fleet.place(response, response.turns[response.turn], self._clock.engine_time, context, fresh)
+            fleet.place(response, response.turns[response.turn], now, context, fresh)
 
     def _context(self, response: SimulatedResponse) -> tuple[float, float]:
         """Return the tokens before a turn, and how many of them no prefix cache has."""
@@ -186,7 +190,7 @@ class SimulatedEngines:
         return plant.prompt_tokens, plant.prompt_tokens * (1 - plant.engines.prefix_hits if known else 1)
 
     def _next_turn(self, response: SimulatedResponse) -> None:
-        self._waiting.add([response])
+        self._waiting.append(response)
         self._place()
 
     def _count_tokens(self, response: SimulatedResponse, engine: int, spans: Spans) -> None:
@@ -194,7 +198,7 @@ class SimulatedEngines:
         tokens, served = response.group.tokens, self._state.version
         before = 0.0
         for version in range(response.version + 1, served + 1):
-            until = _sampled(spans, float(self._served_at[version][engine]))
+            until = _sampled(spans, self._served_at[version][engine])
             tokens[version - 1] = tokens.get(version - 1, 0.0) + until - before
             before = until
         tokens[served] = tokens.get(served, 0.0) + _sampled(spans, spans[-1][1]) - before

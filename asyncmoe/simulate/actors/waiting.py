@@ -10,33 +10,39 @@ from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.state import SimulatedResponse
 
 
-class SimulatedWaiting:
-    """See the module; the order is the plant's."""
+class OrderedWaiting:
+    """Takes the place of a deque, in an order of the live pool."""
 
-    def __init__(self, plant: Plant) -> None:
-        order, slots = plant.engines.order, plant.engines.count * plant.engines.max_running
-        self._lengths = Lengths()
-        self._ordered = None if order == "arrival" else Waiting(order, PATIENCE * slots, self._lengths)
-        self._came: deque[SimulatedResponse] = deque()
+    def __init__(self, waiting: Waiting, lengths: Lengths) -> None:
+        self._waiting, self._lengths = waiting, lengths
         self._by_ticket: dict[int, SimulatedResponse] = {}
 
     def __len__(self) -> int:
-        return len(self._came) + len(self._by_ticket)
+        return len(self._by_ticket)
 
-    def add(self, responses: Iterable[SimulatedResponse]) -> None:
+    def append(self, response: SimulatedResponse) -> None:
+        """Let a response wait for its next turn."""
+        request = ScheduledRequest(str(response.group.number), continues=response.turn > 0)
+        self._by_ticket[self._waiting.come(request)] = response
+
+    def extend(self, responses: Iterable[SimulatedResponse]) -> None:
         """Let responses wait for their next turn."""
-        if self._ordered is None:
-            self._came.extend(responses)
-            return
         for response in responses:
-            request = ScheduledRequest(str(response.group.number), continues=response.turn > 0)
-            self._by_ticket[self._ordered.come(request)] = response
+            self.append(response)
 
-    def take(self) -> SimulatedResponse:
+    def popleft(self) -> SimulatedResponse:
         """Remove and return the next one; at least one must be waiting."""
-        return self._came.popleft() if self._ordered is None else self._by_ticket.pop(self._ordered.take())
+        return self._by_ticket.pop(self._waiting.take())
 
     def learn(self, response: SimulatedResponse) -> None:
         """Note the length of a turn that is complete, as the pool does."""
-        if self._ordered is not None:
-            self._lengths.note(str(response.group.number), response.turns[response.turn])
+        self._lengths.note(str(response.group.number), response.turns[response.turn])
+
+
+def waiting_of(plant: Plant) -> deque[SimulatedResponse] | OrderedWaiting:
+    """Return an empty line in the order of the plant."""
+    order, slots = plant.engines.order, plant.engines.count * plant.engines.max_running
+    if order == "arrival":
+        return deque()
+    lengths = Lengths()
+    return OrderedWaiting(Waiting(order, PATIENCE * slots, lengths), lengths)

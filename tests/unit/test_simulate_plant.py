@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -12,7 +13,8 @@ from asyncmoe.cli import app
 from asyncmoe.simulate.compare import compare
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
-from asyncmoe.simulate.simulation import simulate
+from asyncmoe.simulate.simulation import Simulation, simulate
+from asyncmoe.simulate.state import SimulatedGroup
 from asyncmoe.simulate.workload import Workload, fixed, parse
 from asyncmoe.telemetry.format import percent
 from asyncmoe.trainer.data.schedule import cost
@@ -129,6 +131,18 @@ def test_recomputing_contexts_at_each_version_costs_what_a_prefill_costs() -> No
     assert kept.recomputed == 0
     assert again.recomputed > 0
     assert again.step_s > kept.step_s
+
+
+def test_groups_that_end_are_freed_without_the_collector_of_cycles() -> None:
+    run = Simulation(Plant().having({"engines.count": 4, "groups_per_step": 16, "steps": 40}), parse("lognormal:median=300"), "async")
+    gc.collect()
+    gc.disable()
+    try:
+        run.run()
+        alive = sum(isinstance(one, SimulatedGroup) for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert 0 < alive <= 16 * 6, "of 640 groups, those under way"
 
 
 def test_cautions_name_each_assumption_that_does_not_hold() -> None:

@@ -56,8 +56,40 @@ First measure three things on a few GPUs: the step time of an engine at two batc
 seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan --json FILE` estimates the weight sync
 (`sync.plan`).
 
+Or let a run say it: `--trace RUN_DIR` draws from the groups that the run kept (`telemetry.samples`; without any, from the quantiles of its
+steps), and takes its sizes and the medians of its training, sync, pause and scoring times. The file's other keys stay, and the command
+line goes before both. The time of an engine's step is in no record.
+
+```
+asyncmoe simulate my-plant.yaml --trace runs/mine engines.count=96
+```
+
+By default, contexts cost nothing. `engines.context_s`, `engines.prefill_token_s` and `engines.kv_tokens` make steps grow with contexts,
+prefills with tokens, and engines preempt the newest request when they have no room; `trainer.token_s` makes training last as long as its
+batch has tokens.
+
+Two policies of published systems can be tried; both are off by default. `tail_batching: 1.25` starts a quarter more prompts than a
+synchronous round needs and puts the slowest off for rounds of their own (RollPacker, arXiv 2509.21009). `engines.order: probes_first` lets
+one response to each prompt tell how long the others will be, and starts the longest first (Seer, arXiv 2511.14617); the live pool has it as
+`rollout.order`. Simulated tokens a second, by those of sync without a policy, for responses of a group that are half alike (`icc=0.5`):
+
+| | lognormal | math | kimi-k2 | moonlight | qwen2-vl |
+|---|---|---|---|---|---|
+| as many responses as slots (a): sync, tail_batching 1.25 | 1.32 | 1.17 | 1.02 | 1.08 | 1.41 |
+| async, max_staleness 4, no policy | 3.54 | 3.00 | 2.40 | 2.80 | 4.06 |
+| four times as many (b): sync, probes_first | 1.09 | 1.05 | 1.01 | 1.03 | 1.09 |
+| async, max_staleness 2, no policy | 1.86 | 1.44 | 1.34 | 1.42 | 1.80 |
+| async, max_staleness 2, probes_first | 1.61 | 1.23 | 1.16 | 1.21 | 1.56 |
+
+(a) `engines.count=16 engines.max_running=32 groups_per_step=64 steps=30`; (b) `engines.count=6 engines.max_running=16 groups_per_step=48
+steps=14`; both `trainer.step_s=20 sync.seconds=4 sync.pause_s=0.5`. Both policies shorten the tail of a round, and asynchronous training
+has none, so it gains more than either. There, probes_first makes old groups wait behind the probes of new ones until a tenth of them is
+dropped.
+
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory
-(`asyncmoe/simulate/laws.py` derives it). `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
+(`asyncmoe/simulate/laws.py` derives it). A caution says where an assumption of the theory does not hold: a batch that does not fill the
+slots, responses that last longer than `max_staleness` steps, contexts that cost something. Beside each speed-up is the share of the started
+responses that was dropped or rejected. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
 several values of `max_staleness`. `--json FILE` and `--plot FILE` write the figures.
 
 The command line can override any key. A wrong key or value is refused with its line in the file, all at once. A key that is left out has

@@ -97,6 +97,7 @@ def simulate_command(
             help="YAML file that describes cluster and run, and keys to override. docs/simulate.md lists the keys and their defaults.",
         ),
     ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take lengths, sizes and seconds from a run's records.")] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Try several splits of the same GPUs between engines and trainer, each with --staleness.")
     ] = False,
@@ -117,14 +118,13 @@ def simulate_command(
 
     - the seconds of a training step: trainer.step_s
 
-    - some response lengths, one per line in a file: workload
+    - some response lengths, one per line in a file: workload (or --trace)
 
     Then describe the whole cluster and find its best split:
 
         asyncmoe simulate examples/plant.yaml engines.count=96 trainer.gpus=32 --sweep
 
-    It reports how many GPUs should generate, which max_staleness to choose,
-    and the speed-up over synchronous training.
+    It reports the best split, max_staleness, and speed-up over synchronous.
     """
     from rich.console import Console
 
@@ -132,7 +132,7 @@ def simulate_command(
 
     show.check_plot(plot)
     bounds = command.staleness_bounds(staleness, sweep)
-    found = command.run(command.read_plant(arguments or ()), mode, bounds)
+    found = command.run(command.read_plant(arguments or (), trace), mode, bounds)
     if json_file is not None:
         show.write(found, json_file)
     if plot is not None:

@@ -10,7 +10,7 @@ from asyncmoe.config.fields import Decay, NonNegative, Positive, PositiveFloat, 
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Balance = Literal["least_loaded", "prefix_affine"]
-Order = Literal["fifo", "longest_first"]
+Order = Literal["fifo", "longest_first", "probes_first"]
 
 
 class RolloutSection(Section):
@@ -55,7 +55,8 @@ class RolloutSection(Section):
     order: Order = Field(
         "fifo",
         description="Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. "
-        "fifo: first come, first served; longest_first: prompts whose responses have been long so far.",
+        "fifo: first come, first served; longest_first: prompts whose responses have been long so far; probes_first: one response to each "
+        "new prompt, then the others, those to prompts with a long one first (for run.mode sync and one_step_off; async drops more).",
     )
     request_timeout_s: Seconds = Field(
         300.0, description="Seconds an engine may take for a response; a slower response is rejected and its group started over."

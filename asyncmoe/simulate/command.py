@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncmoe.config.loading import load_as, read
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.simulate.compare import Comparison, compare
 from asyncmoe.simulate.plant import MODES, Mode, Plant
+from asyncmoe.simulate.recorded import read_recorded
 from asyncmoe.simulate.sweep import Sweep, sweep
 from asyncmoe.simulate.workload import parse
 
 BOUNDS = (1, 2, 4, 8)
 """Values of max_staleness that --sweep tries by default."""
-_OPTIONS = ("--sweep", "--staleness", "--mode", "--json", "--plot")
+_OPTIONS = ("--sweep", "--staleness", "--mode", "--json", "--plot", "--trace")
 _KEYS = {
     "--workload": "workload",
     "--groups": "groups_per_step",
@@ -64,18 +66,27 @@ def run(plant: Plant, mode: str, bounds: Sequence[int]) -> Comparison | Sweep:
     return sweep(plant, drawn, bounds) if bounds else compare(plant, drawn, wanted)
 
 
-def read_plant(arguments: Sequence[str]) -> Plant:
+def read_plant(arguments: Sequence[str], trace: Path | None = None) -> Plant:
     """Read the plant from `[PLANT] [KEY=VALUE]...`; without a file every key has its default.
+
+    Args:
+        trace: directory of a run whose records take the place of the file's values; `KEY=VALUE` takes precedence over both.
 
     Raises:
         ConfigError: a former or unknown option, or a file, key or value that is refused; see `asyncmoe.config.loading.load_as`.
+        UserError, DataError: see `asyncmoe.simulate.recorded.read_recorded`.
     """
     _refuse_options(arguments)
+    recorded = [] if trace is None else [f"workload={json.dumps(str(trace))}", *_overrides(read_recorded(trace).keys)]
     if arguments and "=" not in arguments[0]:
         path = Path(arguments[0])
         _refuse_run(path)
-        return load_as(Plant, path, arguments[1:])
-    return load_as(Plant, None, arguments)
+        return load_as(Plant, path, [*recorded, *arguments[1:]])
+    return load_as(Plant, None, [*recorded, *arguments])
+
+
+def _overrides(keys: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def modes(text: str) -> tuple[Mode, ...]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncmoe.simulate import laws
+from asyncmoe.simulate.cautions import cautions
 from asyncmoe.simulate.plant import Mode, Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.trace import SimulatedRun
@@ -55,6 +56,7 @@ class Comparison:
 
     Attributes:
         best_engine_gpus: number of GPUs that should generate, by the law for one pool.
+        cautions: where the figures need care, a sentence each.
     """
 
     workload: str
@@ -66,6 +68,7 @@ class Comparison:
     s_max: float
     best_engine_gpus: int
     rows: dict[str, ModeComparison]
+    cautions: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the baselines and the figures of each mode, under the names of `asyncmoe.simulate.laws`."""
@@ -76,6 +79,7 @@ class Comparison:
             "baseline_pools": asdict(self.pools),
             "baseline_one_pool": asdict(self.one_pool),
             "best_engine_gpus": self.best_engine_gpus,
+            "cautions": list(self.cautions),
             "modes": {mode: self._mode(row) for mode, row in self.rows.items()},
         }
 
@@ -88,8 +92,7 @@ class Comparison:
 def one_pool(plant: Plant, workload: Workload) -> Baseline:
     """Simulate synchronous training that uses all GPUs of both pools for each phase in turn; switching phases costs nothing."""
     engines = max(1, plant.gpus // plant.engines.gpus)
-    step_s = plant.trainer.step_s * plant.trainer.gpus / plant.gpus
-    whole = plant.having({"engines.count": engines, "trainer.step_s": step_s, "queue_capacity": None})
+    whole = plant.having({"engines.count": engines, "queue_capacity": None, **plant.with_trainer(plant.gpus)})
     return _baseline(whole, simulate(whole, workload, "sync"), (plant.gpus, plant.gpus))
 
 
@@ -131,4 +134,15 @@ def compare(plant: Plant, workload: Workload, modes: Sequence[Mode], whole: Base
         for mode, outcome in outcomes.items()
     }
     engines = max(1, round(best))
-    return Comparison(workload.name, plant.described(), plant.gpus, pools, whole, s_pools, s_max, engines * plant.engines.gpus, rows)
+    return Comparison(
+        workload=workload.name,
+        plant=plant.described(),
+        gpus=plant.gpus,
+        pools=pools,
+        one_pool=whole,
+        s_pools=s_pools,
+        s_max=s_max,
+        best_engine_gpus=engines * plant.engines.gpus,
+        rows=rows,
+        cautions=cautions(plant, pools.t_gen, outcomes),
+    )

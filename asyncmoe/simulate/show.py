@@ -76,20 +76,27 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     rows = [(row, row.outcome) for row in found.rows.values()]
     for label, values in (
         ("step", [number(o.step_s, "s") for _, o in rows]),
-        ("speed-up, same pools", [f"{r.speedup:.2f}x" for r, _ in rows]),
+        ("speed-up, same pools", [_gain(r.speedup, o.lost) for r, o in rows]),
         ("of the law there", [percent(r.efficiency) for r, _ in rows]),
-        ("speed-up, one pool", [f"{r.speedup_one_pool:.2f}x" for r, _ in rows]),
+        ("speed-up, one pool", [_gain(r.speedup_one_pool, o.lost) for r, o in rows]),
         ("trainer idle", [percent(o.trainer_idle) for _, o in rows]),
         ("engines idle", [percent(o.engine_idle) for _, o in rows]),
         ("engines' rate, of the most", [percent(o.engine_rate) for _, o in rows]),
         ("mean age of a token", [f"{sum(a * s for a, s in o.ages.items()):.2f}" for _, o in rows]),
         ("oldest", [str(o.oldest_age) for _, o in rows]),
+        ("preempted in a step", [f"{o.preemptions:,.0f}" for _, o in rows]),
         ("trained", [f"{o.ledger['trained']:,}" for _, o in rows]),
         ("dropped or rejected", [percent(o.lost) for _, o in rows]),
         ("simulated time", [number(o.wall, "s") for _, o in rows]),
     ):
         grid.add_row(label, *values)
     console.print(grid)
+    for sentence in found.cautions:
+        console.print(f"caution: {sentence}", highlight=False)
+
+
+def _gain(speedup: float, lost: float) -> str:
+    return f"{speedup:.2f}x, {percent(lost)} lost" if lost else f"{speedup:.2f}x"
 
 
 def _line(what: str, base: Baseline) -> str:
@@ -142,6 +149,7 @@ def _sweep_table(found: Sweep, console: Console) -> None:
         console.print(
             f"{what}: {p.engine_gpus} engine GPUs, {p.trainer_gpus} trainer GPUs, max_staleness {p.max_staleness}: "
             f"{p.speedup_one_pool:.2f}x over sync on the "
-            f"same {found.gpus} GPUs as one pool, {p.speedup:.2f}x over sync in the same two pools",
+            f"same {found.gpus} GPUs as one pool, {p.speedup:.2f}x over sync in the same two pools; {percent(p.lost)} of what started is "
+            "lost",
             highlight=False,
         )

@@ -11,7 +11,10 @@ The actors are in `asyncmoe.simulate.actors`, a file each. This file connects th
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.simulate.actors.engines import SimulatedEngines
@@ -35,7 +38,20 @@ def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int |
         InvariantBroken: a token older than the bound reached the trainer, counts do not add up, or no event is left. Each would be a bug
             in the policy that runs live.
     """
-    return Simulation(plant, workload, mode, skip).run()
+    with _without_collector():
+        return Simulation(plant, workload, mode, skip).run()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Stop the search for cycles, which takes 40 % of the time with 10,000 engines and finds nothing: a group that ends breaks its own."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Simulation:
@@ -55,27 +71,26 @@ class Simulation:
         """See `simulate`."""
         state = self._state
         self._engines.start_groups()
-        while state.steps < state.plant.steps:
-            self._advance()
+        clock, engines, steps = state.clock, self._engines, state.plant.steps
+        while state.steps < steps:
+            sampled, event = engines.next_event(), clock.next_event()
+            if sampled < event:
+                clock.now = sampled
+                engines.happen()
+            elif event < math.inf:
+                clock.run_next()
+            else:
+                raise InvariantBroken(
+                    f"simulation: nothing can happen any more at step {state.steps}, version {state.version}: {state.ledger}"
+                )
         self._read()
         return summarise(state.plant, state.mode, state.trace, self._since, self._warm, state.ledger)
-
-    def _advance(self) -> None:
-        clock, finish = self._state.clock, self._engines.next_finish()
-        event = clock.next_event()
-        if event == finish == math.inf:
-            steps, version, ledger = self._state.steps, self._state.version, self._state.ledger
-            raise InvariantBroken(f"simulation: nothing can happen any more at step {steps}, version {version}: {ledger}")
-        if event <= finish:
-            clock.run_next()
-        else:
-            clock.now = finish
-            self._engines.finish_turn()
 
     # ------------------------------------------------------------ what follows when an actor has acted
 
     def _scored(self, group: SimulatedGroup) -> None:
         self._queue.put(group)
+        self._engines.completed()
         self._fill()
 
     def _fill(self) -> None:

@@ -17,29 +17,40 @@ class SimulatedGroup:
     """A group between start and training.
 
     Attributes:
+        number: groups started before it.
         left: members not scored yet.
         oldest: version of the group's first sampled token.
         tokens: tokens of complete turns, by version.
         lost: the group has been rejected.
+        prefilled: an engine has had the prompt.
     """
 
-    __slots__ = ("attempt", "episodes", "left", "lost", "members", "oldest", "tokens")
+    __slots__ = ("attempt", "episodes", "left", "lost", "members", "number", "oldest", "prefilled", "tokens")
 
-    def __init__(self, episodes: list[Episode], attempt: int) -> None:
-        self.episodes, self.attempt = episodes, attempt
+    def __init__(self, episodes: list[Episode], attempt: int, number: int) -> None:
+        self.episodes, self.attempt, self.number = episodes, attempt, number
         self.members = [SimulatedResponse(self, episode) for episode in episodes]
-        self.left, self.lost = len(episodes), False
+        self.left, self.lost, self.prefilled = len(episodes), False, False
         self.oldest: float = math.inf
         self.tokens: dict[int, float] = {}
 
+    def end(self) -> None:
+        """Forget the members: the group is trained, dropped or rejected. Without the cycle, both are freed at once."""
+        self.members = []
+
 
 class SimulatedResponse:
-    """One response of a group; `version` is the version served when its current turn was sent."""
+    """One response of a group.
 
-    __slots__ = ("group", "tools", "turn", "turns", "version")
+    Attributes:
+        version: version served when its current turn was sent.
+        sampled: tokens of its complete turns.
+    """
+
+    __slots__ = ("group", "sampled", "tools", "turn", "turns", "version")
 
     def __init__(self, group: SimulatedGroup, episode: Episode) -> None:
-        self.group, self.turn, self.version = group, 0, 0
+        self.group, self.turn, self.version, self.sampled = group, 0, 0, 0
         self.turns, self.tools = episode
 
 

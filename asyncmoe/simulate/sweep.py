@@ -94,8 +94,7 @@ def _splits(plant: Plant, best: float) -> list[Plant]:
     parts = []
     for engines in counts:
         trainer_gpus = plant.gpus - engines * plant.engines.gpus
-        step_s = plant.trainer.step_s * plant.trainer.gpus / trainer_gpus
-        parts.append(plant.having({"engines.count": engines, "trainer.gpus": trainer_gpus, "trainer.step_s": step_s}))
+        parts.append(plant.having({"engines.count": engines, "trainer.gpus": trainer_gpus, **plant.with_trainer(trainer_gpus)}))
     return parts
 
 

@@ -20,6 +20,8 @@ class Reading:
     syncing: float = 0.0
     busy: float = 0.0
     sampled: float = 0.0
+    preemptions: int = 0
+    recomputed: float = 0.0
     trained_tokens: int = 0
 
 
@@ -58,6 +60,8 @@ class SimulatedRun:
         engine_rate: tokens sampled, as a share of the tokens that engines sample with every slot taken.
         ages: share of the trained tokens by age in versions.
         oldest_age: largest age of a trained token.
+        preemptions: requests preempted per step, because an engine had no room for their contexts.
+        recomputed: tokens per step that were prefilled again, because of preemptions or of `sync.recompute`.
         lost: share of the started trajectories that were rejected or dropped.
         ledger: counts of trajectories by final state.
     """
@@ -77,6 +81,8 @@ class SimulatedRun:
     trainer_idle: float
     engine_idle: float
     engine_rate: float
+    preemptions: float
+    recomputed: float
     ages: dict[int, float]
     oldest_age: int
     lost: float
@@ -93,6 +99,7 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
     counts: dict[str, Any] = {
         name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped", "rejected")
     }
+    counts["running"] += ledger.spare
     tokens = sum(trace.ages.values())
     return SimulatedRun(
         mode=mode,
@@ -110,6 +117,8 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
         trainer_idle=max(0.0, 1 - (now.training - since.training) / window),
         engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines.count)),
         engine_rate=(now.sampled - since.sampled) / (window * plant.full_rate),
+        preemptions=(now.preemptions - since.preemptions) / steps,
+        recomputed=(now.recomputed - since.recomputed) / steps,
         ages={age: trace.ages[age] / tokens for age in sorted(trace.ages)},
         oldest_age=max(trace.oldest),
         lost=(ledger.dropped + ledger.rejected) / ledger.started,

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.simulate.recorded import read_recorded
 
 Floats = NDArray[np.float64]
 Quantile = Callable[[Floats], Floats]
@@ -43,6 +44,7 @@ class Workload:
         turns: weights of 1, 2, ... turns.
         last: tokens sampled in the last turn, by z; None: as in other turns.
         tool: seconds of a tool call, by z; None: 0.
+        recorded: groups of a run, drawn from at random instead; all else is then without effect.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Workload:
     turns: tuple[float, ...] = (1.0,)
     last: Quantile | None = None
     tool: Quantile | None = None
+    recorded: Sequence[Sequence[Episode]] = ()
 
     def groups(self, size: int, seed: int) -> Iterator[list[Episode]]:
         """Yield groups of `size` episodes without end; the same seed gives the same groups."""
@@ -60,6 +63,8 @@ class Workload:
             block += 1
 
     def _block(self, rng: np.random.Generator, size: int) -> list[list[Episode]]:
+        if self.recorded:
+            return [self._drawn(rng, size) for _ in range(_BLOCK)]
         shape = (_BLOCK, size, len(self.turns))
         shared, own = rng.standard_normal((_BLOCK, 1, 1)), rng.standard_normal(shape)
         z = math.sqrt(self.icc) * shared + math.sqrt(1 - self.icc) * own
@@ -75,6 +80,11 @@ class Workload:
             [(tuple(n[:turns]), tuple(s[: turns - 1])) for n, s, turns in zip(*members, strict=True)]
             for members in zip(tokens.tolist(), tools.tolist(), count.tolist(), strict=True)
         ]
+
+    def _drawn(self, rng: np.random.Generator, size: int) -> list[Episode]:
+        """A recorded group, with as many members: each once if it has enough of them."""
+        group = self.recorded[int(rng.integers(len(self.recorded)))]
+        return [group[int(member)] for member in rng.choice(len(group), size, replace=len(group) < size)]
 
 
 def _whole(tokens: Floats) -> NDArray[np.int64]:
@@ -117,6 +127,13 @@ def empirical(values: Sequence[float]) -> Quantile:
     return _tabulated(ordered, (np.arange(len(ordered)) + 0.5) / len(ordered), math.inf)
 
 
+def piecewise(quantiles: Sequence[tuple[float, float]]) -> Quantile:
+    """The distribution with these (share, value) quantiles, linear between them, and with no values beyond them."""
+    shares, values = np.array(quantiles, float).T
+    normal = np.vectorize(NormalDist().cdf, otypes=[float])
+    return lambda z: np.interp(normal(z), shares, values)
+
+
 def _tabulated(x: Floats, below: Floats, cap: float) -> Quantile:
     """The quantile function, by z, of a distribution with P(X <= x) = `below`, both ascending; capped at `cap`."""
     normal = NormalDist()
@@ -146,7 +163,7 @@ NAMES = tuple(_DEFAULTS)
 
 
 def parse(text: str) -> Workload:
-    """Parse `name`, `name:key=value,...`, or the path of a file with one length in tokens per line.
+    """Parse `name`, `name:key=value,...`, the path of a file with one length in tokens per line, or of a run's directory.
 
     Names: lognormal (median, sigma, cap), gamma (mean, shape, cap), fixed (tokens), math (Intern-S1's mixture; cap), kimi-k2, moonlight and
     qwen2-vl (Seer's), search (Search-R1: 2 to 5 turns), tools (Intern-S1: 1 to 10 calls); the last two have
@@ -154,24 +171,29 @@ def parse(text: str) -> Workload:
 
     Raises:
         ConfigError: an unknown name or key, an invalid value, or a file that is not such a list.
+        UserError, DataError: see `asyncmoe.simulate.recorded.read_recorded`.
     """
     name, values = _spec(text)
+    if values is None and Path(text).is_dir():
+        run = read_recorded(Path(text))
+        return Workload(text, piecewise(run.quantiles or ((0.0, 1.0), (1.0, 1.0))), recorded=run.groups)
     if values is None:
         return Workload(text, empirical(_read(Path(text))))
     return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))
 
 
 def check(text: str) -> None:
-    """Raise ConfigError unless `text` names a workload with valid keys, or a file, which is not read."""
+    """Raise ConfigError unless `text` names a workload with valid keys, or a file or directory, which is not read."""
     _spec(text)
 
 
 def _spec(text: str) -> tuple[str, Mapping[str, float] | None]:
-    """Return the name of a workload and the values of its keys, or None for a file."""
+    """Return the name of a workload and the values of its keys, or None for a path."""
     name, _, rest = text.partition(":")
     if name not in _DEFAULTS:
-        if not Path(text).is_file():
-            raise ConfigError("workload", got=repr(text), expected=f"one of {', '.join(NAMES)}, or a file with one length a line")
+        if not Path(text).is_file() and not Path(text).is_dir():
+            expected = f"one of {', '.join(NAMES)}, a file with one length a line, or a run's directory"
+            raise ConfigError("workload", got=repr(text), expected=expected)
         return name, None
     values = dict(_DEFAULTS[name])
     for part in filter(None, rest.split(",")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from asyncmoe.rollout.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
-ORDERS = st.sampled_from(["fifo", "longest_first"])
+ORDERS = st.sampled_from(["fifo", "longest_first", "probes_first"])
 REQUESTS = st.builds(ScheduledRequest, st.sampled_from(["", "a", "b", "c", "d"]), st.booleans())
 MEANS = {"a": 10, "b": 40, "c": 40}
 """Known lengths; "d" and "" are expected to be as long as all on average, 30."""
@@ -84,12 +85,42 @@ def test_what_continues_goes_first_and_then_the_longest(order: Order, requests: 
     waiting = Waiting(order, 1000, known())
     for request in requests:
         waiting.come(request)
+    news = [(i, r.prompt) for i, r in enumerate(requests) if not r.continues]
+    probes = {next(i for i, prompt in news if prompt == "d")} if any(prompt == "d" for _, prompt in news) else set()
+    unknown = {"fifo": 0.0, "longest_first": 30.0, "probes_first": math.inf}[order]
+
+    def length(i: int, r: ScheduledRequest) -> float:
+        return 0 if order == "fifo" or r.continues else MEANS.get(r.prompt, unknown)
+
     rank = {
-        i: (not r.continues, -MEANS.get(r.prompt, 30) if order == "longest_first" and not r.continues else 0, i)
+        i: (not r.continues, order == "probes_first" and i not in probes, -length(i, r), i) if not r.continues else (False, False, 0, i)
         for i, r in enumerate(requests)
     }
     assert [waiting.take() for _ in requests] == sorted(rank, key=rank.__getitem__)
     assert not len(waiting)
+
+
+def test_the_first_request_to_each_unknown_prompt_probes_for_the_others() -> None:
+    lengths = Lengths()
+    waiting = Waiting("probes_first", 1000, lengths)
+    tickets = {name: waiting.come(ScheduledRequest(name[0])) for name in ("a1", "a2", "a3", "b1", "b2", "c1", "c2")}
+    names = {ticket: name for name, ticket in tickets.items()}
+    assert [names[waiting.take()] for _ in range(3)] == ["a1", "b1", "c1"]
+    lengths.note("a", 10)
+    lengths.note("b", 70)
+    assert [names[waiting.take()] for _ in range(2)] == ["c2", "b2"], "what nothing is known of counts as longest"
+    waiting.come(ScheduledRequest("a"))
+    assert names[waiting.take()] == "a2", "a known prompt needs no probe"
+
+
+def test_the_longest_response_to_a_prompt_is_forgotten_with_the_prompt() -> None:
+    lengths = Lengths()
+    for tokens in (10, 30, 20):
+        lengths.note("a", tokens)
+    assert (lengths.longest("a"), lengths.longest("b")) == (30, math.inf)
+    for i in range(KEPT_PROMPTS):
+        lengths.note(f"later {i}", 7)
+    assert lengths.longest("a") == math.inf
 
 
 @given(

@@ -9,7 +9,8 @@ import pytest
 
 from asyncmoe.simulate import laws
 from asyncmoe.simulate.compare import compare
-from asyncmoe.simulate.fleet import Fleet, StepTime
+from asyncmoe.simulate.decoding import StepTime
+from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.sweep import sweep
@@ -144,30 +145,37 @@ def test_tool_calls_are_those_of_the_trace() -> None:
     assert all(len(tools) == len(turns) - 1 for turns, tools in episodes)
 
 
+def finished(fleet: Fleet[str]) -> str:
+    """The request that finishes next."""
+    found = fleet.happen()
+    assert found is not None
+    return found[0]
+
+
 def test_an_engine_slows_down_as_it_fills() -> None:
     """Two requests on one engine of t0 = 1 s, b0 = 2: alone a step takes 1.5 s, with two 2 s."""
     fleet: Fleet[str] = Fleet(1, 2, StepTime(1.0, 2.0))
     fleet.place("long", 10, now=0.0)
-    assert fleet.next_finish() == 15.0
+    assert fleet.next_event() == 15.0
     fleet.place("short", 2, now=3.0)
-    assert fleet.next_finish() == 7.0
-    assert fleet.finish()[0] == "short"
-    assert fleet.next_finish() == pytest.approx(7.0 + 6 * 1.5)
-    assert (fleet.finish()[0], fleet.tokens, fleet.busy) == ("long", pytest.approx(12), pytest.approx(16.0))
+    assert fleet.next_event() == 7.0
+    assert finished(fleet) == "short"
+    assert fleet.next_event() == pytest.approx(7.0 + 6 * 1.5)
+    assert (finished(fleet), fleet.tokens, fleet.busy) == ("long", pytest.approx(12), pytest.approx(16.0))
 
 
 def test_prompts_are_computed_in_one_pass_between_steps_while_others_wait() -> None:
     fleet: Fleet[str] = Fleet(1, 4, StepTime(1.0, 1e9), prefill_s=0.5)
     fleet.place("a", 4, now=0.0)
     fleet.place("b", 2, now=0.0)
-    assert fleet.next_finish() == pytest.approx(2.5)
-    assert fleet.finish()[0] == "b"
+    assert fleet.next_event() == pytest.approx(2.5)
+    assert finished(fleet) == "b"
     fleet.place("c", 1, now=2.5)
     fleet.place("d", 3, now=2.6)  # with c, whose pass is not over
-    assert fleet.next_finish() == pytest.approx(4.0)
-    assert fleet.finish()[0] == "c"
-    assert (fleet.next_finish(), fleet.finish()[0]) == (pytest.approx(5.0), "a")
-    assert (fleet.next_finish(), fleet.finish()[0]) == (pytest.approx(6.0), "d")
+    assert fleet.next_event() == pytest.approx(4.0)
+    assert finished(fleet) == "c"
+    assert (fleet.next_event(), finished(fleet)) == (pytest.approx(5.0), "a")
+    assert (fleet.next_event(), finished(fleet)) == (pytest.approx(6.0), "d")
     assert fleet.busy == pytest.approx(6.0)
 
 

@@ -29,14 +29,12 @@ from asyncmoe.rollout.engines.adapter_slots import TwoSlots, attributed
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.member import Member, RecordBusy
-from asyncmoe.rollout.engines.scheduling import UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.rollout.engines.scheduling import PATIENCE, UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
 from asyncmoe.rollout.engines.standstill import Standstill
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
-_PATIENCE = 4
-"""A request is overtaken at most `_PATIENCE * limit` times, so the order yields only after a wait of several responses."""
 _OTHERS = 2
 """Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
 _BROKEN, _AGAIN_S = 8, 0.1
@@ -106,7 +104,7 @@ class Pool:
         self.members = [self._member(engine) for engine in engines]
         self._balance, self._slack = balance, slack
         self._lengths, self._homes = Lengths(), Homes(balance)
-        self._gate = Gate(limit, Waiting(order, _PATIENCE * limit, self._lengths))
+        self._gate = Gate(limit, Waiting(order, PATIENCE * limit, self._lengths))
 
     @property
     def serving(self) -> list[Member]:

@@ -3,7 +3,10 @@
 Next request (`Waiting`): requests that continue an episode (a response that a weight update cut short, or a later turn), and those of an
 evaluation, go before new requests, so that the tail of an episode never waits for the head of another. With order "longest_first", new
 requests with the longest expected responses go first, because the end of the batch waits for a long response that starts last (longest
-processing time first; Graham, 1969). No request starves: each is overtaken at most `patience` times.
+processing time first; Graham, 1969). With order "probes_first", the first request to each unknown prompt goes before all others: responses
+to a prompt are of similar lengths, so it tells how long the others will be, before most of them start (Qin et al., Seer, arXiv 2511.14617,
+section 3.3). The others follow, longest first; what nothing is known of counts as longest. No request starves: each is overtaken at most
+`patience` times.
 
 Engine (`choose`): the engine with the fewest requests. Or, so that prefixes are found in an engine's cache: the engine that has the
 conversation so far, else the same engine for all requests of a prompt, as long as it is not much busier than the others.
@@ -11,6 +14,7 @@ conversation so far, else the same engine for all requests of a prompt, as long 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ from hashlib import blake2b
 
 from asyncmoe.config.rollout import Balance, Order
 
+PATIENCE = 4
+"""The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after a wait of several responses."""
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""
 KEPT_CONVERSATIONS = 65536
@@ -100,21 +106,28 @@ class Lengths:
 
     def __init__(self) -> None:
         self._by_prompt: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._longest: dict[str, int] = {}
         self._tokens = self._count = 0
 
     def note(self, prompt: str, tokens: int) -> None:
         """Record a finished response of `tokens` tokens to `prompt`."""
         before, count = self._by_prompt.pop(prompt, (0, 0))
         self._by_prompt[prompt] = before + tokens, count + 1
+        self._longest[prompt] = max(tokens, self._longest.get(prompt, 0))
         self._tokens, self._count = self._tokens + tokens, self._count + 1
         if len(self._by_prompt) > KEPT_PROMPTS:
-            _, (old, gone) = self._by_prompt.popitem(last=False)
+            name, (old, gone) = self._by_prompt.popitem(last=False)
+            del self._longest[name]
             self._tokens, self._count = self._tokens - old, self._count - gone
 
     def expected(self, prompt: str) -> float:
         """Return the expected tokens of a response to `prompt`: the mean of earlier responses to it, else of all responses, else 0."""
         tokens, count = self._by_prompt.get(prompt, (self._tokens, self._count))
         return tokens / count if count else 0.0
+
+    def longest(self, prompt: str) -> float:
+        """Return the most tokens of an earlier response to `prompt`; inf if there was none."""
+        return self._longest.get(prompt, math.inf)
 
 
 class Waiting:
@@ -135,6 +148,8 @@ class Waiting:
         self._all: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self._continuing: OrderedDict[int, None] = OrderedDict()
         self._new: dict[str, OrderedDict[int, None]] = {}
+        self._probes: OrderedDict[int, None] = OrderedDict()
+        self._probed: OrderedDict[str, None] = OrderedDict()
         self._came = 0
 
     def __len__(self) -> int:
@@ -145,8 +160,12 @@ class Waiting:
         ticket = self._came
         self._came += 1
         self._all[ticket] = request
-        line = self._continuing if request.continues else self._new.setdefault(self._line(request), OrderedDict())
-        line[ticket] = None
+        if request.continues:
+            self._continuing[ticket] = None
+        elif self._is_probe(request.prompt):
+            self._probes[ticket] = None
+        else:
+            self._new.setdefault(self._line(request), OrderedDict())[ticket] = None
         return ticket
 
     def take(self) -> int:
@@ -161,6 +180,9 @@ class Waiting:
         if request.continues:
             del self._continuing[ticket]
             return
+        if ticket in self._probes:
+            del self._probes[ticket]
+            return
         line = self._new[self._line(request)]
         del line[ticket]
         if not line:
@@ -173,7 +195,19 @@ class Waiting:
             return oldest
         if self._continuing:
             return next(iter(self._continuing))
-        return min(((-self._lengths.expected(prompt), next(iter(line))) for prompt, line in self._new.items()))[1]
+        if self._probes:
+            return next(iter(self._probes))
+        length = self._lengths.longest if self._order == "probes_first" else self._lengths.expected
+        return min(((-length(prompt), next(iter(line))) for prompt, line in self._new.items()))[1]
 
     def _line(self, request: ScheduledRequest) -> str:
-        return request.prompt if self._order == "longest_first" else ""
+        return "" if self._order == "fifo" else request.prompt
+
+    def _is_probe(self, prompt: str) -> bool:
+        """Whether a new request is the first to a prompt of which nothing is known; the next one is none."""
+        if self._order != "probes_first" or not prompt or prompt in self._probed or self._lengths.longest(prompt) < math.inf:
+            return False
+        self._probed[prompt] = None
+        if len(self._probed) > KEPT_PROMPTS:
+            self._probed.popitem(last=False)
+        return True

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
+from asyncmoe.simulate.actors.waiting import OrderedWaiting, waiting_of
+from asyncmoe.simulate.actors.workers import SimulatedWorkers
+from asyncmoe.simulate.decoding import Spans
 from asyncmoe.simulate.fleet import Fleet
+from asyncmoe.simulate.rounds import TailRounds
 from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
 from asyncmoe.simulate.trace import Reading
-from asyncmoe.simulate.workload import Episode, Floats
+from asyncmoe.simulate.workload import Episode
 
 _ATTEMPTS = 3
 
@@ -25,51 +31,94 @@ class SimulatedEngines:
         plant = state.plant
         self._state, self._clock, self._groups, self._hand_over = state, state.clock, groups, sampled
         self._size, self._batch = plant.group_size, plant.batch
-        self._fleet: Fleet[SimulatedResponse] = Fleet(plant.engines.count, plant.engines.max_running, plant.step, plant.engines.prefill_s)
-        self._waiting: deque[SimulatedResponse] = deque()
+        self._fleet: Fleet[SimulatedResponse] = Fleet(
+            plant.engines.count, plant.engines.max_running, plant.step, plant.engines.prefill_s, plant.context_costs, plant.slow_engines
+        )
+        self._with_contexts = plant.context_costs is not None
+        self._workers, self._started = SimulatedWorkers(state), 0
+        self._waiting = waiting_of(plant)
+        self._rounds: TailRounds[list[Episode]] = TailRounds(plant.groups_per_step, plant.tail_batching)
+        self._round: list[SimulatedGroup] = []
         self._again: deque[tuple[list[Episode], int]] = deque()
         self._drained: Callable[[], None] | None = None
-        self._served_at: list[Floats] = [self._fleet.clocks(0.0)]
-        if plant.failures.engine_mtbf_s:
-            self._clock.after(self._until_failure(plant.failures.engine_mtbf_s), self._fail)
+        self._served_at: list[list[float]] = [self._fleet.clocks(0.0).tolist()]
+        nodes = -(-plant.engines.count // plant.engines.per_node)
+        for units, size, mtbf_s in (
+            (plant.engines.count, 1, plant.failures.engine_mtbf_s),
+            (nodes, plant.engines.per_node, plant.failures.node_mtbf_s),
+        ):
+            if mtbf_s:
+                self._expect_failure(units, size, mtbf_s)
 
     def start_groups(self) -> None:
         """Start as many groups as the policy allows."""
         state = self._state
-        while state.law.may_start(state.ledger, self._size, state.version) and self._batch_may_start():
-            state.ledger = state.ledger.start(self._size)
-            episodes, attempt = self._again.popleft() if self._again else (next(self._groups), 0)
-            self._waiting.extend(SimulatedGroup(episodes, attempt).members)
+        if count := self._may_start():
+            state.ledger = state.ledger.start(count * self._size)
+            spare = 0
+            if state.mode != "async" and count * self._size == self._batch:
+                again, spare = self._rounds.begin()
+                self._again.extend((episodes, 0) for episodes in again)
+                self._round.clear()
+            if spare:
+                state.ledger = state.ledger.start_spare(spare * self._size)
+            self._start(count + spare)
         self._place()
 
-    def next_finish(self) -> float:
-        """Return the time at which the next turn is complete; inf if there is none."""
-        return self._clock.at_engine_time(self._fleet.next_finish())
+    def completed(self) -> None:
+        """Note that a group is complete; with tail batching, put off the others of a round that needs no more."""
+        if not self._rounds.note_complete() or not self._state.ledger.spare:
+            return
+        for group in self._round:
+            if group.left and not group.lost:
+                self._cancel(group)
+                self._state.ledger = self._state.ledger.discard_spare(self._size)
+                self._state.trace.dropped["deferred"] += self._size
+                self._rounds.deferred.append(group.episodes)
+        self._check_drained()
 
-    def finish_turn(self) -> None:
-        """Complete the next turn, at the current time."""
-        response, engine, start, end = self._fleet.finish()
-        group = response.group
-        self._count_tokens(response, engine, start, end)
+    def next_event(self) -> float:
+        """Return the time at which the next turn is complete, or a request is preempted; inf if there is none."""
+        return self._clock.at_engine_time(self._fleet.next_event())
+
+    def happen(self) -> None:
+        """Let the next event happen, at the current time."""
+        found = self._fleet.happen()
+        if found is None:
+            return
+        response, engine, spans = found
+        self._count_tokens(response, engine, spans)
+        if isinstance(self._waiting, OrderedWaiting):
+            self._waiting.learn(response)
+        tokens = response.turns[response.turn]
         response.turn += 1
+        response.sampled += tokens
+        self._workers.take(response, tokens, self._taken)
+        self._place()
+        if self._drained is not None:
+            self._check_drained()
+
+    def _taken(self, response: SimulatedResponse) -> None:
         if response.turn < len(response.turns):
             self._clock.after(response.tools[response.turn - 1], lambda: self._next_turn(response))
-        elif not group.lost:
+        elif not response.group.lost:
             self._hand_over(response)
-        self._place()
-        self._check_drained()
 
     def reject(self, group: SimulatedGroup, reason: str) -> None:
         """Cancel a group. If an engine's failure is the reason, it starts over with the same episodes, at most twice."""
-        group.lost = True
-        for member in group.members:
-            self._fleet.cancel(member, self._clock.engine_time)
+        self._cancel(group)
         self._state.ledger = self._state.ledger.reject(self._size)
         self._state.trace.rejected[reason] += self._size
         if reason == "engine_died" and group.attempt + 1 < _ATTEMPTS:
             self._again.append((group.episodes, group.attempt + 1))
         self.start_groups()
         self._check_drained()
+
+    def _cancel(self, group: SimulatedGroup) -> None:
+        group.lost = True
+        for member in group.members:
+            self._fleet.cancel(member, self._clock.engine_time)
+        group.end()
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Send no more requests until `land`; call `drained` once no request is running."""
@@ -78,65 +127,109 @@ class SimulatedEngines:
 
     def land(self) -> None:
         """Serve the version of the state, and send requests again."""
-        self._served_at.append(self._fleet.clocks(self._clock.engine_time))
+        self._served_at.append(self._fleet.clocks(self._clock.engine_time).tolist())
+        if self._state.plant.sync.recompute:
+            self._fleet.recompute(self._clock.engine_time)
         self._drained = None
 
     def read(self, reading: Reading) -> None:
         """Bring the engines' totals of a reading up to date."""
         self._fleet.settle(self._clock.engine_time)
         reading.busy, reading.sampled = self._fleet.busy, self._fleet.tokens
+        reading.preemptions, reading.recomputed = self._fleet.preemptions, self._fleet.recomputed
 
-    def _batch_may_start(self) -> bool:
-        """Return whether a group may start: modes with batches begin a batch only when nothing runs, but replace its lost groups."""
-        ledger = self._state.ledger
-        if self._state.mode == "async" or not ledger.running:
-            return True
-        return (ledger.accepted + ledger.running) % self._batch != 0
+    def _start(self, count: int) -> None:
+        for _ in range(count):
+            episodes, attempt = self._again.popleft() if self._again else (next(self._groups), 0)
+            group = SimulatedGroup(episodes, attempt, self._started)
+            self._started += 1
+            self._waiting.extend(group.members)
+            if self._rounds.factor > 1:
+                self._round.append(group)
+
+    def _may_start(self) -> int:
+        """Return how many groups may start now: at most a batch less what is under way, in modes that start whole batches."""
+        state, size = self._state, self._size
+        if not state.law.may_start(state.ledger, size, state.version):
+            return 0
+        under_way = (state.ledger.accepted + state.ledger.running) % self._batch
+        if state.mode != "async":
+            if state.ledger.running and not under_way:
+                return 0
+            return self._most((self._batch - under_way) // size)
+        return self._most((state.law.max_staleness + 1) * self._batch // size)
+
+    def _most(self, bound: int) -> int:
+        """Return how many groups the law admits together, up to a bound; it admits one."""
+        law, ledger, version = self._state.law, self._state.ledger, self._state.version
+        return 1 + bisect_left(range(2, bound + 1), True, key=lambda count: not law.may_start(ledger, count * self._size, version))
 
     def _place(self) -> None:
         fleet, waiting, version = self._fleet, self._waiting, self._state.version
-        if self._drained is not None or self._clock.paused:
+        if not waiting or self._drained is not None or self._clock.paused:
             return
+        now = self._clock.engine_time
         while waiting and fleet.free:
             response = waiting.popleft()
             group = response.group
             if group.lost:
                 continue
             response.version = version
-            group.oldest = min(group.oldest, version)
-            fleet.place(response, response.turns[response.turn], self._clock.engine_time)
+            if version < group.oldest:
+                group.oldest = version
+            context, fresh = self._context(response) if self._with_contexts else (0.0, 0.0)
+            fleet.place(response, response.turns[response.turn], now, context, fresh)
+
+    def _context(self, response: SimulatedResponse) -> tuple[float, float]:
+        """Return the tokens before a turn, and how many of them no prefix cache has."""
+        plant, group = self._state.plant, response.group
+        if response.turn:
+            context = plant.prompt_tokens + response.sampled + plant.tool_tokens * response.turn
+            return context, context - plant.engines.prefix_hits * (context - plant.tool_tokens)
+        known, group.prefilled = group.prefilled, True
+        return plant.prompt_tokens, plant.prompt_tokens * (1 - plant.engines.prefix_hits if known else 1)
 
     def _next_turn(self, response: SimulatedResponse) -> None:
         self._waiting.append(response)
         self._place()
 
-    def _count_tokens(self, response: SimulatedResponse, engine: int, start: float, end: float) -> None:
-        """Split the tokens of a turn, from clock reading `start` to `end` of its engine, by the version that sampled them."""
+    def _count_tokens(self, response: SimulatedResponse, engine: int, spans: Spans) -> None:
+        """Split the tokens of a turn by the version that sampled them."""
         tokens, served = response.group.tokens, self._state.version
+        before = 0.0
         for version in range(response.version + 1, served + 1):
-            landed = float(self._served_at[version][engine])
-            tokens[version - 1] = tokens.get(version - 1, 0.0) + landed - start
-            start = landed
-        tokens[served] = tokens.get(served, 0.0) + end - start
+            until = _sampled(spans, self._served_at[version][engine])
+            tokens[version - 1] = tokens.get(version - 1, 0.0) + until - before
+            before = until
+        tokens[served] = tokens.get(served, 0.0) + _sampled(spans, spans[-1][1]) - before
 
     def _check_drained(self) -> None:
         if self._drained is not None and not self._clock.paused and not self._fleet.in_flight:
             self._drained()
 
-    def _until_failure(self, mtbf_s: float) -> float:
-        return self._state.rng.expovariate(self._state.plant.engines.count / mtbf_s)
+    def _expect_failure(self, units: int, size: int, mtbf_s: float) -> None:
+        """Let one of so many units of `size` engines each fail, each on average once in `mtbf_s`, again and again."""
+        self._clock.after(self._state.rng.expovariate(units / mtbf_s), lambda: self._fail(units, size, mtbf_s))
 
-    def _fail(self) -> None:
-        failures, engine = self._state.plant.failures, self._state.rng.randrange(self._state.plant.engines.count)
-        assert failures.engine_mtbf_s is not None
-        if self._fleet.serves(engine):
-            groups = {id(response.group): response.group for response in self._fleet.kill(engine, self._clock.engine_time)}
-            self._clock.after(failures.engine_restart_s, lambda: self._return(engine))
-            for group in groups.values():
-                self.reject(group, "engine_died")
-            self._check_drained()
-        self._clock.after(self._until_failure(failures.engine_mtbf_s), self._fail)
+    def _fail(self, units: int, size: int, mtbf_s: float) -> None:
+        first, now = self._state.rng.randrange(units) * size, self._clock.engine_time
+        groups: dict[int, SimulatedGroup] = {}
+        for engine in range(first, min(first + size, self._state.plant.engines.count)):
+            if self._fleet.serves(engine):
+                groups |= {id(response.group): response.group for response in self._fleet.kill(engine, now)}
+                self._clock.after(self._state.plant.failures.engine_restart_s, partial(self._return, engine))
+        for group in groups.values():
+            self.reject(group, "engine_died")
+        self._check_drained()
+        self._expect_failure(units, size, mtbf_s)
 
     def _return(self, engine: int) -> None:
         self._fleet.restore(engine, self._clock.engine_time)
         self._place()
+
+
+def _sampled(spans: Spans, clock: float) -> float:
+    """Tokens of a turn that were sampled until a reading of its engine's clock."""
+    start, end = spans[0]
+    tokens = (clock if clock < end else end) - start
+    return tokens + sum(max(0.0, min(clock, end) - start) for start, end in spans[1:]) if len(spans) > 1 else tokens

@@ -37,7 +37,7 @@ class SimulatedQueue:
         """Drop groups that are too old for the next step; True if there were any."""
         state, stale = self._state, 0
         while self._queued and state.law.is_stale(int(self._queued[0][0]), state.steps):
-            heappop(self._queued)
+            heappop(self._queued)[2].end()
             stale += self._size
         if stale:
             state.ledger = state.ledger.drop(stale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -18,6 +19,9 @@ class SimulatedScorer:
 
     def __init__(self, state: RunState, reject: Callable[[SimulatedGroup, str], None], scored: Callable[[SimulatedGroup], None]) -> None:
         self._state, self._reject, self._hand_over = state, reject, scored
+        scoring = state.plant.scoring
+        self._seconds, self._sigma, self._failure = scoring.seconds, scoring.sigma, state.plant.failures.scoring
+        self._most = math.inf if scoring.concurrency is None else scoring.concurrency
         self._waiting: deque[SimulatedResponse] = deque()
         self._running = 0
 
@@ -27,16 +31,15 @@ class SimulatedScorer:
         self._start()
 
     def _start(self) -> None:
-        scoring = self._state.plant.scoring
-        while self._waiting and (scoring.concurrency is None or self._running < scoring.concurrency):
+        while self._waiting and self._running < self._most:
             response = self._waiting.popleft()
             if response.group.lost:
                 continue
-            if not scoring.seconds:
+            if not self._seconds:
                 self._judge(response.group)
                 continue
             self._running += 1
-            seconds = scoring.seconds * self._state.rng.lognormvariate(0.0, scoring.sigma)
+            seconds = self._seconds * self._state.rng.lognormvariate(0.0, self._sigma)
             self._state.clock.after(seconds, lambda group=response.group: self._finish(group))  # type: ignore[misc]  # this iteration's
 
     def _finish(self, group: SimulatedGroup) -> None:
@@ -46,8 +49,7 @@ class SimulatedScorer:
         self._start()
 
     def _judge(self, group: SimulatedGroup) -> None:
-        failure = self._state.plant.failures.scoring
-        if failure and self._state.rng.random() < failure:
+        if self._failure and self._state.rng.random() < self._failure:
             self._reject(group, "not_scored")
             return
         group.left -= 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.simulate.actors.queue import QueuedGroup, SimulatedQueue
+from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.state import RunState
 
 
@@ -38,12 +39,14 @@ class SimulatedTrainer:
         self._lease = lease = self._queue.lease()
         if lease is None:
             return
-        state.trace.now.waiting += self._clock.now - self._free_since
-        seconds = state.varied(plant.trainer.step_s)
+        lengths = _lengths(plant, lease)
+        fetch = plant.fetch_s(sum(lengths))
+        state.trace.now.waiting += self._clock.now - self._free_since + fetch
+        seconds = state.varied(plant.train_s(lengths))
         if state.rng.random() < plant.failures.trainer:
-            self._clock.after(seconds * state.rng.random(), lambda: self._die(lease))
+            self._clock.after(fetch + seconds * state.rng.random(), lambda: self._die(lease))
         else:
-            self._clock.after(seconds, lambda: self._finish(lease, seconds))
+            self._clock.after(fetch + seconds, lambda: self._finish(lease, seconds))
 
     def _finish(self, lease: list[QueuedGroup], seconds: float) -> None:
         state, self._lease = self._state, None
@@ -64,6 +67,7 @@ class SimulatedTrainer:
             for version, tokens in group.tokens.items():
                 trace.ages[step - version] += round(tokens)
             trace.now.trained_tokens += sum(turn for episode in group.episodes for turn in episode[0])
+            group.end()
 
     def _die(self, lease: list[QueuedGroup]) -> None:
         self._queue.release(lease)
@@ -74,3 +78,11 @@ class SimulatedTrainer:
     def _return(self) -> None:
         self._up = True
         self.try_lease()
+
+
+def _lengths(plant: Plant, lease: list[QueuedGroup]) -> list[int]:
+    """Tokens of each trajectory of a batch; none if nothing depends on them."""
+    if not plant.trainer.token_s and not plant.trainer.fetch_bytes_per_s:
+        return []
+    episodes = (turns for _, _, group in lease for turns, _ in group.episodes)
+    return [plant.prompt_tokens + sum(turns) + plant.tool_tokens * (len(turns) - 1) for turns in episodes]

@@ -1,0 +1,128 @@
+"""One engine that decodes: continuous batching with a step time that grows with the batch.
+
+An engine with B requests takes t(B) = t0 (1 + B / b0) seconds per step, and a step gives each request one token. So all requests of an
+engine share one clock that counts steps. A request finishes when the clock has advanced by as many steps as the request has tokens, and an
+arrival or departure changes only the speed of the clock. The engine has a heap of clock readings at which its requests finish.
+
+Between two steps, one pass prefills all prompts that have arrived; the clock stands still meanwhile. This models SGLang's scheduler without
+mixed chunks. `asyncmoe.simulate.contexts` adds what depends on the length of contexts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)
+Spans = tuple[tuple[float, float], ...]
+"""Clock readings between which a request was sampled: start and end of each stretch."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an engine's step with a batch of B: `t0 * (1 + B / b0)`.
+
+    Attributes:
+        t0: seconds of a step with an empty batch: the time to read the weights.
+        b0: batch size at which a step takes twice as long.
+    """
+
+    t0: float
+    b0: float
+
+    def __call__(self, batch: int) -> float:
+        return self.t0 * (1 + batch / self.b0)
+
+
+class DecodingEngine(Generic[R]):
+    """An engine whose steps cost the same whatever the contexts. Times are in seconds of engine time.
+
+    Args:
+        step_s: seconds of a step by the number of requests.
+        prefill_s: seconds of a pass over the prompts that have arrived.
+        live: the requests that count; an entry of the heap for any other is void.
+
+    Attributes:
+        clock: steps done, at time `since`. During a prefill `since` lies in the future.
+        load: requests that hold a slot.
+        tokens, busy: tokens sampled, and seconds with a request, until `since`.
+        preemptions, recomputed: requests preempted, and tokens prefilled again because of it; never here.
+    """
+
+    __slots__ = ("_heap", "_live", "_prefill_s", "_prefilled", "_step_s", "busy", "clock", "load", "since", "tokens")
+    preemptions, recomputed = 0, 0.0
+
+    def __init__(self, step_s: Sequence[float], prefill_s: float, live: Container[R]) -> None:
+        self.clock = self.since = self.tokens = self.busy = 0.0
+        self.load = 0
+        self._step_s, self._prefill_s, self._live = step_s, prefill_s, live
+        self._prefilled = -1.0
+        self._heap: list[tuple[float, int, R, float]] = []
+
+    def add(self, request: R, tokens: int, now: float, number: int, context: float = 0.0, fresh: float = 0.0) -> None:
+        """Take a request with `tokens` to sample; later requests have higher numbers. Contexts cost nothing here."""
+        if now > self.since:
+            self.advance(now)
+        self.load += 1
+        start = self.clock
+        if self._prefill_s:
+            start = math.ceil(start)
+            if start != self._prefilled:
+                self._prefilled = start
+                self.since += self._prefill_s
+                self.busy += self._prefill_s
+        heappush(self._heap, (start + tokens, number, request, start))
+
+    def next_event(self) -> float:
+        """Return the time of `happen`, if nothing else happens before; inf without requests."""
+        heap, live = self._heap, self._live
+        while heap and heap[0][2] not in live:
+            heappop(heap)
+        if not heap:
+            return math.inf
+        left = heap[0][0] - self.clock
+        return self.since + (left if left > 0.0 else 0.0) * self._step_s[self.load]
+
+    def happen(self, now: float) -> tuple[R, Spans] | None:
+        """Do what `next_event` announced: finish a request and return it."""
+        if now > self.since:
+            self.advance(now)
+        end, _, request, start = heappop(self._heap)
+        if end > self.clock:
+            self.clock = end
+        self.load -= 1
+        return request, ((start, end),)
+
+    def remove(self, request: R, now: float) -> None:
+        """Give up a request, which is not live any more."""
+        self.advance(now)
+        self.load -= 1
+
+    def clear(self, now: float) -> list[R]:
+        """Give up all requests and return the live ones."""
+        self.advance(now)
+        lost = [entry[2] for entry in self._heap if entry[2] in self._live]
+        self._heap.clear()
+        self.load = 0
+        return lost
+
+    def read_clock(self, now: float) -> float:
+        """Return the steps done until now."""
+        return self.clock + (max(0.0, now - self.since) * (1 / self._step_s[self.load]) if self.load else 0.0)
+
+    def recompute(self, now: float) -> None:
+        """Prefill the contexts of all requests again; costs nothing here."""
+
+    def advance(self, now: float) -> None:
+        """Bring the engine up to now."""
+        gone = now - self.since
+        if gone > 0:
+            self.since = now
+            if self.load:
+                steps = gone / self._step_s[self.load]
+                self.clock += steps
+                self.tokens += steps * self.load
+                self.busy += gone

@@ -1,0 +1,155 @@
+"""What a run's own records say about a plant: lengths, turns and tools of the groups it kept, and the seconds of its steps.
+
+Kept groups (`telemetry.samples`) are chosen by their number alone, so their lengths are those of all. A run that kept none still has
+quantiles of each step's response lengths. The time of an engine's step cannot be told from the records, for a response also waits; measure
+`engines.step_s` and `engines.step_batch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from typing import Any
+
+import msgspec
+
+from asyncmoe.config.moved import of_run
+from asyncmoe.config.schema import Config
+from asyncmoe.errors import DataError
+from asyncmoe.telemetry.records import read_steps, readable
+from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, Begin, SampledGroup, SampledMember
+from asyncmoe.telemetry.schema import METRICS, Step
+
+Episode = tuple[tuple[int, ...], tuple[float, ...]]
+"""As `asyncmoe.simulate.workload.Episode`, which imports this file."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The records of a run, as far as a simulation needs them.
+
+    Attributes:
+        groups: the kept groups' episodes. A trajectory of several agents or paths counts as one of its own.
+        quantiles: (share, tokens) of the response lengths, ascending, means over the steps; for a run that kept no groups.
+        keys: values of a plant's keys.
+    """
+
+    groups: tuple[tuple[Episode, ...], ...]
+    quantiles: tuple[tuple[float, float], ...]
+    keys: dict[str, Any]
+
+
+def read_recorded(run_dir: Path) -> RecordedRun:
+    """Read a run's directory; the run may still be running.
+
+    Raises:
+        UserError: it is no run's.
+        ConfigError: its configuration is none.
+        DataError: it has neither groups nor steps of reinforcement learning yet, or records that are malformed.
+    """
+    config = of_run(run_dir)
+    steps = [step for step in read_steps(run_dir / METRICS) if step.phase == "rl"]
+    found = list(_groups(run_dir / FOLDER / ROLLOUT_SAMPLES))
+    members = [member for group in found for member in group]
+    groups = tuple(tuple(map(_episode, group)) for group in found)
+    quantiles = () if groups else _quantiles(steps)
+    if not groups and not quantiles:
+        raise DataError(str(run_dir), got="a run without groups or steps of reinforcement learning", expected="one that has trained")
+    return RecordedRun(groups, quantiles, {**_sizes(config), **_step_seconds(steps), **_lengths(members), **_scoring(members)})
+
+
+def _groups(path: Path) -> Iterator[list[SampledMember]]:
+    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`."""
+    for record in readable(path, _record, []):
+        if isinstance(record, Begin) and record.format > FORMAT:
+            expected = f"at most {FORMAT}, from an asyncmoe that is not newer than this one"
+            raise DataError(str(path), got=f"format {record.format}", expected=expected)
+        if isinstance(record, SampledGroup):
+            whole = [one for one in record.members if one.digest is not None and _sampled(one)]
+            if whole:
+                yield whole
+
+
+def _record(path: Path, line: int, values: dict[str, Any]) -> Begin | SampledGroup | None:
+    kind = {"begin": Begin, "group": SampledGroup}.get(values.get("record", ""))
+    try:
+        return None if kind is None else msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path} line {line}", got=str(error), expected="a record of samples") from error
+
+
+def _sampled(member: SampledMember) -> list[int]:
+    return [count for role, count in member.roles if role == "response" and count]
+
+
+def _observed(member: SampledMember) -> list[int]:
+    """Tokens between each two responses."""
+    at = [number for number, (role, count) in enumerate(member.roles) if role == "response" and count]
+    return [sum(count for _, count in member.roles[one + 1 : other]) for one, other in pairwise(at)]
+
+
+def _episode(member: SampledMember) -> Episode:
+    """Turns of a trajectory; the seconds of its tool calls are divided evenly over the gaps between them."""
+    turns = tuple(_sampled(member))
+    gaps = len(turns) - 1
+    return turns, (sum(call.seconds for call in member.calls) / gaps,) * gaps if gaps else ()
+
+
+def _quantiles(steps: Sequence[Step]) -> tuple[tuple[float, float], ...]:
+    each: dict[float, list[float]] = {}
+    for step in steps:
+        for share, tokens in (step.response_tokens_quantiles or {}).items():
+            each.setdefault(float(share), []).append(tokens)
+    return tuple((share, fmean(tokens)) for share, tokens in sorted(each.items()))
+
+
+# ---------------------------------------------------------------- keys of a plant
+
+
+def _sizes(config: Config) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "groups_per_step": config.rollout.groups_per_step,
+        "group_size": config.rollout.group_size,
+        "max_staleness": config.queue.staleness.max_staleness,
+        "engines.count": config.engines.count,
+        "engines.gpus": config.engines.tp,
+        "engines.kv_tokens": config.engines.max_total_tokens,
+        "engines.max_running": config.engines.max_running,
+        "trainer.gpus": config.trainer.ranks,
+        "sync.landing": "drain" if config.rollout.interruption == "drain" else None,
+        "sync.recompute": True if config.rollout.interruption == "retract" else None,
+        "scoring.concurrency": config.scoring.concurrency,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _step_seconds(steps: Sequence[Step]) -> dict[str, Any]:
+    train = _known(step.train_seconds for step in steps)
+    sync = _known(step.sync_seconds for step in steps)
+    pauses = _known(step.pause_ms for step in steps)
+    pause = median(pauses) / 1000 if pauses else 0.0
+    keys: dict[str, Any] = {"trainer.step_s": median(train)} if train and median(train) else {}
+    return keys | ({"sync.seconds": max(0.0, median(sync) - pause), "sync.pause_s": pause} if sync else {})
+
+
+def _lengths(members: Sequence[SampledMember]) -> dict[str, Any]:
+    if not members:
+        return {}
+    prompts = [sum(count for _, count in member.roles[: [role for role, _ in member.roles].index("response")]) for member in members]
+    observed = [tokens for member in members for tokens in _observed(member)]
+    return {"prompt_tokens": round(fmean(prompts))} | ({"tool_tokens": round(fmean(observed))} if observed else {})
+
+
+def _scoring(members: Sequence[SampledMember]) -> dict[str, Any]:
+    seconds = [member.seconds["score"] for member in members if member.seconds.get("score", 0.0) > 0]
+    if not seconds:
+        return {}
+    return {"scoring.seconds": median(seconds), "scoring.sigma": min(5.0, pstdev(map(math.log, seconds)))}
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

@@ -1,0 +1,157 @@
+"""A simulation from the records of a run: files that the run's own writers wrote, and what is missing or wrong in them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from asyncmoe.cli import app
+from asyncmoe.errors import DataError, UserError
+from asyncmoe.simulate import command
+from asyncmoe.simulate.recorded import read_recorded
+from asyncmoe.simulate.workload import parse
+from asyncmoe.telemetry.records import JsonLines
+from asyncmoe.telemetry.samples.records import FORMAT, Begin, SampledGroup, SampledMember, ToolCall
+from asyncmoe.telemetry.schema import METRICS, Step
+from tests.unit.sampled_run import SampledRun
+
+
+def steps(run_dir: Path, **values: Any) -> None:
+    """Three steps, of which the middle one has the values; and one of the warm-up, which counts nowhere."""
+    metrics = JsonLines(run_dir / METRICS)
+    metrics.write(Step(step=0, phase="warmup", time=0.0, version=0, train_seconds=99.0))
+    for number, factor in ((1, 0.5), (2, 1.0), (3, 2.0)):
+        scaled = {key: value * factor if isinstance(value, float) else value for key, value in values.items()}
+        metrics.write(Step(step=number, phase="rl", time=float(number), version=number, **scaled))
+    metrics.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SampledRun:
+    return SampledRun(tmp_path / "run")
+
+
+def groups(run_dir: Path, *records: Begin | SampledGroup) -> None:
+    (run_dir / "samples" / "rollout.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+
+
+def agent(key: str, gaps: tuple[int, ...], seconds: float) -> SampledMember:
+    """A prompt of 7 tokens, turns of 10, 20, ..., and observations between them."""
+    roles: list[tuple[Any, int]] = [("prompt", 7), ("response", 10)]
+    for number, observed in enumerate(gaps, 2):
+        roles += [("observation", observed), ("response", 10 * number)]
+    call = ToolCall(name="t", argument="", observation="", seconds=seconds)
+    return SampledMember(key=key, episode=0, roles=roles, digest=1, calls=[call] * len(gaps), seconds={"score": 0.5})
+
+
+def test_lengths_of_a_run_are_those_of_its_groups(run: SampledRun) -> None:
+    """A text of n characters is n tokens and an end here; each draw is one of the groups, and each member comes once."""
+    run.group(0, ["1", "222"])
+    run.group(1, ["55555", "666666"])
+    found = read_recorded(run.config.run.dir)
+    assert sorted(sorted(turns for turns, _ in group) for group in found.groups) == [[(2,), (4,)], [(6,), (7,)]]
+    assert found.keys["prompt_tokens"] == len(run.prompt().tokens)
+    drawn = parse(str(run.config.run.dir)).groups(2, seed=0)
+    seen = {tuple(sorted(turns[0] for turns, _ in next(drawn))) for _ in range(100)}
+    assert seen == {(2, 4), (6, 7)}
+    wider = next(parse(str(run.config.run.dir)).groups(8, seed=0))
+    assert len(wider) == 8
+
+
+def test_turns_and_tools_of_agents(run: SampledRun) -> None:
+    members = [agent("a", (), 0.0), agent("b", (5, 8), 2.0), agent("c", (11,), 3.0)]
+    broken = msgspec.structs.replace(members[0], key="d", digest=None)
+    group = SampledGroup(time=0.0, group=0, fate="queued", version=0, question="", answer="", members=[*members, broken])
+    groups(run.config.run.dir, Begin(time=0.0, format=FORMAT, step=0), group)
+    found = read_recorded(run.config.run.dir)
+    assert found.groups == ((((10,), ()), ((10, 20, 30), (2.0, 2.0)), ((10, 20), (3.0,))),)
+    assert (found.keys["prompt_tokens"], found.keys["tool_tokens"]) == (7, 8)
+    assert (found.keys["scoring.seconds"], found.keys["scoring.sigma"]) == (0.5, 0.0)
+
+
+def test_seconds_are_medians_of_the_steps(run: SampledRun) -> None:
+    run.group(0, ["1", "22"])
+    steps(run.config.run.dir, train_seconds=8.0, sync_seconds=3.0, pause_ms=500.0)
+    keys = read_recorded(run.config.run.dir).keys
+    assert (keys["trainer.step_s"], keys["sync.seconds"], keys["sync.pause_s"]) == (8.0, 2.5, 0.5)
+    assert (keys["groups_per_step"], keys["group_size"]) == (4, 2)
+
+
+def test_without_kept_groups_quantiles_of_the_steps_do(run: SampledRun) -> None:
+    run_dir = run.config.run.dir
+    (run_dir / "samples" / "rollout.jsonl").unlink()
+    steps(run_dir, response_tokens_quantiles={"0.1": 100, "0.5": 400, "0.9": 1000, "1.0": 3000})
+    drawn = parse(str(run_dir)).groups(16, seed=1)
+    lengths = np.array([turns[0] for _ in range(512) for turns, _ in next(drawn)])
+    assert np.quantile(lengths, [0.1, 0.5, 0.9, 1.0]) == pytest.approx([100, 400, 1000, 3000], rel=0.05)
+    assert "prompt_tokens" not in read_recorded(run_dir).keys
+
+
+def test_the_trace_goes_before_the_file_and_the_command_line_before_both(run: SampledRun, tmp_path: Path) -> None:
+    run.group(0, ["1", "22"])
+    steps(run.config.run.dir, train_seconds=8.0)
+    plant = tmp_path / "plant.yaml"
+    plant.write_text("steps: 7\ngroup_size: 3\ntrainer:\n  step_s: 1\n")
+    found = command.read_plant([str(plant), "group_size=5"], run.config.run.dir)
+    assert (found.steps, found.group_size, found.trainer.step_s, found.workload) == (7, 5, 8.0, str(run.config.run.dir))
+
+
+def test_the_command_simulates_a_run_from_its_records(run: SampledRun, tmp_path: Path) -> None:
+    run.group(0, ["1", "22"])
+    steps(run.config.run.dir, train_seconds=8.0)
+    arguments = ["simulate", "--trace", str(run.config.run.dir), "steps=6", "--json", str(tmp_path / "found.json")]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    figures = json.loads((tmp_path / "found.json").read_text())
+    assert figures["plant"]["trainer"]["step_s"] == 8.0
+    assert figures["baseline_pools"]["t_train"] == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(
+    ("interruption", "landing", "recompute"), [("drain", "drain", False), ("in_place", "pause", False), ("retract", "pause", True)]
+)
+def test_a_version_lands_as_in_the_run(run: SampledRun, interruption: str, landing: str, recompute: bool) -> None:
+    run.group(0, ["1", "22"])
+    file = run.config.run.dir / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    values["rollout"]["interruption"] = interruption
+    values["keep"]["routing"] = "off"
+    file.write_text(yaml.safe_dump(values))
+    sync = command.read_plant([], run.config.run.dir).sync
+    assert (sync.landing, sync.recompute) == (landing, recompute)
+
+
+def test_a_directory_that_is_no_run_and_a_run_without_anything(run: SampledRun, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected the directory of a run"):
+        read_recorded(tmp_path)
+    with pytest.raises(DataError, match="got a run without groups or steps of reinforcement learning"):
+        read_recorded(run.config.run.dir)
+
+
+def test_samples_of_a_newer_format_are_refused(run: SampledRun) -> None:
+    groups(run.config.run.dir, Begin(time=0.0, format=FORMAT + 1, step=0))
+    with pytest.raises(DataError, match=f"got format {FORMAT + 1}, expected at most {FORMAT}"):
+        read_recorded(run.config.run.dir)
+
+
+def test_a_damaged_line_is_left_out(run: SampledRun) -> None:
+    run.group(0, ["1", "22"])
+    file = run.config.run.dir / "samples" / "rollout.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"record":"group","time":1,"group":"x"}\n')
+    assert len(read_recorded(run.config.run.dir).groups) == 1
+
+
+def test_scoring_times_have_the_spread_of_the_records(run: SampledRun) -> None:
+    members = [msgspec.structs.replace(agent(str(n), (), 0.0), seconds={"score": seconds}) for n, seconds in enumerate((0.1, 1.0, 10.0))]
+    group = SampledGroup(time=0.0, group=0, fate="queued", version=0, question="", answer="", members=members)
+    groups(run.config.run.dir, group)
+    keys = read_recorded(run.config.run.dir).keys
+    assert keys["scoring.seconds"] == 1.0
+    assert keys["scoring.sigma"] == pytest.approx(math.log(10) * math.sqrt(2 / 3))

@@ -96,11 +96,15 @@ def watch(steps: Steps) -> None:
         updates = (PauseGenerationReqInput, UpdateWeightsFromTensorReqInput)
 
         def process_input_requests(self: Any, requests: list[Any]) -> None:
-            first = next((at for at, request in enumerate(requests) if isinstance(request, updates)), None)
-            if first is not None and not self._engine_paused and not steps.may_pause(self):
+            first = next((at for at, request in enumerate(requests) if isinstance(request, updates)), len(requests))
+            process(self, requests[:first])
+            if first == len(requests):
+                return
+            if self._engine_paused or steps.may_pause(self):
+                process(self, requests[first : first + 1])
+                process_input_requests(self, requests[first + 1 :])
+            else:
                 self._deferred_input_requests[:0] = requests[first:]
-                requests = requests[:first]
-            process(self, requests)
 
         def run_batch(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
             steps.launched(batch)

@@ -12,7 +12,7 @@ import msgspec
 
 from asyncmoe.rpc.base import Count, Message
 
-Changing = Literal["", "paused", "loading", "writing"]
+Changing = Literal["", "loading", "writing"]
 
 
 class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,8 +25,8 @@ class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     landed: bool = False
     """Whether any version has landed; without one, engines hold the weights that they started with."""
     changing: Changing = ""
-    """"paused": engines are paused, or about to be, and hold what they held; "loading": each may take `coming`, as a whole;
-    "writing": their parameters are written in place, so that each may hold a part of `coming`."""
+    """"loading": each engine may take `coming`, as a whole; "writing": their parameters are written in place, so that each may hold a part
+    of it."""
     coming: Count = 0
     """Version under way, if engines are loading."""
     coming_lineage: Count = 0

@@ -44,8 +44,9 @@ class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Count
     lineage: Count
     suspect: bool = False
+    waiting: bool = False
+    """It gets no requests until it has a version, nor if it is `leaving`."""
     leaving: bool = False
-    """It gets no new requests."""
 
 
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):

@@ -1,11 +1,13 @@
-"""A server as `asyncmoe.platform.sglang` starts it, in which every pause comes after the steps that a test wants, and that keeps account of
+"""A server as `asyncmoe.platform.sglang` starts it, in which every update comes after the steps that a test wants. It keeps account of
 streams. `python -m tests.engine.overlap_server FILE HOW <arguments>`.
 
-FILE gets a line of JSON for every pause: what was in flight. HOW: "settled" as it should be; "plain" for SGLang as it is, "unordered" for
+FILE gets a line of JSON for every update: what was in flight. HOW: "settled" as it should be; "plain" for SGLang as it is, "unordered" for
 the same with streams; "naive" for a step that is processed at the pause with nothing left in its place.
 
-A pause that has arrived waits (`Scheduler.ingest_requests`, as SGLang itself can have it wait) while the scheduler goes on, until what is
-in flight is the case whose turn it is, `_PATIENCE` passes have gone by, or nothing is left to do.
+A pause that has arrived, or a command outside one, waits with all that came after it while the scheduler goes on, until what is in flight
+is the case whose turn it is, `_PATIENCE` passes have gone by, or nothing is left to do.
+
+A command to commit makes the output layer that of its version (`certain.head`): nothing is staged.
 
 A write of weights that is not ordered behind the step in flight ends the server, and so does a step that is not ordered behind a write.
 """
@@ -15,15 +17,18 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from asyncmoe import receiver
 from asyncmoe.platform.sglang import overlap
 from asyncmoe.platform.sglang.patching import after_import
+from asyncmoe.receiver.command import CommitCommand, parse
 from tests.engine import streams
+from tests.engine.certain import head
 
 CASES = ("prefill, prefill", "prefill, decode", "decode, prefill", "decode, decode", "chunk", "last token", "already finished")
 _PATIENCE = 300
@@ -84,23 +89,28 @@ def watch(steps: Steps) -> None:
     """Have the scheduler tell `steps`."""
 
     def scheduler(module: ModuleType) -> None:
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput, UpdateWeightsFromTensorReqInput
 
         found = vars(module)["Scheduler"]
-        ingest, run = found.ingest_requests, found.run_batch
+        process, run = found.process_input_requests, found.run_batch
+        updates = (PauseGenerationReqInput, UpdateWeightsFromTensorReqInput)
 
-        def ingest_requests(self: Any, stop_at_pause: bool = False) -> Any:
-            done = ingest(self, stop_at_pause=True)
-            waiting = self._deferred_input_requests
-            if waiting and isinstance(waiting[0], PauseGenerationReqInput) and steps.may_pause(self):
-                done = [*done, *ingest(self)]
-            return done
+        def process_input_requests(self: Any, requests: list[Any]) -> None:
+            first = next((at for at, request in enumerate(requests) if isinstance(request, updates)), len(requests))
+            process(self, requests[:first])
+            if first == len(requests):
+                return
+            if self._engine_paused or steps.may_pause(self):
+                process(self, requests[first : first + 1])
+                process_input_requests(self, requests[first + 1 :])
+            else:
+                self._deferred_input_requests[:0] = requests[first:]
 
         def run_batch(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
             steps.launched(batch)
             return run(self, batch, *arguments, **named)
 
-        found.ingest_requests, found.run_batch = ingest_requests, run_batch
+        found.process_input_requests, found.run_batch = process_input_requests, run_batch
 
     def worker(module: ModuleType) -> None:
         _before(vars(module)["TpModelWorker"], "forward_batch_generation", steps.forward)
@@ -112,6 +122,16 @@ def watch(steps: Steps) -> None:
     after_import(overlap.MODULE, scheduler)
     after_import("sglang.srt.managers.tp_worker", worker)
     after_import("sglang.srt.managers.scheduler_components.weight_updater", updater)
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
+    """Stands in for `asyncmoe.receiver.load`."""
+    for text, _ in named_tensors:
+        made = parse(text)
+        assert isinstance(made, CommitCommand)
+        weight = model.lm_head.weight.data
+        new = head(made.version, model.config.vocab_size, weight.shape[1])
+        weight[: len(new)].copy_(new)
 
 
 def _before(owner: Any, name: str, look: Any) -> None:
@@ -142,5 +162,6 @@ if __name__ == "__main__":
     if how in ("settled", "unordered"):
         streams.install()
     watch(Steps(Path(file)))
+    receiver.load = load
     sys.argv[1:] = arguments
     runpy.run_module("asyncmoe.platform.sglang.server", run_name="__main__", alter_sys=True)

@@ -31,7 +31,9 @@ from asyncmoe.rollout.engines.sglang import process as engines
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
+from asyncmoe.rpc.messages import WeightsCommit, WeightsStage
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
+from tests.engine.certain import FIRST, head, token_of
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.oracle import routes
 from tests.engine.overlap_server import CASES
@@ -44,20 +46,6 @@ CLIENTS = 24
 ARGUMENTS = ["--chunked-prefill-size", "64", "--max-prefill-tokens", "64"]
 RECORDING = Recording(Routing(all_layers=2, layers=(0, 1), top_k=2, experts=8), masks=True, vocabulary=VOCAB)
 PLAIN = Recording(vocabulary=VOCAB)
-FIRST = 10
-"""Tokens before it are special."""
-
-
-def token_of(version: int) -> int:
-    return FIRST + version % (VOCAB - FIRST)
-
-
-def head(version: int, hidden: int) -> torch.Tensor:
-    """An output layer that is certain of a version's token: entry 0 of every hidden state is about the root of `hidden`."""
-    weight = 0.02 * torch.randn((VOCAB, hidden), generator=torch.Generator().manual_seed(version))
-    weight[:, 0] = 0.0
-    weight[token_of(version), 0] = 60.0 / hidden**0.5
-    return weight
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +56,7 @@ def certain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = path / "model.safetensors"
     weights = load_file(file)
     weights["model.embed_tokens.weight"][:, 0] = 100.0
-    weights["lm_head.weight"] = head(0, weights["lm_head.weight"].shape[1])
+    weights["lm_head.weight"] = head(0, VOCAB, weights["lm_head.weight"].shape[1])
     save_file(weights, file, metadata={"format": "pt"})
     return path
 
@@ -91,20 +79,29 @@ class Load:
     def found(self) -> list[list[str]]:
         return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
-    async def updates(self, count: int, interruption: Interruption = "in_place", aborts: bool = False) -> None:
+    async def updates(self, count: int, interruption: Interruption = "in_place", aborts: bool = False, at_once: bool = False) -> None:
         """Publish so many versions while the clients ask; all of them have their last answer at the end.
 
         Args:
+            at_once: by one call, not by broadcast in a pause.
             aborts: some responses are aborted while an engine stands still, and some clients go away.
         """
         self.rig.coordinator.driver.interruption = interruption
         async with self._asked(interruption, aborts):
             for _ in range(count):
                 version = self.rig.pool.version + 1
-                publishing = self.rig.sender.publish(version, {"lm_head.weight": head(version, self.hidden)}, buckets=1)
+                publishing = self._swap(version) if at_once else self._broadcast(version)
                 await asyncio.gather(publishing, *([self._abort()] if aborts else []))
                 await asyncio.sleep(0.02 * self.random.random())
         self.rig.coordinator.driver.interruption = "in_place"
+
+    async def _broadcast(self, version: int) -> None:
+        await self.rig.sender.publish(version, {"lm_head.weight": head(version, VOCAB, self.hidden)}, buckets=1)
+
+    async def _swap(self, version: int) -> None:
+        """The worker makes the weights itself (`overlap_server.load`)."""
+        await self.rig.coordinator.handle(WeightsStage(version))
+        await self.rig.coordinator.handle(WeightsCommit(version, update=version))
 
     @asynccontextmanager
     async def _asked(self, interruption: Interruption, aborts: bool) -> AsyncIterator[None]:
@@ -137,7 +134,7 @@ class Load:
     def _stops(self, index: int) -> tuple[int, ...]:
         """Every other client has every other version end its responses, wherever they are."""
         near = range(self.rig.pool.version, self.rig.pool.version + 12)
-        return tuple(token_of(version) for version in near if version % 2 == 0) if index % 2 else ()
+        return tuple(token_of(version, VOCAB) for version in near if version % 2 == 0) if index % 2 else ()
 
     async def _leave(self, prompt: tuple[int, ...], sampling: Sampling) -> None:
         """Ask, and do not wait for the answer."""
@@ -170,7 +167,7 @@ class Load:
     def _check_versions(self, generation: Generation) -> None:
         for span in generation.spans:
             sampled = set(generation.tokens[span.start : span.end])
-            assert sampled <= {token_of(int(span.version))}, f"{generation.spans} of {generation.tokens}"
+            assert sampled <= {token_of(int(span.version), VOCAB)}, f"{generation.spans} of {generation.tokens}"
         self.cuts += len(generation.spans) - 1
 
 
@@ -192,7 +189,7 @@ def check_record(record: Trajectory, reference: Any) -> None:
     with torch.no_grad():
         states = reference.model(torch.from_numpy(record.tokens).long()[None]).last_hidden_state[0]
     for place in np.flatnonzero(record.loss_mask):
-        logits = head(int(record.versions[place]), states.shape[1]) @ states[place - 1]
+        logits = head(int(record.versions[place]), VOCAB, states.shape[1]) @ states[place - 1]
         mask = masks.ids[masks.offsets[place] : masks.offsets[place + 1]].tolist()
         assert len(set(mask) & set(logits.topk(TOP_K).indices.tolist())) >= TOP_K - 1  # so may one
         assert record.tokens[place] in mask
@@ -236,7 +233,7 @@ def load(start: Callable[[str], Load]) -> Load:
 def alive(load: Load) -> bool:
     """It answers with the newest version."""
     answer: Generation = load.rig.run(load.rig.engine.client.generate((20, 30, 40), Sampling(1.0, 4, ()), "alive", 20.0))
-    return answer.tokens == (token_of(load.rig.pool.version),) * 4
+    return answer.tokens == (token_of(load.rig.pool.version, VOCAB),) * 4
 
 
 def check_records(load: Load, reference: Any) -> None:
@@ -247,13 +244,16 @@ def check_records(load: Load, reference: Any) -> None:
         check_record(record, reference)
 
 
-def test_every_token_has_the_version_that_sampled_it(load: Load, reference: Any, thorough: bool) -> None:
-    load.rig.run(load.updates(210 if thorough else 14))
-    cases = Counter(case for found in load.found for case in found)
-    print(f"{len(load.found)} pauses, {load.answered} responses, {load.tokens} tokens, {load.cuts} cuts: {cases}")
+@pytest.mark.parametrize("at_once", [False, True], ids=["in a pause", "at once"])
+def test_every_token_has_the_version_that_sampled_it(load: Load, reference: Any, thorough: bool, at_once: bool) -> None:
+    before, cuts, load.records = len(load.found), load.cuts, []
+    load.rig.run(load.updates(210 if thorough else 14, at_once=at_once))
+    found = load.found[before:]
+    cases = Counter(case for each in found for case in each)
+    print(f"{len(found)} updates, {load.answered} responses, {load.tokens} tokens, {load.cuts - cuts} cuts: {cases}")
     for case in CASES:
         assert cases[case] >= (20 if thorough else 1), case
-    assert load.cuts >= len(load.found)
+    assert load.cuts - cuts >= len(found)
     check_records(load, reference)
     assert alive(load)
 
@@ -278,10 +278,11 @@ def test_so_it_has_when_responses_are_aborted_in_the_pause_and_clients_leave(loa
 
 
 @pytest.mark.thorough
-def test_as_sglang_is_a_token_goes_to_the_version_after_its_own(start: Callable[[str], Load]) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["in a pause", "at once"])
+def test_as_sglang_is_a_token_goes_to_the_version_after_its_own(start: Callable[[str], Load], at_once: bool) -> None:
     load = start("plain")
     with pytest.raises(AssertionError, match="Span"):
-        load.rig.run(load.updates(10))
+        load.rig.run(load.updates(10, at_once=at_once))
 
 
 @pytest.mark.thorough

@@ -60,6 +60,8 @@ class FakeEngine:
     ) -> Generation:
         if adapter is not None and adapter not in self.adapters:
             raise EngineError(f"{self.name}: no adapter {adapter}")
+        if adapter is None:
+            self._check(salt.split(".")[0] == str(self.version), f"began under version {self.version} with the salt {salt}")
         versions: list[int] = []
         aborting, until = self._aborting, time.monotonic() + timeout_s
         while len(versions) < sampling.max_new_tokens and aborting == self._aborting:
@@ -122,11 +124,12 @@ class FakeEngine:
         await self._called()
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
-        self._check(self.updating, "took a command outside an update")
-        self.partial = self.partial or any(isinstance(one, CommitCommand) for one in commands)
+        self._check(self.updating or not self.paused, "took a command in a pause outside an update")
+        self.partial = self.partial or (self.updating and any(isinstance(one, CommitCommand) for one in commands))
         await self._called()
         if version is not None:
             self.version, self.partial = version, False
+        await asyncio.sleep(0)  # the answer is on its way
 
     async def weights_version(self) -> int:
         await self._called()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import ProtocolError, RunStopping, WeightSyncError
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
@@ -17,6 +18,9 @@ from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoor
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.trainer.weight_sync.publisher import device_of
+
+HOW: tuple[Interruption, ...] = ("in_place", "retract")
+"""In one call, or in a pause of several."""
 
 
 class Client:
@@ -33,8 +37,8 @@ def engine(number: int) -> Any:
     return SimpleNamespace(name=f"engine.{number}", tp=1, ep=1, host="", died="the process ended", kill=lambda: None, client=Client())
 
 
-def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:
-    """Publish version 1; the processes of the last engines are found to have ended while the first one's update is closed."""
+def publish(engines: int, dead: int, how: Interruption) -> tuple[Pool, list[int], Committed]:
+    """Publish version 1; the processes of the last engines are found to have ended while the first one swaps it in, or ends its pause."""
 
     async def run() -> tuple[Pool, list[int], Committed]:
         pool, published = Pool([engine(number) for number in range(engines)], 8, 5.0, lambda *_: None), []
@@ -42,13 +46,13 @@ def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:
         async def publishing(version: int) -> None:
             published.append(version)
 
-        async def found() -> None:
+        async def found(*_: Any) -> None:
             for member in pool.members[engines - dead :]:
                 pool.fence(member, "")
 
         client: Any = pool.members[0].engine.client
-        client.end_update = found
-        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        setattr(client, "end_update" if how == "retract" else "command_receivers", found)
+        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None, how)
         await coordinator.handle(WeightsStage(1))
         committed = await coordinator.handle(WeightsCommit(1, update=1))
         assert isinstance(committed, Committed)
@@ -57,8 +61,9 @@ def publish(engines: int, dead: int) -> tuple[Pool, list[int], Committed]:
     return asyncio.run(run())
 
 
-def test_the_others_take_the_version() -> None:
-    pool, published, committed = publish(engines=3, dead=1)
+@pytest.mark.parametrize("how", HOW)
+def test_the_others_take_the_version(how: Interruption) -> None:
+    pool, published, committed = publish(engines=3, dead=1, how=how)
     assert len(committed.pause_ms) == 2
     assert [member.version for member in pool.members] == [1, 1, 0]
     assert [member.engine.name for member in pool.serving] == ["engine.0", "engine.1"]
@@ -161,8 +166,10 @@ def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:
     assert [(m.engine.name, m.version) for m in pool.serving] == [("engine.0", 1)]
 
 
-@pytest.mark.parametrize("call", ["command_receivers", "end_update", "resume"])
-def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version(call: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "call"), [("in_place", "command_receivers"), *(("retract", call) for call in ("command_receivers", "end_update", "resume"))]
+)
+def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version(how: Interruption, call: str) -> None:
     """All engines wait in the pause, and paused engines are not probed: the limit is that of a pause, not of an update."""
 
     async def run() -> tuple[Pool, list[int]]:
@@ -177,7 +184,7 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
             published.append(version)
 
         setattr(pool.members[1].engine.client, call, hang)
-        coordinator = WeightUpdateCoordinator(pool, 3600.0, publishing, lambda *_: None, pause_s=0.2)
+        coordinator = WeightUpdateCoordinator(pool, 3600.0, publishing, lambda *_: None, how, pause_s=0.2)
         await coordinator.handle(WeightsStage(1))
         async with asyncio.timeout(30.0):
             await coordinator.handle(WeightsCommit(1, update=1))
@@ -188,9 +195,10 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
     assert str(pool.members[1].fenced).startswith("waited 0.2 s for engine.1: ")
 
 
-def test_a_version_that_no_engine_takes_is_not_published() -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_a_version_that_no_engine_takes_is_not_published(how: Interruption) -> None:
     with pytest.raises(WeightSyncError, match="publishing version 1: no engine is left; the process ended"):
-        publish(engines=2, dead=2)
+        publish(engines=2, dead=2, how=how)
 
 
 def asked(said: list[str], devices: bool) -> Engines:
@@ -251,8 +259,8 @@ def test_without_engines_there_is_no_first_rank() -> None:
     assert EngineSet(2, ()).offsets == []
 
 
-def test_a_roster_that_changes_while_engines_pause_does_not_concern_receivers_that_start() -> None:
-    """A rank asks for the engines while another's request pauses them, and one has just ended."""
+def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> None:
+    """A rank asks for the engines while another's request is under way, and one has just ended."""
 
     async def run() -> list[int]:
         ranks: list[int] = []
@@ -264,18 +272,15 @@ def test_a_roster_that_changes_while_engines_pause_does_not_concern_receivers_th
         coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
         coordinator.engines_started()
 
-        async def pausing(**_: Any) -> None:
-            pool.fence(pool.members[0], "it has ended")
-            await coordinator.handle(EnginesAsk(0.0))
-
         async def started(joins: Any, *_: Any) -> None:
             ranks.extend(join.rank for join in joins)
+            pool.fence(pool.members[0], "it has ended")
+            await coordinator.handle(EnginesAsk(0.0))
 
         for member in pool.members:
             running: Any = member.engine
             running.died, running.client.command_receivers = None, started
-        running.client.pause = pausing
         await coordinator.handle(WeightsJoin("127.0.0.1", 1, "weights", "gloo", "reshard", 1))
         return ranks
 
-    assert asyncio.run(run()) == [2]
+    assert asyncio.run(run()) == [1, 2]

@@ -17,6 +17,7 @@ from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rpc.keeper_messages import EngineWeights
 from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage
 from tests.unit.fake_engine import fake, handles
 
@@ -129,7 +130,7 @@ def test_an_engine_that_hangs_in_a_pause_is_fenced_and_the_others_resume() -> No
         pool = Pool(handles(2), 8, 5.0, lambda *_: None)
         hung = fake(pool.members[0].engine)
         hung.pause = lambda retract=False: asyncio.sleep(60)  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.3)
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, "retract", pause_s=0.3)
         await coordinator.handle(WeightsStage(1))
         begin = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"engine\.0: pause for version 1"):
@@ -154,7 +155,7 @@ def test_the_others_generate_while_an_engine_does_not_pause(seconds: float) -> N
             await pause(retract)
 
         slow.pause = paused  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.4)
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, "retract", pause_s=0.4)
         await coordinator.handle(WeightsStage(1))
         committing, longest, answers = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1))), 0.0, 0
         while not committing.done():
@@ -184,7 +185,7 @@ def test_an_update_that_is_given_up_while_an_engine_pauses_leaves_all_sampling()
             await pause(retract)
 
         slow.pause = paused  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.4)
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, "retract", pause_s=0.4)
         await coordinator.handle(WeightsStage(1))
         committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
         await asyncio.sleep(0.15)
@@ -196,6 +197,67 @@ def test_an_update_that_is_given_up_while_an_engine_pauses_leaves_all_sampling()
 
     pool = asyncio.run(run())
     assert [(member.fenced, member.version, fake(member.engine).paused) for member in pool.members] == [(None, 0, False)] * 2
+
+
+@pytest.mark.parametrize("seconds", [0.3, 60.0], ids=["it swaps late", "it hangs"])
+def test_requests_go_to_those_that_have_a_version_while_an_engine_does_not_take_it(seconds: float) -> None:
+    async def run() -> tuple[Pool, float, set[int], list[tuple[str, float, float]]]:
+        busy = list[tuple[str, float, float]]()
+        pool = Pool(handles(3), 8, 5.0, lambda *span: busy.append(span))
+        slow, command = fake(pool.members[0].engine), fake(pool.members[0].engine).command_receivers
+
+        async def swaps(*arguments: Any) -> None:
+            await asyncio.sleep(seconds)
+            await command(*arguments)
+
+        slow.command_receivers = swaps  # type: ignore[method-assign, assignment]
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.4)
+        await coordinator.handle(WeightsStage(1))
+        across = asyncio.create_task(pool.generate((1,), Sampling(1.0, 1_000_000, ())))
+        committing, longest, salts = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1))), 0.0, set[int]()
+        await asyncio.sleep(0)
+        while not committing.done():
+            begin = time.monotonic()
+            salts.add((await asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0)).salt)
+            longest = max(longest, time.monotonic() - begin)
+            await asyncio.sleep(0.001)
+        await committing
+        across.cancel()
+        await asyncio.gather(across, return_exceptions=True)
+        return pool, longest, salts, busy
+
+    pool, longest, salts, busy = asyncio.run(run())
+    hung = seconds > 1.0
+    assert [member.fenced is not None for member in pool.members] == [hung, False, False]
+    assert [(member.version, member.waiting) for member in pool.members] == [(0, True) if hung else (1, False), (1, False), (1, False)]
+    assert salts == {1}, "no prompt is cached under the version before"
+    assert longest < 0.25, "a quarter of the limit of a pause, and not all of it"
+    assert all(fake(member.engine).wrong == [] for member in pool.members)
+    assert all(begin <= end for _, begin, end in busy)
+
+
+def test_an_update_that_is_given_up_before_engines_swap_leaves_all_sampling() -> None:
+    async def run() -> Pool:
+        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+        noted, kept = asyncio.Event(), asyncio.Event()
+
+        async def note(_: EngineWeights) -> None:
+            noted.set()
+            await kept.wait()
+
+        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, note=note)
+        await coordinator.handle(WeightsStage(1))
+        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+        await noted.wait()
+        await coordinator.handle(WeightsAbort(1, "the sender failed"))
+        kept.set()
+        with pytest.raises(WeightSyncError, match="given up before engines swapped it in"):
+            await committing
+        await asyncio.gather(*(asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0) for _ in range(4)))
+        return pool
+
+    pool = asyncio.run(run())
+    assert [(member.fenced, member.version, fake(member.engine).version) for member in pool.members] == [(None, 0, 0)] * 2
 
 
 def test_the_others_generate_while_an_update_waits_for_a_suspect() -> None:

@@ -20,7 +20,7 @@ from asyncmoe.rollout.engines.succession import FILE, Succession
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.keeper_messages import EngineWeights
-from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsCommit, WeightsStage
+from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsBegin, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
@@ -165,14 +165,15 @@ def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(sit
     site(scene)
 
 
-def test_engines_whose_parameters_were_being_written_start_again(site: Play) -> None:
+@pytest.mark.parametrize("opening", [WeightsStage(4, in_place=True), WeightsBegin(4)], ids=["in place", "by broadcast"])
+def test_engines_whose_parameters_were_being_written_start_again(site: Play, opening: WeightsStage | WeightsBegin) -> None:
     async def scene(it: Site) -> None:
         for name in ("a", "b"):
             it.agent(name)
         async with controller(it.config) as first:
             await first.publish(3)
             await asyncio.sleep(0.1)
-            await first.coordinator.handle(WeightsStage(4, in_place=True))
+            await first.coordinator.handle(opening)
         async with controller(it.config) as second:
             while second.states != {"a": (0, True), "b": (0, True)}:
                 await asyncio.sleep(0.05)

@@ -316,16 +316,16 @@ def test_a_version_that_the_lost_one_had_asked_to_take_lands_before_the_next_is_
             await first.hello(0)
             await first.publish()
             await first.train()
-            slow, end = running.engines[0], running.engines[0].end_update
+            slow, swap, swapping = running.engines[0], running.engines[0].command_receivers, asyncio.Event()
 
-            async def late() -> None:
+            async def late(*arguments: Any) -> None:
+                swapping.set()
                 await resumed.wait()
-                await end()
+                await swap(*arguments)
 
-            slow.end_update = late  # type: ignore[method-assign]
+            slow.command_receivers = late  # type: ignore[method-assign, assignment]
             publishing = asyncio.create_task(first.publish())
-            while not slow.paused:
-                await asyncio.sleep(0)
+            await swapping.wait()
             meeting = asyncio.create_task(running.trainer(1).hello(0))
             await asyncio.sleep(0.05)
             assert not meeting.done()

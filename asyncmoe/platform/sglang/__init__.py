@@ -1,8 +1,8 @@
 """Starts the real SGLang server: `python -m asyncmoe.platform.sglang <arguments of sglang.launch_server>`.
 
-Without a CUDA device the patches of `cpu` are installed in the server and in every process that it spawns. On every machine the patch of
-`overlap` is installed, and the server and its children end when the process that started them ends.
+Without a CUDA device the patches of `cpu` are installed in the server and in every process that it spawns. On every machine the patches of
+`overlap` and `commands` are installed, and the server and its children end when the process that started them ends.
 
-This package imports only the standard library, torch, SGLang and `asyncmoe.trajectory`, because it runs in the engines' own Python
-environment.
+This package imports only the standard library, torch, SGLang and those parts of asyncmoe that need no more, because it runs in the engines'
+own Python environment.
 """

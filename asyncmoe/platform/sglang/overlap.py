@@ -3,7 +3,8 @@
 With the overlap schedule the scheduler launches a step before it processes the tokens sampled by the previous step (sglang 0.5.23,
 `managers/scheduler.py`, `Scheduler.event_loop_overlap`); one step's batch and result wait in `result_queue`. A pause in place leaves them
 there, so tokens sampled by the old weights are counted after the new version is recorded, and are attributed to it; and on a GPU the step
-may still run while parameters are written. With this patch a pause in place, and every change of version, first settles that step.
+may still run while parameters are written. With this patch a pause in place, and every change of version, first settles that step; so does
+a command (`commands.py`).
 
 The loop pops an entry for every step that it launched, so a settled step leaves a dummy entry without requests.
 """

@@ -50,7 +50,8 @@ class AdapterHost(Protocol):
 class Engine(AdapterHost, Protocol):
     """A running server that samples responses, records what trained them, and changes its weights while requests wait.
 
-    A weight update is a sequence of calls, which the coordinator makes for all engines at the same time:
+    A weight update is one call of `command_receivers`, if the weights wait in the engine, or a sequence of calls. The coordinator makes
+    them for all engines at the same time:
 
         pause, begin_update, then any number of load_bucket or command_receivers, end_update, checksums, set_version, resume
 
@@ -182,7 +183,10 @@ class Engine(AdapterHost, Protocol):
         ...
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
-        """Have `asyncmoe.receiver.worker.obey` execute one command in each rank's main thread, between `begin_update` and `end_update`.
+        """Have `asyncmoe.receiver.worker.obey` execute one command in each rank's main thread.
+
+        Called of a paused engine between `begin_update` and `end_update`; or of one that generates, which executes the commands of all
+        ranks between the same two forward passes, requests in progress staying as they are. Returns when all ranks have executed theirs.
 
         Args:
             commands: one per rank.

@@ -7,7 +7,7 @@
     abort_retry   they end, and restart from their prompts
     drain         they finish first; nothing new starts meanwhile
 
-An abort is SGLang's /abort_request, repeated until every request has been answered, followed by a pause in place: SGLang's own pause in
+An abort is SGLang's /abort_request, repeated until every request has been answered, before weights change: SGLang's own pause in
 mode "abort" checks only once a second whether all requests have been answered (`tokenizer_manager.py`, `pause_generation`).
 
 A long response may be sampled in pieces, so that each can be recorded: requests that continue one another. Keys and values of the tokens so

@@ -3,8 +3,8 @@
 Each engine is probed: a probe succeeds once the engine produces any token, of whichever request, and generates one itself if the engine is
 idle. An engine that fails a probe, or lets a request time out, is a suspect: it gets requests only if all others are suspects too. An
 engine that stays silent is fenced. An engine that is paused for a weight update, or loads an adapter, is not probed: those calls have
-limits of their own. An engine that does not pause within `PAUSE_SHARE` of `hang_timeout_s` is fenced; the others wait for it only at first
-(`weight_updates.driver`).
+limits of their own. An engine that does not pause, or take a version, within `PAUSE_SHARE` of `hang_timeout_s` is fenced; the others wait
+for it only at first (`weight_updates`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncmoe.rollout.engines.pool import Pool
 _PROBES = 6
 """Probes in `hang_timeout_s`. The first that fails may begin a probe's time after the last sign of life, so all but one must fail."""
 PAUSE_SHARE = 1 / 3
-"""Share of `hang_timeout_s` in which a running engine pauses."""
+"""Share of `hang_timeout_s` in which a running engine pauses, or swaps weights in."""
 _POLL_S = 0.2
 
 

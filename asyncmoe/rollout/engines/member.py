@@ -67,8 +67,9 @@ class Member:
             self.idle(record)
 
     def generates(self) -> None:
-        """Count the time from now on as generation, if the engine has requests."""
-        self.busy_since = unix() if self.in_flight else None
+        """Count the time from now on as generation, if the engine has requests and it does not count yet."""
+        if self.in_flight and self.busy_since is None:
+            self.busy_since = unix()
 
     def idle(self, record: RecordBusy) -> None:
         """Record the generation up to now; the time from now on is none."""

@@ -3,7 +3,7 @@
 - A request goes to the engine that `scheduling.choose` selects. Its prefix is cached there under the version that the ledger gives that
   engine at that moment.
 - The number of requests at the engines is limited; the others wait at the gate, in the order of `scheduling.Waiting`.
-- The gate is closed during a weight update: a request already at an engine pauses there and a new request waits here, so no prefix is
+- The gate is closed during a weight update: a request already at an engine stays there and a new request waits here, so no prefix is
   cached under a version that is about to change.
 - An engine that exits or falls silent (`asyncmoe.rollout.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
   can never serve a mixed version. Its requests go to the remaining engines, which also receive the next version; a request that has lost

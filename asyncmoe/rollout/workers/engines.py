@@ -57,8 +57,8 @@ class LentEngines:
         gone = self._removed(pool, {one.url for one in told.engines})
         for one in told.engines:
             member = self._member(pool, one)
-            member.suspect, member.leaving = one.suspect, one.leaving
             member.serve(one.version, one.lineage)
+            member.suspect, member.waiting, member.leaving = one.suspect, one.waiting, one.leaving
         if told.open:
             pool.release()
         for client in gone:

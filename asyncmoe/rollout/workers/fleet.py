@@ -208,7 +208,7 @@ class Fleet:
     async def _share(self, *, always: bool = False) -> int:
         """Tell workers which engines they use, those only for whom that has changed, unless `always`; return the requests in flight."""
         alive = self._alive()
-        members = [member for member in self._pool.present if not member.waiting]
+        members = self._pool.present
         engines = [Located(member.engine.name, member.engine.host) for member in members]
         self._places = assign(engines, [Located(str(one.joined.number), one.joined.host) for one in alive], self._places)
         counts = Counter(self._places.values())
@@ -224,7 +224,8 @@ class Fleet:
 
     def _told(self, member: Member) -> WorkerEngine:
         url, key = self._address_of(member.engine.client)
-        return WorkerEngine(member.engine.name, url, key, member.version, member.lineage, member.suspect, member.leaving)
+        flags = member.suspect, member.waiting, member.leaving
+        return WorkerEngine(member.engine.name, url, key, member.version, member.lineage, *flags)
 
     async def _use(self, worker: RemoteWorker, told: WorkerEngines) -> int:
         try:

@@ -72,7 +72,8 @@ class WeightEndpoints(SGLangConnection):
         await self._post("/update_weights_from_distributed", body, Acknowledged, timeout_s)
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
-        """SGLang hands the commands to `asyncmoe.receiver.load`, as tensors in a format of our own."""
+        """SGLang hands the commands to `asyncmoe.receiver.load`, as tensors in a format of our own, also while it generates
+        (`asyncmoe.platform.sglang.commands`)."""
         body = {
             "serialized_named_tensors": [payload(command) for command in commands],
             "load_format": LOADER,

@@ -10,7 +10,9 @@ Shard to shard, while they generate, through the receivers inside them (`reshard
 
     WeightsStage    only check that all engines are present; the sender and the receivers do the rest, through memory, a network or files.
                     In place, without staging memory: close the gate; every engine: pause, begin_update
-    WeightsCommit   close the gate; every engine: pause, begin_update, swap, end_update, compare checksums, resume; then open the gate
+    WeightsCommit   close the gate; every engine: swap, in one call; then open the gate (`at_once.py`). If the weights were written in
+                    place, are to be compared, or running requests drop their keys and values, as in a broadcast:
+                    every engine: pause, begin_update, swap, end_update, compare checksums, resume
 
 Adapters, as files that the engine loads (`adapter_files.py`, `asyncmoe.rollout.engines.adapter_slots`):
 
@@ -24,6 +26,7 @@ never resumes (`state.py`). If loading a bucket fails, all engines are fenced, b
 one. A sender that fails or falls silent before the first bucket, or while it stages into separate memory, costs nothing: the engines keep
 the version they had.
 
-Read `state.py`, the phases of an update; `driver.py`, which makes all engines follow them; then `coordinator.py`, which answers the sender.
+Read `state.py`, the phases of an update; `driver.py`, which makes all engines follow them; `at_once.py`; then `coordinator.py`, which
+answers the sender.
 `asyncmoe.trainer.weight_sync` lists the trainer's steps, and which of them asks for what.
 """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.rollout.engines.member import Member
-from asyncmoe.rollout.engines.weight_updates.driver import Failures, UpdateDriver, on_each
+from asyncmoe.rollout.engines.weight_updates.asking import Failures, on_each
+from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver
 from asyncmoe.rpc.messages import WeightsAdapter
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.weight_updates import state
-from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver, on_each, raise_first
+from asyncmoe.rollout.engines.weight_updates.asking import on_each, raise_first
+from asyncmoe.rollout.engines.weight_updates.driver import UpdateDriver
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
 
@@ -31,7 +32,7 @@ async def begin(driver: UpdateDriver, version: int) -> None:
     Raises:
         WeightSyncError: another update is open, or an engine is gone or refused.
     """
-    await driver.pause_all(driver.claim(version))
+    await driver.pause_all(driver.claim(version), "writing")
 
 
 async def load(driver: UpdateDriver, request: WeightsBucket) -> None:

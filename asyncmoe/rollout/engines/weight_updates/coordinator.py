@@ -11,8 +11,9 @@ from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncE
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rollout.engines.weight_updates import adapter_files, broadcast, reshard, spot_check, state
-from asyncmoe.rollout.engines.weight_updates.driver import Failures, Note, UpdateDriver, raise_first
+from asyncmoe.rollout.engines.weight_updates import adapter_files, at_once, broadcast, reshard, spot_check, state
+from asyncmoe.rollout.engines.weight_updates.asking import Failures, raise_first
+from asyncmoe.rollout.engines.weight_updates.driver import Note, OpenUpdate, UpdateDriver
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.spot_check import Checksums, SpotCheck
 from asyncmoe.rpc.messages import (
@@ -212,7 +213,16 @@ class WeightUpdateCoordinator:
     async def _commit(self, request: WeightsCommit) -> Committed:
         await self._spot.end()
         update = self.driver.expect(request.version)
-        if update.state.staged and not update.state.gate_closed:
+        if state.swaps_at_once(update.state, self.driver.interruption == "retract", bool(request.checksums)):
+            failed, pauses = await at_once.swap(self.driver, update, request.update)
+        else:
+            failed, pauses = await self._commit_paused(update, request)
+        self.driver.landed = self.driver.landed or bool(pauses)
+        self.driver.close(update)
+        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed, request.checksums)
+
+    async def _commit_paused(self, update: OpenUpdate, request: WeightsCommit) -> tuple[Failures, list[float]]:
+        if not update.state.gate_closed:
             await self.driver.pause_all(update)  # an abort may still end the update
         update.state = state.conclude(update.state)
         failed = await reshard.swap(self.driver, update, request.update) if update.state.staged else []
@@ -235,9 +245,7 @@ class WeightUpdateCoordinator:
             member.serve(update.version, self._pool.lineage)
 
         failed += await self.driver.fencing(update, resume)
-        self.driver.landed = self.driver.landed or bool(pauses)
-        self.driver.close(update)
-        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed, request.checksums)
+        return failed, pauses
 
     async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures, checksums: Checksums = ()) -> Committed:
         """Publish a version that some engines serve now, and report engines that refused it.

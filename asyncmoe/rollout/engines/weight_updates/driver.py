@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +14,8 @@ from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import state
+from asyncmoe.rollout.engines.weight_updates.asking import Failures, on_each, raise_first
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
 from asyncmoe.rpc.keeper_messages import Changing, EngineWeights
@@ -24,12 +24,10 @@ from asyncmoe.telemetry.clock import unix
 log = logging.getLogger(__name__)
 Note = Callable[[EngineWeights], Awaitable[None]]
 """Has somebody beyond this process keep what the engines hold (`asyncmoe.rollout.engines.keeper`)."""
-Failures = list[tuple[Member, AsyncmoeError]]
-"""Engines that failed, and why; the cause before its consequences."""
 _ENDING_S = 0.02
 """Seconds between two checks for unfinished responses."""
-_PATIENCE = 1 / 4
-"""Share of `UpdateDriver.pause_s` for which all engines wait for one that does not pause."""
+PATIENCE = 1 / 4
+"""Share of `UpdateDriver.pause_s` for which all engines wait for one that does not answer."""
 _IN_FLIGHT: tuple[Interruption, ...] = ("in_place", "retract")
 """Ways in which responses are at the engines while a version lands."""
 
@@ -114,18 +112,9 @@ class UpdateDriver:
         """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise.
 
         Args:
-            changing: "paused" if they will resume with what they hold, "writing" if their parameters are written in place.
-
-        Engines that seem to hang are first given the time in which they are trusted again or fenced, so that the others need not wait
-        for them in a pause.
+            changing: "writing" if their parameters are written in place.
         """
-        until = time.monotonic() + self.timeout_s
-        while any(member.suspect and member.fenced is None for member in update.members) and time.monotonic() < until:
-            await asyncio.sleep(_ENDING_S)
-        update.state = state.pause(update.state)
-        await self._interrupt(update)
-        if self._note is not None:
-            await self._note(self._holding(changing, update.version))
+        await self.close_gate(update, changing)
         failed = await self._pause(update) if self.current is update else []
         for member, error in failed:
             self.pool.fence(member, str(error))
@@ -137,16 +126,33 @@ class UpdateDriver:
             await self.give_up(update)
             raise_first(failed, f"beginning version {update.version}")
 
+    async def close_gate(self, update: OpenUpdate, changing: Changing = "loading") -> None:
+        """Have the update change engines from now on: no request enters one that is not to stay there, and it is kept what they may hold.
+
+        Engines that seem to hang are first given the time in which they are trusted again or fenced, so that the others need not wait
+        for them in a pause. The update may be given up meanwhile.
+
+        Args:
+            changing: as for `pause_all`.
+        """
+        until = time.monotonic() + self.timeout_s
+        while any(member.suspect and member.fenced is None for member in update.members) and time.monotonic() < until:
+            await asyncio.sleep(_ENDING_S)
+        update.state = state.pause(update.state)
+        await self._interrupt(update)
+        if self._note is not None:
+            await self._note(self._holding(changing, update.version))
+
     async def _pause(self, update: OpenUpdate) -> Failures:
         """Pause all engines at the same time; return those that failed.
 
-        If one takes longer than `_PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. Where no response
+        If one takes longer than `PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. Where no response
         may be at an engine, they wait.
         """
         self.pool.hold()
         await self.pool.held()
         pausing = {member: asyncio.ensure_future(self._begin(update, member)) for member in update.members}
-        patience = self.pause_s * _PATIENCE if self.interruption in _IN_FLIGHT else None
+        patience = self.pause_s * PATIENCE if self.interruption in _IN_FLIGHT else None
         paused, late = await asyncio.wait(pausing.values(), timeout=patience) if pausing else (set(), set())
         if late and paused:
             early = [member for member, task in pausing.items() if task in paused and task.exception() is None]
@@ -288,19 +294,3 @@ async def _told(note: Awaitable[None]) -> None:
         await note
     except AsyncmoeError as error:
         log.warning("what the engines hold is not kept: %s", error)
-
-
-async def on_each(members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> Failures:
-    """Run `action` on all members concurrently; return the members that failed."""
-    results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, AsyncmoeError):
-            raise result
-    failed = [(m, result) for m, result in zip(members, results, strict=True) if isinstance(result, AsyncmoeError)]
-    return sorted(failed, key=lambda pair: isinstance(pair[1], EngineLost))
-
-
-def raise_first(failed: Failures, doing: str) -> None:
-    """Raise WeightSyncError if any engine failed."""
-    if failed:
-        raise WeightSyncError(f"{doing}: {failed[0][1]}") from failed[0][1]

@@ -5,27 +5,28 @@ from __future__ import annotations
 from asyncmoe.receiver.command import CommitCommand, JoinCommand
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.weight_updates import state
-from asyncmoe.rollout.engines.weight_updates.driver import Failures, OpenUpdate, UpdateDriver, raise_first
+from asyncmoe.rollout.engines.weight_updates.asking import Failures, raise_first
+from asyncmoe.rollout.engines.weight_updates.driver import OpenUpdate, UpdateDriver
 from asyncmoe.rpc.messages import WeightsJoin, WeightsStage
 
 
 async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
-    """Start the receivers inside an update that changes nothing, because SGLang only lets calls into its workers during an update.
+    """Start the receivers, while the engines generate.
 
     Raises:
         WeightSyncError: another update is open, or an engine is gone or refused.
     """
     update = driver.claim(driver.pool.version)
-    roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's while they pause
-    await driver.pause_all(update, "paused")
+    roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's meanwhile
 
     async def start(member: Member) -> None:
         first = request.senders + roster.offset(member) - 1
         joins = [JoinCommand(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
-        await member.engine.client.command_receivers(joins, driver.timeout_s)
+        async with driver.soon(member, "start its weight receivers"):
+            await member.engine.client.command_receivers(joins, driver.timeout_s)
 
     failed = await driver.fencing(update, start)
-    await driver.give_up(update)
+    driver.close(update)
     raise_first(failed, "starting the weight receivers")
 
 

@@ -112,6 +112,16 @@ def load(update: UpdateState) -> UpdateState:
     return replace(update, phase=UpdatePhase.LOADING)
 
 
+def swaps_at_once(update: UpdateState, retract: bool, verified: bool) -> bool:
+    """Return whether one call to each engine lands the version: it waits there whole, and a pause has nothing else in it.
+
+    Args:
+        retract: keys and values are dropped before the swap.
+        verified: checksums are compared before the engines go on.
+    """
+    return update.staged and not (update.gate_closed or retract or verified)
+
+
 def load_bucket(update: UpdateState) -> UpdateState:
     """Let the engines write a bucket.
 

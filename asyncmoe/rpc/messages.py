@@ -76,6 +76,16 @@ class Lease(_Waits, TrainerMessage, frozen=True):
     wait_s: float
 
 
+class Foresee(_Waits, TrainerMessage, frozen=True):
+    """Ask which batch step `step` will get, to fetch it beforehand. Decides nothing. Waits until that is known or `wait_s` expires."""
+
+    step: Count
+    count: Count
+    version: Count
+    """The version that the trainer will have in that step."""
+    wait_s: float
+
+
 class Fetch(TrainerMessage, frozen=True):
     """Request the leased trajectories named `keys`."""
 
@@ -85,6 +95,8 @@ class Fetch(TrainerMessage, frozen=True):
     """Send only the routes of these layers; None: of all layers."""
     masks: bool = True
     """Send sampling masks."""
+    ahead: bool = False
+    """They may not be leased yet. If one of them has left the queue, none is sent, and the reply names none."""
 
 
 class Commit(TrainerMessage, frozen=True):
@@ -316,6 +328,14 @@ class Evaluated(Message, frozen=True):
     ended: bool
 
 
+class Foreseen(Message, frozen=True):
+    """Reply to `Foresee`: the batch; without items it is not known yet. The lease decides, and may be another."""
+
+    items: tuple[Item, ...] = ()
+    never: bool = False
+    """It will not be known before it is leased: do not ask again."""
+
+
 class Fetched(Message, frozen=True):
     """Reply to `Fetch`; `frames_in(len(keys))` frames follow, in the order of `keys`."""
 
@@ -391,6 +411,7 @@ class Refused(Message, frozen=True):
 Request = (
     Hello
     | Lease
+    | Foresee
     | Fetch
     | Commit
     | Probe
@@ -413,4 +434,18 @@ Request = (
     | EngineNodeEnd
     | KeeperRequest
 )
-Reply = Welcome | Leased | Evaluated | Fetched | Engines | EngineJoined | EngineOrder | EngineNodes | Committed | Kept | Done | Refused
+Reply = (
+    Welcome
+    | Leased
+    | Foreseen
+    | Evaluated
+    | Fetched
+    | Engines
+    | EngineJoined
+    | EngineOrder
+    | EngineNodes
+    | Committed
+    | Kept
+    | Done
+    | Refused
+)

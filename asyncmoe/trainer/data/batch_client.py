@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.errors import ProtocolError, WaitTimeout
+from asyncmoe.errors import WaitTimeout
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Item, Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
@@ -20,7 +20,7 @@ from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.data.prefetch import Prefetcher, Ready
+from asyncmoe.trainer.data.prefetch import Prefetcher, Ready, completed
 from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
 from asyncmoe.trainer.data.shared_fetch import shared
 from asyncmoe.trainer.model.mesh import Mesh
@@ -167,20 +167,15 @@ def fetch(
     items, each = [leased.items[i] for i in wanted], frames_in(1)
     ready: dict[str, Ready] = {}
 
+    def send(keys: tuple[str, ...]) -> Sequence[Buffer]:
+        reply, frames = client.ask(Fetch(leased.step, keys, layers, masks), ANSWER_S)
+        assert isinstance(reply, Fetched)
+        return frames
+
     def ask() -> Sequence[Buffer]:
         if ahead is not None:
             ready.update(ahead.take(leased.step, items))
-        missing = tuple(item.key for item in items if item.key not in ready)
-        frames: Sequence[Buffer] = ()
-        if missing:
-            reply, frames = client.ask(Fetch(leased.step, missing, layers, masks), ANSWER_S)
-            assert isinstance(reply, Fetched)
-        if not ready:
-            return frames
-        if len(frames) != len(missing) * each:
-            raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(missing) * each}")
-        sent = {key: frames[n * each : (n + 1) * each] for n, key in enumerate(missing)}
-        return [frame for item in items for frame in (ready[item.key].frames if item.key in ready else sent[item.key])]
+        return completed(items, ready, send)
 
     frames = shared(mesh, len(items) * each, ask)
 

@@ -49,6 +49,28 @@ class Ready:
     decoded: Trajectory | None
 
 
+def completed(items: Sequence[Item], ready: Mapping[str, Ready], send: Callable[[tuple[str, ...]], Sequence[Buffer]]) -> Sequence[Buffer]:
+    """Return the frames of some trajectories, in order: of those that are ready, and of the others what `send` returns for their keys.
+
+    Raises:
+        ProtocolError: `send` returned another number of frames.
+    """
+    missing = tuple(item.key for item in items if item.key not in ready)
+    frames = send(missing) if missing else ()
+    if not ready:
+        return frames
+    sent = split(missing, frames)
+    return [frame for item in items for frame in (ready[item.key].frames if item.key in ready else sent[item.key])]
+
+
+def split(keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Sequence[Buffer]]:
+    """Return the frames of each trajectory. Raises ProtocolError if they are not as many as the trajectories have."""
+    each = frames_in(1)
+    if len(frames) != len(keys) * each:
+        raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
+    return {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}
+
+
 @dataclass
 class _Coming:
     """What the thread is about, for one step. Either it begins to fetch, or it is no longer wanted, whichever is said first."""
@@ -101,13 +123,16 @@ class Prefetcher:
         self._layers, self._masks, self._decodes = layers, masks, decodes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="next batch")
         self._under_way: tuple[_Coming, Future[Mapping[str, Ready]]] | None = None
+        self._last: Future[Mapping[str, Ready]] | None = None
+        self._closed = False
 
     def begin(self, step: int) -> None:
         """Begin with the batch of `step`, if it is one to be fetched ahead."""
         if due(self._config, step):
             self._drop()
             coming = _Coming(step)
-            self._under_way = coming, self._thread.submit(self._fetched, coming)
+            self._last = self._thread.submit(self._fetched, coming)
+            self._under_way = coming, self._last
 
     def take(self, step: int, items: Sequence[Item]) -> Mapping[str, Ready]:
         """Return, by key, those of some leased trajectories that were fetched ahead; wait for a fetch that has begun.
@@ -127,19 +152,18 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the thread and close the connection; leave both to the end of the process if the controller does not answer."""
-        last = self._drop()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if last is None or not wait([last], timeout=2 * _PATIENCE_S).not_done:
-            self._client.close()
-        else:
+        self._drop()
+        self._thread.shutdown(wait=False)
+        if self._last is not None and wait([self._last], timeout=2 * _PATIENCE_S).not_done:
             log.warning("the thread that fetches ahead did not end within %.0f s", 2 * _PATIENCE_S)
+        elif not self._closed:
+            self._closed = True
+            self._client.close()
 
-    def _drop(self) -> Future[Mapping[str, Ready]] | None:
-        if self._under_way is None:
-            return None
-        (coming, found), self._under_way = self._under_way, None
-        coming.end()
-        return found
+    def _drop(self) -> None:
+        if self._under_way is not None:
+            self._under_way[0].end()
+            self._under_way = None
 
     def _fetched(self, coming: _Coming) -> Mapping[str, Ready]:
         items = self._foreseen(coming)
@@ -151,11 +175,8 @@ class Prefetcher:
         assert isinstance(reply, Fetched)
         if not reply.keys:
             return {}
-        each = frames_in(1)
-        if len(frames) != len(keys) * each:
-            raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
-        parts = [frames[n * each : (n + 1) * each] for n in range(len(keys))]
-        return {item.key: Ready(item, part, decode(part) if self._decodes else None) for item, part in zip(wanted, parts, strict=True)}
+        parts = split(keys, frames)
+        return {item.key: Ready(item, parts[item.key], decode(parts[item.key]) if self._decodes else None) for item in wanted}
 
     def _foreseen(self, coming: _Coming) -> Sequence[Item]:
         count, step = self._config.rollout.batch, coming.step

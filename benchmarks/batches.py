@@ -6,6 +6,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
@@ -19,7 +20,7 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Commit, Fetch, Reply
 from asyncmoe.rpc.server import Server
 from asyncmoe.trainer.data.schedule import BatchGrid, schedule
-from asyncmoe.trajectory import Recording
+from asyncmoe.trajectory import Recording, encode
 from benchmarks.batches_rank import DP, GROUP, QWEN3_30B, TOKENS_PER_MICROBATCH, WIDTH, BatchJob, RankTook
 from benchmarks.provenance import here
 from benchmarks.queue import trajectories
@@ -42,7 +43,7 @@ WAYS = {"tp1": (1, False), "tp1_ahead": (1, True), "tp2": (2, False), "tp2_ahead
 """Ranks of the tensor-parallel group, and whether its first rank fetches ahead."""
 
 
-def run(case: BatchCase | None = None, rounds: int = 3) -> dict[str, Any]:
+def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tuple(WAYS)) -> dict[str, Any]:
     """All ways in turn, `rounds` times.
 
     The ranks are those of one tensor-parallel group, of `DP` that share each batch; the other groups are not there. All batches are in the
@@ -60,11 +61,11 @@ def run(case: BatchCase | None = None, rounds: int = 3) -> dict[str, Any]:
     case = case or BatchCase()
     results: dict[str, Any] = {**here(), **{name: getattr(case, name) for name in ("batch", "tokens", "steps", "compute_s")}}
     results |= {"dp": DP, "rounds": rounds, "share_MB": 0.0, "schedule": scheduled(), "ways": {}}
-    found: dict[str, list[tuple[list[RankTook], int]]] = {way: [] for way in WAYS}
+    found: dict[str, list[tuple[list[RankTook], int]]] = {way: [] for way in ways}
     for _ in range(rounds):
-        for way, (tp, ahead) in WAYS.items():
-            found[way].append(asyncio.run(_measure(case, tp, ahead)))
-    share = case.batch // DP * sum(memoryview(part).nbytes for part in _frames(case.tokens))
+        for way in ways:
+            found[way].append(asyncio.run(_measure(case, *WAYS[way])))
+    share = case.batch // DP * sum(memoryview(part).nbytes for part in encode(trajectories(QWEN3_30B, case.tokens)[0]))
     results["share_MB"] = round(share / 1e6, 1)
     for way, measured in found.items():
         results["ways"][way] = figures(case, measured, share)
@@ -79,9 +80,7 @@ def figures(case: BatchCase, measured: list[tuple[list[RankTook], int]], share: 
             if (got := [step.tokens for step in rank.steps]) != expected:
                 raise InvariantBroken(f"bench batches: a rank got {got} tokens in its steps, expected {expected}")
     names = ("lease_s", "fetch_s", "first_s", "exposed_s", "cpu_s")
-    later = [
-        [step for rank in ranks for step in rank.steps[number : number + 1]] for ranks, _ in measured for number in range(1, case.steps)
-    ]
+    later = [[rank.steps[number] for rank in ranks] for ranks, _ in measured for number in range(1, case.steps)]
     slowest = {name: [max(getattr(step, name) for step in together) for together in later] for name in names}
     return {
         **{name: round(median(values), 4) for name, values in slowest.items()},
@@ -148,12 +147,6 @@ async def _rank(job: BatchJob) -> RankTook:
     if process.returncode:
         raise InvariantBroken(f"bench batches: rank {job.tp_rank} failed: {why.decode()[-2000:]}")
     return msgspec.json.decode(out.splitlines()[-1], type=RankTook)
-
-
-def _frames(tokens: int) -> list[Any]:
-    from asyncmoe.trajectory import encode
-
-    return encode(trajectories(QWEN3_30B, tokens)[0])
 
 
 def table(results: dict[str, Any]) -> str:

@@ -23,7 +23,8 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Fetch, Fetched, Foresee, Foreseen, Lease, Leased
 from asyncmoe.rpc.server import Server
 from asyncmoe.trainer.data import prefetch
-from asyncmoe.trainer.data.prefetch import Prefetcher, completed, split
+from asyncmoe.trainer.data.joined import ALIGNED, Joined, empty, joined, places_of
+from asyncmoe.trainer.data.prefetch import Prefetcher, Ready, completed, split
 from asyncmoe.trajectory import decode, encode
 from tests.unit.test_queue import asynchronous, group, queue
 
@@ -130,7 +131,10 @@ def next_batch(controller: Controller, client: Client, ahead: Prefetcher, wanted
     batch = leased(client, 1)
     items = [batch.items[i] for i in wanted]
     ready = ahead.take(1, items)
-    found = completed(items, ready, lambda keys: client.ask(Fetch(1, keys, ()), 20)[1])
+    whole = completed(items, ready, lambda keys: client.ask(Fetch(1, keys, ()), 20)[1])
+    undecoded = bool(ready) and all(one.decoded is None for one in ready.values())
+    assert isinstance(whole, Joined) == (undecoded and len(ready) == len(items))
+    found = whole.buffers if isinstance(whole, Joined) else whole
     assert [bytes(frame) for frame in found] == [
         bytes(frame) for frame in client.ask(Fetch(1, tuple(item.key for item in items), ()), 20)[1]
     ]
@@ -288,6 +292,39 @@ def test_a_thread_that_waits_ends_with_its_rank() -> None:
         ahead.close()
         assert ahead._last is not None
         assert ahead._last.result(0) == {}
+
+
+def test_only_what_was_joined_whole_and_in_order_is_broadcast_as_it_is() -> None:
+    frames = [bytes(frame) for number in (1, 2) for one in group(number) for frame in encode(one)]
+    items: list[Any] = [SimpleNamespace(key=one.key) for number in (1, 2) for one in group(number)]
+    whole = joined(frames)
+    parts = split([item.key for item in items], whole.buffers)
+    ready = {item.key: Ready(item, parts[item.key], joined=whole) for item in items}
+
+    def send(keys: tuple[str, ...]) -> list[bytes]:
+        return [frame for one in group(1) if one.key in keys for frame in encode(one)]  # type: ignore[misc]
+
+    assert completed(items, ready, send) is whole
+    for some, there in ((items[::-1], ready), (items[:3], ready), (items, dict(list(ready.items())[1:]))):
+        found = completed(some, there, send)
+        assert not isinstance(found, Joined)
+        each = len(frames) // 4
+        assert [bytes(one) for one in found] == [
+            frame for item in some for at in [items.index(item)] for frame in frames[at * each :][:each]
+        ]
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6))
+def test_joined_buffers_lie_apart_and_aligned(buffers: list[bytes]) -> None:
+    made = joined(buffers)
+    assert [bytes(one) for one in made.buffers] == buffers
+    assert all(one.readonly for one in made.buffers)
+    places = places_of([len(one) for one in buffers])
+    assert all(place.start % ALIGNED == 0 for place in places)
+    assert [bytes(made.whole[place]) for place in places] == buffers
+    alike = empty([len(one) for one in buffers])
+    assert [len(one) for one in alike.buffers] == [len(one) for one in buffers]
+    assert alike.whole.shape == made.whole.shape
 
 
 # ---------------------------------------------------------------- when

@@ -19,6 +19,7 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.joined import Joined
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.prefetch import Prefetcher, Ready, completed
 from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
@@ -172,7 +173,7 @@ def fetch(
         assert isinstance(reply, Fetched)
         return frames
 
-    def ask() -> Sequence[Buffer]:
+    def ask() -> Sequence[Buffer] | Joined:
         if ahead is not None:
             ready.update(ahead.take(leased.step, items))
         return completed(items, ready, send)

@@ -20,6 +20,7 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Foresee, Foreseen, Item
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.clients import ANSWER_S
+from asyncmoe.trainer.data.joined import Joined, joined
 from asyncmoe.trajectory import Buffer, Trajectory, decode, frames_in
 
 log = logging.getLogger(__name__)
@@ -42,15 +43,19 @@ def due(config: Config, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Ready:
-    """A trajectory that was fetched ahead; `decoded` is None if the ranks of a group are to decode it."""
+    """A trajectory that was fetched ahead. `decoded`: None if the ranks of a group are to decode it; then its frames are among `joined`."""
 
     item: Item
     frames: Sequence[Buffer]
-    decoded: Trajectory | None
+    decoded: Trajectory | None = None
+    joined: Joined | None = None
 
 
-def completed(items: Sequence[Item], ready: Mapping[str, Ready], send: Callable[[tuple[str, ...]], Sequence[Buffer]]) -> Sequence[Buffer]:
+def completed(
+    items: Sequence[Item], ready: Mapping[str, Ready], send: Callable[[tuple[str, ...]], Sequence[Buffer]]
+) -> Sequence[Buffer] | Joined:
     """Return the frames of some trajectories, in order: of those that are ready, and of the others what `send` returns for their keys.
+    If they are what was joined, and in that order, they are returned so.
 
     Raises:
         ProtocolError: `send` returned another number of frames.
@@ -60,7 +65,10 @@ def completed(items: Sequence[Item], ready: Mapping[str, Ready], send: Callable[
     if not ready:
         return frames
     sent = split(missing, frames)
-    return [frame for item in items for frame in (ready[item.key].frames if item.key in ready else sent[item.key])]
+    found = [frame for item in items for frame in (ready[item.key].frames if item.key in ready else sent[item.key])]
+    one = next(iter(ready.values())).joined
+    whole = one is not None and len(found) == len(one.buffers) and all(a is b for a, b in zip(found, one.buffers, strict=True))
+    return one if one is not None and whole else found
 
 
 def split(keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Sequence[Buffer]]:
@@ -176,7 +184,11 @@ class Prefetcher:
         if not reply.keys:
             return {}
         parts = split(keys, frames)
-        return {item.key: Ready(item, parts[item.key], decode(parts[item.key]) if self._decodes else None) for item in wanted}
+        if self._decodes:
+            return {item.key: Ready(item, parts[item.key], decode(parts[item.key])) for item in wanted}
+        one = joined(frames)
+        parts = split(keys, one.buffers)
+        return {item.key: Ready(item, parts[item.key], joined=one) for item in wanted}
 
     def _foreseen(self, coming: _Coming) -> Sequence[Item]:
         count, step = self._config.rollout.batch, coming.step

@@ -24,7 +24,7 @@ from asyncmoe.rpc.messages import Commit, Fetch, Fetched, Foresee, Foreseen, Lea
 from asyncmoe.rpc.server import Server
 from asyncmoe.trainer.data import prefetch
 from asyncmoe.trainer.data.joined import ALIGNED, Joined, empty, joined, places_of
-from asyncmoe.trainer.data.prefetch import Prefetcher, Ready, completed, split
+from asyncmoe.trainer.data.prefetch import FetchedAhead, Prefetcher, completed, split
 from asyncmoe.trajectory import decode, encode
 from tests.unit.test_queue import asynchronous, group, queue
 
@@ -299,7 +299,7 @@ def test_only_what_was_joined_whole_and_in_order_is_broadcast_as_it_is() -> None
     items: list[Any] = [SimpleNamespace(key=one.key) for number in (1, 2) for one in group(number)]
     whole = joined(frames)
     parts = split([item.key for item in items], whole.buffers)
-    ready = {item.key: Ready(item, parts[item.key], joined=whole) for item in items}
+    ready = {item.key: FetchedAhead(item, parts[item.key], joined=whole) for item in items}
 
     def send(keys: tuple[str, ...]) -> list[bytes]:
         return [frame for one in group(1) if one.key in keys for frame in encode(one)]  # type: ignore[misc]

@@ -21,7 +21,7 @@ from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.joined import Joined
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.data.prefetch import Prefetcher, Ready, completed
+from asyncmoe.trainer.data.prefetch import FetchedAhead, Prefetcher, completed
 from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
 from asyncmoe.trainer.data.shared_fetch import shared
 from asyncmoe.trainer.model.mesh import Mesh
@@ -166,7 +166,7 @@ def fetch(
     if not wanted:
         return {}
     items, each = [leased.items[i] for i in wanted], frames_in(1)
-    ready: dict[str, Ready] = {}
+    ready: dict[str, FetchedAhead] = {}
 
     def send(keys: tuple[str, ...]) -> Sequence[Buffer]:
         reply, frames = client.ask(Fetch(leased.step, keys, layers, masks), ANSWER_S)

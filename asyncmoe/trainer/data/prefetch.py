@@ -42,7 +42,7 @@ def due(config: Config, step: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Ready:
+class FetchedAhead:
     """A trajectory that was fetched ahead. `decoded`: None if the ranks of a group are to decode it; then its frames are among `joined`."""
 
     item: Item
@@ -52,7 +52,7 @@ class Ready:
 
 
 def completed(
-    items: Sequence[Item], ready: Mapping[str, Ready], send: Callable[[tuple[str, ...]], Sequence[Buffer]]
+    items: Sequence[Item], ready: Mapping[str, FetchedAhead], send: Callable[[tuple[str, ...]], Sequence[Buffer]]
 ) -> Sequence[Buffer] | Joined:
     """Return the frames of some trajectories, in order: of those that are ready, and of the others what `send` returns for their keys.
     If they are what was joined, and in that order, they are returned so.
@@ -130,8 +130,8 @@ class Prefetcher:
         self._client, self._config, self._choose = client, config, choose
         self._layers, self._masks, self._decodes = layers, masks, decodes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="next batch")
-        self._under_way: tuple[_Coming, Future[Mapping[str, Ready]]] | None = None
-        self._last: Future[Mapping[str, Ready]] | None = None
+        self._under_way: tuple[_Coming, Future[Mapping[str, FetchedAhead]]] | None = None
+        self._last: Future[Mapping[str, FetchedAhead]] | None = None
         self._closed = False
 
     def begin(self, step: int) -> None:
@@ -142,7 +142,7 @@ class Prefetcher:
             self._last = self._thread.submit(self._fetched, coming)
             self._under_way = coming, self._last
 
-    def take(self, step: int, items: Sequence[Item]) -> Mapping[str, Ready]:
+    def take(self, step: int, items: Sequence[Item]) -> Mapping[str, FetchedAhead]:
         """Return, by key, those of some leased trajectories that were fetched ahead; wait for a fetch that has begun.
 
         Raises:
@@ -173,7 +173,7 @@ class Prefetcher:
             self._under_way[0].end()
             self._under_way = None
 
-    def _fetched(self, coming: _Coming) -> Mapping[str, Ready]:
+    def _fetched(self, coming: _Coming) -> Mapping[str, FetchedAhead]:
         items = self._foreseen(coming)
         wanted = [items[i] for i in self._choose(items)] if items else []
         if not wanted or not coming.begin_fetch():
@@ -185,10 +185,10 @@ class Prefetcher:
             return {}
         parts = split(keys, frames)
         if self._decodes:
-            return {item.key: Ready(item, parts[item.key], decode(parts[item.key])) for item in wanted}
+            return {item.key: FetchedAhead(item, parts[item.key], decode(parts[item.key])) for item in wanted}
         one = joined(frames)
         parts = split(keys, one.buffers)
-        return {item.key: Ready(item, parts[item.key], joined=one) for item in wanted}
+        return {item.key: FetchedAhead(item, parts[item.key], joined=one) for item in wanted}
 
     def _foreseen(self, coming: _Coming) -> Sequence[Item]:
         count, step = self._config.rollout.batch, coming.step

@@ -215,6 +215,21 @@ def queue_(
     typer.echo(queue.table(results))
 
 
+@bench.command("batches")
+def batches_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Of a measurement; the first is not counted.", min=2)] = 5,
+    compute_s: Annotated[float, typer.Option(help="What a rank sleeps in each step in place of computing.", min=0.0)] = 4.0,
+) -> None:
+    """What the batch of each step costs a trainer rank beside compute, with and without fetching ahead: 1,024 trajectories with routes."""
+    from benchmarks import batches
+
+    results = batches.run(batches.BatchCase(steps=steps, compute_s=compute_s), rounds)
+    _show(results, json_path)
+    typer.echo(batches.table(results))
+
+
 @bench.command("segments")
 def segments_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

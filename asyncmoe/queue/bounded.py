@@ -33,7 +33,7 @@ from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.item import Item
-from asyncmoe.rpc.messages import Leased, Phase
+from asyncmoe.rpc.messages import Foreseen, Leased, Phase
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part, validate
 
@@ -100,6 +100,7 @@ class BoundedQueue:
         self._version = 0
         self.holders: Callable[[], Mapping[int, Rendezvous]] = dict
         self._leases = Leases(trained_steps, trained_steps - 1)
+        self._guess: tuple[tuple[int, int, tuple[int, ...]], Foreseen] | None = None
         self._arrivals = resumed.arrivals
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
@@ -239,6 +240,28 @@ class BoundedQueue:
         await self._journal.granted(step)
         return answer if answer is not None else self._answer(step, phase)
 
+    async def foresee(self, step: int, count: int, version: int, wait_s: float) -> Foreseen:
+        """Return the batch that step `step` will get when it is leased at `version`, as soon as nothing that runs is expected to change it.
+
+        Nothing is decided, dropped or held. Without items: it is not known within `wait_s`, or never, because the run stops, the step is
+        over, or its batch is read from the journal once it is leased.
+
+        Raises:
+            ProtocolError: `count` is not whole groups, or `wait_s` is not finite.
+            AsyncmoeError: the error passed to `fail`.
+        """
+        if not math.isfinite(wait_s) or count <= 0 or count % self._group_size:
+            raise ProtocolError(
+                f"batch of step {step}: got {count} episodes and wait_s {wait_s}, expected whole groups and a finite number"
+            )
+        found = await self._changes.until(lambda: self._foreseen(step, count, version), min(wait_s, MAX_LEASE_WAIT_S))
+        return Foreseen() if found is None else found
+
+    def fetch_ahead(self, keys: Sequence[str], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer] | None:
+        """As `fetch`, of RL trajectories that may not be leased yet; None: one of them has left the queue."""
+        held = self._lanes["rl"].held(keys)
+        return None if held is None else [frame for frames in held for frame in part(frames, layers, masks)]
+
     def fetch(self, step: int, keys: Sequence[str], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
         """Return encoded frames (`asyncmoe.trajectory.encode`) of leased trajectories, in the order of `keys`.
 
@@ -264,7 +287,7 @@ class BoundedQueue:
         async with self._recalling:
             lane = self._lanes[self._leases.phase(step)]
             missing = {key for key in keys if key not in lane.frames(step)}
-            groups = [group for group in lane.held(step) if missing & group.keys]
+            groups = [group for group in lane.groups(step) if missing & group.keys]
             for group in groups:
                 frames = (await self._journal.payload(group)).frames
                 if step in self._leases.answers and self._lanes[self._leases.phase(step)] is lane:
@@ -384,10 +407,31 @@ class BoundedQueue:
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
-        weights = [self.admission.weight(group.oldest_version, terms.version) if terms.phase == "rl" else 1.0 for group in groups]
+        weights = [self._weight(group, terms.version) if terms.phase == "rl" else 1.0 for group in groups]
         if terms.phase == "rl":
             self._journal.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)
+
+    def _foreseen(self, step: int, count: int, version: int) -> Foreseen | None:
+        if (answer := self._leases.answers.get(step)) is not None:
+            return Foreseen(answer.items, answer.stop, answer.holders)
+        if self._stopping or step <= self._leases.last_commit or self._resumed.holds(step):
+            return Foreseen(never=True)
+        lane, admission = self._lanes["rl"], self.admission
+        groups = lane.first(count, admission.oldest_allowed(version)) if lane.depth >= count else None
+        if groups is None or not admission.settled(self.ledger, lane.up_to(groups[-1].oldest_version), groups[-1].oldest_version):
+            return None
+        guess = (step, version, tuple(group.arrival for group in groups))
+        if self._guess is None or self._guess[0] != guess:  # the ranks that ask get one object, which the server encodes once
+            items = self._items(groups, [self._weight(group, version) for group in groups])
+            self._guess = guess, Foreseen(items, holders=self._holders_of(items))
+        return self._guess[1]
+
+    def _weight(self, group: Group, version: int) -> float:
+        return self.admission.weight(group.oldest_version, version)
+
+    def _items(self, groups: Sequence[Group], weights: Sequence[float]) -> tuple[Item, ...]:
+        return tuple(item for group, weight in zip(groups, weights, strict=True) for item in weighed(group, weight))
 
     def _is_replay(self, step: int) -> bool:
         """Whether a step is answered with an older trainer's lease, which has the version of then."""
@@ -402,8 +446,7 @@ class BoundedQueue:
         self._decide(step, "rl", groups, weights, replayed=trained)
 
     def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float], *, replayed: bool = False) -> None:
-        items = tuple(item for group, weight in zip(groups, weights, strict=True) for item in weighed(group, weight))
-        self._leases = self._leases.decide(step, self._answer(step, phase, items, replayed=replayed))
+        self._leases = self._leases.decide(step, self._answer(step, phase, self._items(groups, weights), replayed=replayed))
         self._changes.wake()
 
     def _refuse(self, stale: Sequence[Group], version: int) -> None:
@@ -428,10 +471,12 @@ class BoundedQueue:
         self._accounts = replace(self._accounts, ledger=ledger)
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
-        where = self.holders()
-        holders = {number: where[number] for number in sorted({item.holder for item in items}) if number in where}
         depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
-        return Leased(step, items, depth, dropped, stop, self._journal.lineage, replayed, holders)
+        return Leased(step, items, depth, dropped, stop, self._journal.lineage, replayed, self._holders_of(items))
+
+    def _holders_of(self, items: Sequence[Item]) -> dict[int, Rendezvous]:
+        where = self.holders()
+        return {number: where[number] for number in sorted({item.holder for item in items}) if number in where}
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> Group:
         self._arrivals += 1

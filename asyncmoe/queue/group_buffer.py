@@ -154,7 +154,8 @@ class GroupBuffer:
         self._queued: list[Group] = []
         self._leased: dict[int, tuple[Group, ...]] = {}
         self._frames: dict[int, dict[str, list[Buffer]]] = {}
-        self._keys: set[str] = set()
+        self._known: dict[str, list[Buffer] | None] = {}
+        """The encoded trajectories of all groups, by key."""
         self.depth = self.leased = 0
 
     def fits(self, count: int) -> bool:
@@ -174,15 +175,24 @@ class GroupBuffer:
         self.depth -= sum(map(len, dropped))
         return dropped
 
-    def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
-        """Lease the first groups, `count` episodes in all; None: too few are queued."""
-        taken, total = 0, 0
+    def first(self, count: int, than: int = 0) -> tuple[Group, ...] | None:
+        """Return the first groups without those that `drop_older` would remove, `count` episodes in all; None: too few are queued."""
+        cut = taken = bisect_left(self._queued, than, key=lambda g: g.oldest_version) if than else 0
+        total = 0
         while total < count and taken < len(self._queued):
             total += len(self._queued[taken])
             taken += 1
-        if total != count:
+        return tuple(self._queued[cut:taken]) if total == count else None
+
+    def up_to(self, version: int) -> int:
+        """Return the number of queued episodes of groups whose oldest token is of `version` or older."""
+        return sum(map(len, self._queued[: bisect_left(self._queued, version + 1, key=lambda g: g.oldest_version)]))
+
+    def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
+        """Lease the first groups, `count` episodes in all; None: too few are queued."""
+        if (groups := self.first(count)) is None:
             return None
-        groups, self._queued = tuple(self._queued[:taken]), self._queued[taken:]
+        self._queued = self._queued[len(groups) :]
         self.depth -= count
         self._hold(step, groups)
         return groups
@@ -214,20 +224,25 @@ class GroupBuffer:
     def clear(self) -> None:
         """Delete all groups."""
         self._freed([*self._queued, *(group for groups in self._leased.values() for group in groups)])
-        self._queued, self._leased, self._frames, self._keys = [], {}, {}, set()
+        self._queued, self._leased, self._frames, self._known = [], {}, {}, {}
         self.depth = self.leased = 0
 
     def frames(self, step: int) -> Mapping[str, list[Buffer]]:
         """Return the encoded trajectories of a lease, by key."""
         return self._frames[step]
 
-    def held(self, step: int) -> tuple[Group, ...]:
+    def groups(self, step: int) -> tuple[Group, ...]:
         """Return the groups of a lease."""
         return self._leased[step]
 
     def supply(self, step: int, frames: Mapping[str, list[Buffer]]) -> None:
         """Add encoded trajectories to those of a lease."""
         self._frames[step].update(frames)
+
+    def held(self, keys: Sequence[str]) -> list[list[Buffer]] | None:
+        """Return encoded trajectories, leased or not; None: one of them is not here."""
+        found = [self._known.get(key) for key in keys]
+        return None if None in found else [one for one in found if one is not None]
 
     def _queue(self, group: Group) -> None:
         insort(self._queued, group, key=lambda g: g.order)
@@ -245,12 +260,13 @@ class GroupBuffer:
         return groups
 
     def _know(self, group: Group) -> None:
-        known = self._keys.intersection(group.keys)
+        known = self._known.keys() & group.keys
         if known or len(group.keys) != len(group.items):
             raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
-        self._keys.update(group.keys)
+        self._known.update({key: group.frames.get(key) for key in group.keys})
 
     def _forget(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            self._keys.difference_update(group.keys)
+            for key in group.keys:
+                del self._known[key]
         self._freed(groups)

@@ -6,10 +6,10 @@ import asyncio
 
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Reply, Saved, Welcome
+from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Foresee, Goodbye, Hello, Lease, Reply, Saved, Welcome
 from asyncmoe.trajectory import Buffer
 
-QueueRequest = Hello | Lease | Fetch | Commit | Saved | Goodbye
+QueueRequest = Hello | Lease | Foresee | Fetch | Commit | Saved | Goodbye
 
 
 class QueueService:
@@ -40,6 +40,11 @@ class QueueService:
                 if request.version > request.step:  # each step makes one version, so a later one would discard what is fresh
                     raise ProtocolError(f"lease of step {request.step}: got version {request.version}, expected at most {request.step}")
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
+            case Foresee():
+                return await self._queue.foresee(request.step, request.count, request.version, request.wait_s)
+            case Fetch(ahead=True):
+                frames = self._queue.fetch_ahead(request.keys, request.layers, request.masks)
+                return (Fetched(()), []) if frames is None else (Fetched(request.keys), frames)
             case Fetch():
                 await self._queue.recall(request.step, request.keys)
                 return Fetched(request.keys), self._queue.fetch(request.step, request.keys, request.layers, request.masks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
@@ -17,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mapping[int, Rendezvous], timeout_s: float) -> list[Buffer]:
-    """Return the frames of trajectories, in the order of `request.keys`.
+    """Return the frames of trajectories, in the order of `request.keys`; with `request.ahead` none, if some have left the queue.
 
-    What a worker does not send, because it is lost or silent, the controller reads from the journal.
+    What a worker does not send, because it is lost or silent, the controller reads from the journal, but for what is fetched ahead.
 
     Args:
         client: of the controller.
@@ -43,8 +45,10 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
         found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}
     missing = tuple(key for key in request.keys if key not in found)
     if missing:
-        reply, frames = client.ask(Fetch(request.step, missing, request.layers, request.masks), timeout_s)
+        reply, frames = client.ask(msgspec.structs.replace(request, keys=missing), timeout_s)
         assert isinstance(reply, Fetched)
+        if request.ahead and not reply.keys:
+            return []
         _check(frames, missing, each)
         found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(missing)}
     return [frame for key in request.keys for frame in found[key]]

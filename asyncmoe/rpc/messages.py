@@ -79,6 +79,16 @@ class Lease(_Waits, TrainerMessage, frozen=True):
     wait_s: float
 
 
+class Foresee(_Waits, TrainerMessage, frozen=True):
+    """Ask which batch step `step` will get, to fetch it beforehand. Decides nothing. Waits until that is known or `wait_s` expires."""
+
+    step: Count
+    count: Count
+    version: Count
+    """The version that the trainer will have in that step."""
+    wait_s: float
+
+
 class Fetch(TrainerMessage, frozen=True):
     """Request the leased trajectories named `keys`."""
 
@@ -88,6 +98,8 @@ class Fetch(TrainerMessage, frozen=True):
     """Send only the routes of these layers; None: of all layers."""
     masks: bool = True
     """Send sampling masks."""
+    ahead: bool = False
+    """They may not be leased yet. If one of them has left the queue, none is sent, and the reply names none."""
 
 
 class Commit(TrainerMessage, frozen=True):
@@ -289,6 +301,16 @@ class Evaluated(Message, frozen=True):
     ended: bool
 
 
+class Foreseen(Message, frozen=True):
+    """Reply to `Foresee`: the batch; without items it is not known yet. The lease decides, and may be another."""
+
+    items: tuple[Item, ...] = ()
+    never: bool = False
+    """It will not be known before it is leased: do not ask again."""
+    holders: dict[int, Rendezvous] = msgspec.field(default_factory=dict)
+    """As in `Leased`."""
+
+
 class Fetched(Message, frozen=True):
     """Reply to `Fetch`; `frames_in(len(keys))` frames follow, in the order of `keys`."""
 
@@ -364,6 +386,7 @@ class Refused(Message, frozen=True):
 Request = (
     Hello
     | Lease
+    | Foresee
     | Fetch
     | Commit
     | Probe
@@ -391,6 +414,7 @@ Request = (
 Reply = (
     Welcome
     | Leased
+    | Foreseen
     | Evaluated
     | Fetched
     | Engines

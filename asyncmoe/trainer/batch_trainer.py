@@ -15,14 +15,17 @@ from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.platform import megatron
 from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase, Probe
 from asyncmoe.trainer import logprob_mismatch, probe, replay_drift
 from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
+from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch import pack
-from asyncmoe.trainer.data.batch_client import ANSWER_S, Update
+from asyncmoe.trainer.data.batch_client import Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.data.microbatches import MicroBatches
+from asyncmoe.trainer.data.prefetch import Prefetcher
 from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import collectives, optimizer
@@ -76,6 +79,7 @@ class Learner:
         plugins: the user's own parts of the objective.
         samples: keeps what training makes of some trajectories.
         watch: refuses anomalous batches; None: none.
+        ahead: another connection, with which the next batch is fetched beforehand, in a thread; None: it is not. Closed by `close`.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
@@ -91,11 +95,17 @@ class Learner:
         plugins: Plugins,
         samples: TrainerSamples,
         watch: AnomalyWatch | None = None,
+        ahead: Client | None = None,
     ) -> None:
         self._plugins, self._samples, self._watch = plugins, samples, watch
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh, self._width = model.mesh, attention_width(family_of(model.hf).shape_of(model.hf))
         self._drift: float | None = None
+        self._ahead = (
+            None
+            if ahead is None
+            else Prefetcher(ahead, config, self._wanted, self._layers, masks=self._mesh.last_stage, decodes=self._mesh.tp == 1)
+        )
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:
@@ -110,10 +120,11 @@ class Learner:
             AnomalyFound: a rule of `verify.anomalies` stops the run; no further update was made.
         """
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
-        wanted = sorted({i for update in updates for i in batch_client.mine(update, self._mesh)})
-        layers = () if self._replay is None else self._replay.layers
+        wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
         with mark("fetch"):
-            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, layers, masks=self._mesh.last_stage)
+            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, self._layers, masks, self._ahead)
+        if self._ahead is not None:
+            self._ahead.begin(step + 1)
         if phase == "warmup":
             return Learned(self._warm_up(updates, trajectories, leased, before_update))
         akin = relatives(leased.items, wanted, self._config.objective)
@@ -127,6 +138,19 @@ class Learner:
             return Learned(metrics, replay_drift=self._drift)
         guard.end()
         return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, guard.skipped, self._drift)
+
+    def close(self) -> None:
+        """Fetch nothing ahead any more."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return () if self._replay is None else self._replay.layers
+
+    def _wanted(self, items: Sequence[Item]) -> list[int]:
+        """Return the positions of an RL batch that this rank trains on."""
+        return batch_client.shares(batch_client.plan_updates(items, "rl", self._config, self._mesh, self._width), self._mesh)
 
     def _probe(self, leased: Leased, step: int) -> None:
         """Score probe tokens under the weights of version `step`, and send them to the controller."""

@@ -31,9 +31,8 @@ from asyncmoe.trainer import objective
 from asyncmoe.trainer.anomalies import SKIPPED
 from asyncmoe.trainer.batch_guard import AnomalyWatch
 from asyncmoe.trainer.batch_trainer import Learned, Learner
-from asyncmoe.trainer.clients import clients
-from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.data.batch_client import ANSWER_S
+from asyncmoe.trainer.clients import ANSWER_S, clients
+from asyncmoe.trainer.data import batch_client, prefetch
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, collectives, gpt, mesh, optimizer
@@ -82,8 +81,9 @@ def run(config: Config) -> None:
     adam = optimizer.build(config, built)
     done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
-    client, weights = clients(config, rendezvous, f"trainer.{place.rank}")
-    Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins).run()
+    ahead = ("ahead",) if prefetch.possible(config) and place.tp_rank == 0 else ()
+    client, weights, *others = clients(config, rendezvous, f"trainer.{place.rank}", *ahead)
+    Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins, *others).run()
     # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
     weights.close()
     client.close()
@@ -103,11 +103,13 @@ class Trainer:
         sync: Publisher,
         done: int,
         plugins: Plugins,
+        ahead: Client | None = None,
     ) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
         routing = models.kept_routing(config, built.hf)
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
-        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples, AnomalyWatch(config, place, done))
+        watch = AnomalyWatch(config, place, done)
+        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples, watch, ahead)
         self._step = self._saved = done
         self._served, self._behind = 0, True  # until this trainer's first version, which may have to catch up with the engines'
         self._first = place.rank == 0
@@ -131,6 +133,7 @@ class Trainer:
             self._metrics.write(Resume(resumed_at=self._step, time=unix(), epoch=trainer_epoch()))
         freeze()
         stopped = self._train()
+        self._learner.close()
         if self._saved != self._step:
             self._save()
         self._saver.settle()

@@ -109,8 +109,11 @@ def sealed(routes: Routes) -> Routes:
     return replace(routes, digests=tuple(_digests(routes)))
 
 
-def decode_routes(routes: Routes, key: str) -> np.ndarray:
+def decode_routes(routes: Routes, key: str, *, checked: bool = False) -> np.ndarray:
     """Unpack all layers of `routes`; use `Routes.part` to unpack only some.
+
+    Args:
+        checked: `check_routes` has passed already, as in a trajectory that `asyncmoe.trajectory.decode` made.
 
     Returns:
         uint8[layers, rows, top_k] for up to 256 experts, uint16 for more.
@@ -118,7 +121,8 @@ def decode_routes(routes: Routes, key: str) -> np.ndarray:
     Raises:
         ProtocolError: see `check_routes`; or a token has an invalid expert id or the same expert twice in a layer; names token and layer.
     """
-    check_routes(routes, key)
+    if not checked:
+        check_routes(routes, key)
     planes = np.frombuffer(routes.planes, np.uint8)
     ids, bad = _C.unpack_routes(planes, routes.rows, routes.top_k, routes.experts, len(routes.layers))
     if bad == ids.size:

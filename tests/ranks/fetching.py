@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, WaitTimeout
-from asyncmoe.rpc.messages import Fetch, Fetched
+from asyncmoe.rpc.messages import Fetch, Fetched, Foresee, Foreseen
 from asyncmoe.trainer.data import batch_client, shared_fetch
+from asyncmoe.trainer.data.prefetch import Prefetcher
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trajectory import Buffer, encode
 from tests.ranks import case
@@ -22,8 +24,8 @@ from tests.unit.kept_trajectory import trajectory
 KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
 LEASED: Any = SimpleNamespace(step=3, items=[SimpleNamespace(key=f"g{seed}") for seed in range(len(KEPT))])
 
-GONE, SHORT = 4, 5
-"""Steps of which the controller does not answer, or with too little."""
+GONE, SHORT, UNFORESEEN = 4, 5, 6
+"""Steps of which the controller does not answer, or with too little, or not when it is asked ahead."""
 
 
 class Controller:
@@ -32,7 +34,11 @@ class Controller:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def ask(self, request: Fetch, timeout_s: float) -> tuple[Fetched, list[Buffer]]:
+    def ask(self, request: Fetch | Foresee, timeout_s: float) -> tuple[Fetched | Foreseen, list[Buffer]]:
+        if isinstance(request, Foresee):
+            if request.step == UNFORESEEN:
+                raise WaitTimeout("the controller", "a foreseen batch", timeout_s)
+            return Foreseen(tuple(LEASED.items)), []
         self.asked.append(list(request.keys))
         if request.step == GONE:
             raise WaitTimeout("the controller", "an answer", timeout_s)
@@ -49,12 +55,33 @@ def main(result: Path, path: Path, layout: str) -> None:
     found = {}
     for wanted in ([place.dp_rank, 3], [], [1], [0, 1, 2, 3]):
         found |= {tuple(wanted): batch_client.fetch(controller, place, LEASED, wanted)}
+    early: Any = Controller()
+    steps: Any = SimpleNamespace(
+        warmup=SimpleNamespace(steps=0),
+        run=SimpleNamespace(steps=9),
+        rollout=SimpleNamespace(batch=4),
+        queue=SimpleNamespace(staleness=SimpleNamespace(max_staleness=1)),
+        queue_capacity=8,
+    )
+    ahead = Prefetcher(early, steps, lambda items: [1, 2], None, masks=True, decodes=False) if place.tp_rank == 0 else None
+
+    def prefetched(step: int) -> None:
+        if ahead is not None:
+            ahead.begin(step)
+            assert ahead._last is not None
+            wait([ahead._last], 60)
+
+    prefetched(3)
+    found |= {(0, 1, 2, 3, 3): batch_client.fetch(controller, place, LEASED, [0, 1, 2, 3], ahead=ahead)}
     refused = [refusal(controller, place, step) for step in (GONE, SHORT)]
+    prefetched(UNFORESEEN)
+    refused.append(refusal(controller, place, UNFORESEEN, ahead))
     mine = {
         "refused": refused,
         "tp_rank": place.tp_rank,
         "dp_rank": place.dp_rank,
         "asked": controller.asked,
+        "early": early.asked,
         "same": all(digest(one) == digest(trajectory_of(i)) for some in found.values() for i, one in some.items()),
         "counts": [len(some) for some in found.values()],
     }
@@ -65,9 +92,10 @@ def main(result: Path, path: Path, layout: str) -> None:
     mesh.stop()
 
 
-def refusal(controller: Any, place: mesh.Mesh, step: int) -> str:
+def refusal(controller: Any, place: mesh.Mesh, step: int, ahead: Prefetcher | None = None) -> str:
+    leased: Any = SimpleNamespace(step=step, items=LEASED.items)
     try:
-        batch_client.fetch(controller, place, SimpleNamespace(step=step, items=LEASED.items), [1])  # type: ignore[arg-type]
+        batch_client.fetch(controller, place, leased, [1], ahead=ahead)
     except AsyncmoeError as error:
         return f"{type(error).__name__}: {error}"
     return ""

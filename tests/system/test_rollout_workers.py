@@ -1,4 +1,4 @@
-"""A run whose episodes are in processes of their own, two engines for two workers: nothing is lost with a worker, and nothing trained twice.
+"""A run whose episodes are in processes of their own: nothing is lost with one of them, and nothing trained twice.
 
 `pytest -s` shows the times.
 """

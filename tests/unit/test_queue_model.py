@@ -60,6 +60,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.dropped: set[int] = set()
         self.rejected: set[int] = set()
         self.step = self.version = 0
+        self.foreseen: dict[int, list[int]] = {}
+        """By step, the batch that it must get, because nothing that ran when it was foreseen could come first."""
 
     # -------------------------------------------------- actions
 
@@ -114,6 +116,27 @@ class QueueMachine(RuleBasedStateMachine):
         assert [t.key for t in got] == keys
         assert all(t.tokens[-1] == t.group % 1000 for t in got)
 
+    @rule()
+    def foresee(self) -> None:
+        """The next batch is known once nothing that runs is expected to come first; asking changes nothing, as the model shows."""
+        step = self.step + (self.leased is not None)
+        count = self.groups * self.size
+        found = self.loop.run_until_complete(self.queue.foresee(step, count, step, 0.0)).items
+        fresh = [group for group in self._in_order() if group[0] >= step - self.max_staleness][: self.groups]
+        if len(fresh) < self.groups:
+            assert not found
+            return
+        newest, out = fresh[-1][0], [*self.running.values(), *(oldest for oldest, _ in self.putting)]
+        arrived = len(self.trained | self.skipped) + len(self.leased or ()) + sum(oldest <= newest for oldest, _ in self.queued)
+        settled = not out or arrived >= (self.max_staleness + newest + 1) * self.groups
+        keys = [f"g{n}.e{e}" for _, n in fresh for e in range(self.size)]
+        assert [item.key for item in found] == (keys if settled else [])
+        frames = self.queue.fetch_ahead(keys)
+        assert frames is not None
+        assert [decode(frames[i : i + frames_in(1)]).key for i in range(0, len(frames), frames_in(1))] == keys
+        if settled and all(oldest > newest for oldest in out):
+            self.foreseen[step] = [number for _, number in fresh]
+
     @precondition(lambda self: self.leased is not None)
     @rule(times=st.integers(1, 3), why=st.sampled_from(("", "", "anomaly_loss")))
     def commit(self, times: int, why: str = "") -> None:
@@ -135,7 +158,7 @@ class QueueMachine(RuleBasedStateMachine):
     def trainer_dies(self) -> None:
         self.queue.release(self.step)
         self.queued += self.leased or []
-        self.leased, self.asked = None, []
+        self.leased, self.asked, self.foreseen = None, [], {}
         self._settle()
 
     # -------------------------------------------------- the model
@@ -157,15 +180,19 @@ class QueueMachine(RuleBasedStateMachine):
                 assert [i.key for i in items] == [f"g{n}.e{e}" for _, n in self.leased for e in range(self.size)]
                 assert all(self.step - i.oldest_version <= self.max_staleness for i in items)
 
+    def _in_order(self) -> list[tuple[int, int]]:
+        return sorted(self.queued, key=lambda g: (g[0], self.arrival[g[1]]))
+
     def _model(self) -> None:
         while True:
             before = (len(self.putting), len(self.queued), self.leased is None)
             if self.asked and self.leased is None:
                 stale = [g for g in self.queued if g[0] < self.step - self.max_staleness]
                 self.dropped |= {number for _, number in stale}
-                self.queued = sorted((g for g in self.queued if g not in stale), key=lambda g: (g[0], self.arrival[g[1]]))
+                self.queued = [g for g in self._in_order() if g not in stale]
                 if len(self.queued) >= self.groups:
                     self.leased, self.queued = self.queued[: self.groups], self.queued[self.groups :]
+                    assert [number for _, number in self.leased] == self.foreseen.get(self.step, [number for _, number in self.leased])
             while self.putting and len(self.queued) + len(self.leased or ()) < self.capacity:
                 self.queued.append(self.putting.pop(0))
             if before == (len(self.putting), len(self.queued), self.leased is None):

@@ -18,16 +18,17 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Fetch, Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
+from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.joined import Joined
 from asyncmoe.trainer.data.microbatches import MicroBatches
+from asyncmoe.trainer.data.prefetch import FetchedAhead, Prefetcher, completed
 from asyncmoe.trainer.data.schedule import Schedule, schedule, split_updates
 from asyncmoe.trainer.data.shared_fetch import shared
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Buffer, Routing, Trajectory, decode, frames_in
 
-ANSWER_S = 60.0
-"""Timeout of controller replies that require no waiting."""
 _PATIENCE_S = 2.0
 """Longest wait of one lease request; lease requests may be repeated."""
 
@@ -111,6 +112,11 @@ def mine(update: Update, mesh: Mesh) -> list[int]:
     return [update.members[i] for i in update.schedule.indices(mesh.dp_rank)]
 
 
+def shares(updates: Sequence[Update], mesh: Mesh) -> list[int]:
+    """Return the batch positions that this rank trains on in some updates, ascending."""
+    return sorted({i for update in updates for i in mine(update, mesh)})
+
+
 def lease(client: Client, config: Config, step: int, phase: Phase, check: Callable[[], None]) -> Leased:
     """Lease the batch of step `step`; every rank gets the same answer.
 
@@ -143,7 +149,13 @@ def stopping(client: Client, config: Config, step: int, phase: Phase) -> bool:
 
 
 def fetch(
-    client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
+    client: Client,
+    mesh: Mesh,
+    leased: Leased,
+    wanted: Sequence[int],
+    layers: tuple[int, ...] | None = None,
+    masks: bool = True,
+    ahead: Prefetcher | None = None,
 ) -> dict[int, Trajectory]:
     """Fetch the trajectories at the given positions of a leased batch, once for a tensor-parallel group. Collective over the group.
 
@@ -151,14 +163,27 @@ def fetch(
         wanted, layers, masks: the same on all ranks of the group.
         layers: numbers of the layers whose routes this rank needs; None: all layers.
         masks: whether this rank needs sampling masks.
+        ahead: has fetched some of them, with the same layers and masks; only the group's first rank is asked for it.
     """
     if not wanted:
         return {}
-    items = [leased.items[i] for i in wanted]
-    request, each = Fetch(leased.step, tuple(item.key for item in items), layers, masks), frames_in(1)
+    items, each = [leased.items[i] for i in wanted], frames_in(1)
+    ready: dict[str, FetchedAhead] = {}
 
-    def ask() -> Sequence[Buffer]:
-        return held.fetch(client, request, items, leased.holders, ANSWER_S)
+    def send(keys: tuple[str, ...]) -> Sequence[Buffer]:
+        wanted = set(keys)
+        missing = [item for item in items if item.key in wanted]
+        return held.fetch(client, Fetch(leased.step, keys, layers, masks), missing, leased.holders, ANSWER_S)
+
+    def ask() -> Sequence[Buffer] | Joined:
+        if ahead is not None:
+            ready.update(ahead.take(leased.step, items))
+        return completed(items, ready, send)
 
     frames = shared(mesh, len(items) * each, ask)
-    return {i: decode(frames[n * each : (n + 1) * each]) for n, i in enumerate(wanted)}
+
+    def decoded(place: int, item: Item) -> Trajectory:
+        before = ready.get(item.key)
+        return before.decoded if before is not None and before.decoded is not None else decode(frames[place * each : (place + 1) * each])
+
+    return {i: decoded(place, item) for place, (i, item) in enumerate(zip(wanted, items, strict=True))}

@@ -68,6 +68,8 @@ class Support:
 def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int, routing: Routing) -> Experts:
     """Lay out the experts of trajectories, one row per token.
 
+    Digests are not checked again: `asyncmoe.trajectory.decode` has, and a batch is laid out more than once.
+
     Args:
         trajectories: the micro-batch's trajectories; each has routes of all of `routing.layers`, and perhaps of other layers.
         starts: first row of each trajectory.
@@ -79,9 +81,7 @@ def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int
     """
     if routing.experts > _MAX_EXPERTS:
         raise InvariantBroken(f"routing: got {routing.experts} experts, expected at most {_MAX_EXPERTS}")
-    spread = (np.arange(rows)[:, None] * routing.top_k + np.arange(routing.top_k)) % routing.experts
     ids = np.empty((len(routing.layers), rows, routing.top_k), np.uint8 if routing.experts <= 1 << 8 else np.int16)
-    ids[:] = spread
     known = np.zeros(rows, np.bool_)
     for trajectory, start in zip(trajectories, starts, strict=False):
         if trajectory.routes is None:
@@ -89,6 +89,8 @@ def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int
         chosen = _of_layers(trajectory.routes, routing, trajectory.key)
         ids[:, start : start + chosen.shape[1]] = chosen
         known[start : start + chosen.shape[1]] = True
+    others = np.flatnonzero(~known)
+    ids[:, others] = (others[:, None] * routing.top_k + np.arange(routing.top_k)) % routing.experts
     return Experts(routing.layers, torch.from_numpy(ids), torch.from_numpy(known))
 
 
@@ -119,8 +121,8 @@ def _of_layers(routes: Routes, routing: Routing, key: str) -> np.ndarray:
         detail = f"layers {routes.layers}, top {routes.top_k} of {routes.experts}"
         raise InvariantBroken(f"routes of {key}: got {detail}, expected {routing}")
     if routes.layers == routing.layers:
-        return decode_routes(routes, key)
+        return decode_routes(routes, key, checked=True)
     if not routing.layers:  # a pipeline stage of layers without experts
-        return decode_routes(routes.part(0, 1), key)[:0]
+        return decode_routes(routes.part(0, 1), key, checked=True)[:0]
     parts = [routes.part(place[layer], place[layer] + 1) for layer in routing.layers]
-    return np.concatenate([decode_routes(part, key) for part in parts])
+    return np.concatenate([decode_routes(part, key, checked=True) for part in parts])

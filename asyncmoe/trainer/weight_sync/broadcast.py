@@ -33,7 +33,7 @@ from asyncmoe.rpc.messages import (
     WeightsCommit,
     WeightsJoin,
 )
-from asyncmoe.trainer.data.batch_client import ANSWER_S
+from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.weight_sync import broadcast_group
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in

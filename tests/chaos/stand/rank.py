@@ -53,7 +53,7 @@ class Rank:
         ports = self._everyones(self._parts.port)
         self._step, self._part = self._loaded()
         rendezvous = keys.read(config.run.dir, config.engines.start_timeout_s)
-        client, weights_client = clients(config, rendezvous, f"trainer.{rank}")
+        client, weights_client, *_ = clients(config, rendezvous, f"trainer.{rank}")
         self._client, epoch = client, trainer_epoch()
         self._start = f"{os.environ['CHAOS_START']}.{epoch}"
         self._publisher = Publisher(config, weights_client, ports) if rank == 0 else None

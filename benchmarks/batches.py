@@ -1,0 +1,158 @@
+"""What the batch of each step costs a trainer rank beside compute, with and without fetching ahead, and what it costs the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.rpc.messages import Commit, Fetch, Reply
+from asyncmoe.rpc.server import Server
+from asyncmoe.trainer.data.schedule import BatchGrid, schedule
+from asyncmoe.trajectory import Recording, encode
+from benchmarks.batches_rank import DP, GROUP, QWEN3_30B, TOKENS_PER_MICROBATCH, WIDTH, BatchJob, RankTook
+from benchmarks.provenance import here
+from benchmarks.queue import trajectories
+
+SCHEDULED = 65_536
+WORK_S = 600.0
+
+
+@dataclass(frozen=True)
+class BatchCase:
+    """Sizes of one case. `compute_s`: what a rank sleeps in a step in place of computing."""
+
+    batch: int = 1024
+    tokens: int = 4096
+    steps: int = 5
+    compute_s: float = 4.0
+
+
+WAYS = {"tp1": (1, False), "tp1_ahead": (1, True), "tp2": (2, False), "tp2_ahead": (2, True)}
+"""Ranks of the tensor-parallel group, and whether its first rank fetches ahead."""
+
+
+def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tuple(WAYS)) -> dict[str, Any]:
+    """All ways in turn, `rounds` times.
+
+    The ranks are those of one tensor-parallel group, of `DP` that share each batch; the other groups are not there. All batches are in the
+    queue from the beginning, so a rank waits for no engine. The first step, before which nothing can be fetched, is not counted.
+
+    Returns:
+        by way, for its slowest rank, the medians over rounds and steps of lease_s, fetch_s, first_s, exposed_s and cpu_s (see `StepTook`),
+        the largest exposed_s and peak_MB; copies: bytes of trajectories that the controller sent, as a multiple of the group's share.
+        schedule: seconds and CPU seconds of planning `SCHEDULED` trajectories of various lengths.
+
+    Raises:
+        WaitTimeout: a rank did not finish.
+        InvariantBroken: a rank failed, or got other tokens than were put.
+    """
+    case = case or BatchCase()
+    results: dict[str, Any] = {**here(), **{name: getattr(case, name) for name in ("batch", "tokens", "steps", "compute_s")}}
+    results |= {"dp": DP, "rounds": rounds, "share_MB": 0.0, "schedule": scheduled(), "ways": {}}
+    found: dict[str, list[tuple[list[RankTook], int]]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            found[way].append(asyncio.run(_measure(case, *WAYS[way])))
+    share = case.batch // DP * sum(memoryview(part).nbytes for part in encode(trajectories(QWEN3_30B, case.tokens)[0]))
+    results["share_MB"] = round(share / 1e6, 1)
+    for way, measured in found.items():
+        results["ways"][way] = figures(case, measured, share)
+    return results
+
+
+def figures(case: BatchCase, measured: list[tuple[list[RankTook], int]], share: int) -> dict[str, float]:
+    """The figures of one way, from what its ranks took and the bytes that were sent in each round."""
+    expected = [case.batch // DP * case.tokens] * case.steps
+    for ranks, _ in measured:
+        for rank in ranks:
+            if (got := [step.tokens for step in rank.steps]) != expected:
+                raise InvariantBroken(f"bench batches: a rank got {got} tokens in its steps, expected {expected}")
+    names = ("lease_s", "fetch_s", "first_s", "exposed_s", "cpu_s")
+    later = [[rank.steps[number] for rank in ranks] for ranks, _ in measured for number in range(1, case.steps)]
+    slowest = {name: [max(getattr(step, name) for step in together) for together in later] for name in names}
+    return {
+        **{name: round(median(values), 4) for name, values in slowest.items()},
+        "exposed_s_max": round(max(slowest["exposed_s"]), 4),
+        "peak_MB": round(max(rank.peak for ranks, _ in measured for rank in ranks) / 1e6, 1),
+        "begun_MB": round(max(rank.begun for ranks, _ in measured for rank in ranks) / 1e6, 1),
+        "copies": round(median(sent for _, sent in measured) / (share * case.steps), 4),
+    }
+
+
+def scheduled(count: int = SCHEDULED) -> dict[str, float]:
+    """Seconds that planning a batch takes, of trajectories of 64 to `TOKENS_PER_MICROBATCH` tokens, most of them short."""
+    random = Random(0)
+    lengths = [min(TOKENS_PER_MICROBATCH, 64 + int(random.lognormvariate(7, 1))) for _ in range(count)]
+    begin, cpu = time.monotonic(), time.process_time()
+    schedule(lengths, DP, TOKENS_PER_MICROBATCH, True, BatchGrid(), WIDTH)
+    return {"trajectories": count, "s": round(time.monotonic() - begin, 3), "cpu_s": round(time.process_time() - cpu, 3)}
+
+
+async def _measure(case: BatchCase, tp: int, ahead: bool) -> tuple[list[RankTook], int]:
+    """Return what the ranks took, and the bytes of trajectories that were sent."""
+    total, sent = case.batch * case.steps, 0
+    queue = BoundedQueue(capacity=total, batch=case.batch, group_size=GROUP, max_staleness=case.steps, recording=Recording(QWEN3_30B))
+    made = trajectories(QWEN3_30B, case.tokens)
+    for group in range(total // GROUP):
+        queue.started(GROUP)
+        members = [made[(group * GROUP + i) % len(made)] for i in range(GROUP)]
+        await queue.put_group([replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)])
+    service, together = QueueService(queue, run="bench", config_digest=""), asyncio.Barrier(tp)
+
+    async def answer(request: Any) -> Reply | tuple[Reply, list[Any]]:
+        nonlocal sent
+        if isinstance(request, Commit):
+            await together.wait()
+        reply = await service(request)
+        if isinstance(request, Fetch):
+            assert isinstance(reply, tuple)
+            sent += sum(memoryview(part).nbytes for part in reply[1])
+        return reply
+
+    async with Server(answer) as server:
+        to = await server.start()
+        serving = asyncio.ensure_future(server.serve())
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                jobs = [BatchJob(to, f"{folder}/meeting", rank, tp, case.steps, case.batch, case.compute_s, ahead) for rank in range(tp)]
+                return await asyncio.gather(*map(_rank, jobs)), sent
+        finally:
+            serving.cancel()
+
+
+async def _rank(job: BatchJob) -> RankTook:
+    pipe = asyncio.subprocess.PIPE
+    text = msgspec.json.encode(job).decode()
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "benchmarks.batches_rank", text, stdout=pipe, stderr=pipe)
+    try:
+        out, why = await asyncio.wait_for(process.communicate(), WORK_S)
+    except TimeoutError:
+        raise WaitTimeout(f"rank {job.tp_rank} of the bench", "to finish", WORK_S) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise InvariantBroken(f"bench batches: rank {job.tp_rank} failed: {why.decode()[-2000:]}")
+    return msgspec.json.decode(out.splitlines()[-1], type=RankTook)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results of `run` for a reader."""
+    names = ("lease_s", "fetch_s", "first_s", "exposed_s", "exposed_s_max", "cpu_s", "peak_MB", "copies")
+    lines = [f"{'':12}" + "".join(f"{name:>15}" for name in names)]
+    lines += [f"{way:12}" + "".join(f"{r[name]:>15}" for name in names) for way, r in results["ways"].items()]
+    planned = results["schedule"]
+    return "\n".join([*lines, f"{planned['trajectories']} trajectories scheduled in {planned['s']} s"])

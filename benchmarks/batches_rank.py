@@ -1,0 +1,144 @@
+"""A trainer rank that takes its share of each step's batch and computes nothing: a process of `benchmarks.batches`.
+
+A program of its own, `python -m benchmarks.batches_rank JOB`: it writes what it took as one line of JSON. In place of computing a
+micro-batch it sleeps. All else is the trainer's: its requests, its thread that fetches ahead, its plan and its micro-batches.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.messages import Commit, Leased
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.trajectory import Routing
+
+ANSWER_S = 120.0
+DP, GROUP = 8, 8
+TOKENS_PER_MICROBATCH = 32768
+WIDTH = 8192
+"""As for `asyncmoe.trainer.data.schedule.cost`."""
+QWEN3_30B = Routing(all_layers=48, layers=tuple(range(48)), top_k=8, experts=128)
+
+
+class BatchJob(msgspec.Struct, frozen=True):
+    """What a rank is to do. `where`: a rendezvous; `meeting`: a file where the ranks of a group meet; `compute_s`: of a step."""
+
+    where: Rendezvous
+    meeting: str
+    tp_rank: int
+    tp: int
+    steps: int
+    batch: int
+    compute_s: float
+    ahead: bool
+
+
+class StepTook(msgspec.Struct, frozen=True):
+    """Of one step: `lease_s`, `fetch_s` (until all trajectories are decoded) and `first_s` (until the first micro-batch is packed) follow
+    each other; `exposed_s` is all of the step that was not slept; `cpu_s` of all threads of the process."""
+
+    lease_s: float
+    fetch_s: float
+    first_s: float
+    exposed_s: float
+    cpu_s: float
+    tokens: int
+
+
+class RankTook(msgspec.Struct, frozen=True):
+    """Of all steps; memory in bytes, `begun` before the first step."""
+
+    steps: tuple[StepTook, ...]
+    begun: int
+    peak: int
+
+
+def settings(job_batch: int, steps: int) -> Any:
+    """The parts of a configuration that say when batches are fetched ahead."""
+    return SimpleNamespace(
+        warmup=SimpleNamespace(steps=0, batch=0),
+        run=SimpleNamespace(steps=steps),
+        rollout=SimpleNamespace(batch=job_batch, max_new_tokens=1),
+        queue=SimpleNamespace(staleness=SimpleNamespace(max_staleness=steps), lease_timeout_s=ANSWER_S),
+        queue_capacity=steps * job_batch,
+        objective=SimpleNamespace(updates_per_batch=1, aggregation="token_mean"),
+        trainer=SimpleNamespace(tokens_per_microbatch=TOKENS_PER_MICROBATCH, pack=True),
+    )
+
+
+def run(job: BatchJob) -> RankTook:
+    """Take all steps."""
+    import torch
+    import torch.distributed as dist
+
+    from asyncmoe.trainer.data import batch_client
+    from asyncmoe.trainer.data.prefetch import Prefetcher
+    from asyncmoe.trainer.data.schedule import BatchGrid
+
+    torch.set_num_threads(1)
+    group = None
+    if job.tp > 1:
+        dist.init_process_group("gloo", init_method=f"file://{job.meeting}", rank=job.tp_rank, world_size=job.tp)
+        group = dist.group.WORLD
+    place: Any = SimpleNamespace(tp=job.tp, tp_rank=job.tp_rank, tp_group=group, dp=DP, dp_rank=0, device=torch.device("cpu"))
+    place.grid = BatchGrid(job.tp)
+    config, layers = settings(job.batch, job.steps), QWEN3_30B.layers
+
+    def planned(items: Sequence[Item]) -> Any:
+        return batch_client.plan_updates(items, "rl", config, place, WIDTH)
+
+    client = Client(job.where, "trainer.0")
+    ahead = None
+    if job.ahead and job.tp_rank == 0:
+        other = Client(job.where, "trainer.0.ahead")
+        choose = lambda items: batch_client.shares(planned(items), place)  # noqa: E731
+        ahead = Prefetcher(other, config, choose, layers, masks=True, decodes=job.tp == 1)
+
+    def step(number: int) -> Iterator[float]:
+        """Yield when a part of the step ends."""
+        leased: Leased = batch_client.lease(client, config, number, "rl", lambda: None)
+        yield time.monotonic()
+        updates = planned(leased.items)
+        wanted = batch_client.shares(updates, place)
+        trajectories = batch_client.fetch(client, place, leased, wanted, layers, True, ahead)
+        if ahead is not None:
+            ahead.begin(number + 1)
+        yield time.monotonic()
+        nothing = {i: np.zeros(len(one), np.float32) for i, one in trajectories.items()}
+        made = batch_client.microbatches(updates[0], trajectories, nothing, config, place, QWEN3_30B)
+        for _ in made:
+            yield time.monotonic()
+            time.sleep(job.compute_s / len(made))
+        yield float(sum(map(len, trajectories.values())))
+        client.ask(Commit(number), ANSWER_S)
+
+    begun, took = _peak(), []
+    for number in range(job.steps):
+        if group is not None:
+            dist.barrier()
+        begin, cpu = time.monotonic(), time.process_time()
+        leased, fetched, first, *_, tokens = step(number)
+        exposed = time.monotonic() - begin - job.compute_s
+        took.append(StepTook(leased - begin, fetched - leased, first - fetched, exposed, time.process_time() - cpu, int(tokens)))
+    if ahead is not None:
+        ahead.close()
+    client.close()
+    return RankTook(tuple(took), begun, _peak())
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(run(msgspec.json.decode(sys.argv[1], type=BatchJob))).decode())

@@ -1,0 +1,171 @@
+"""Worker: a run trains to the same bits whether batches are fetched ahead or not. `ahead.py RESULT PATH LAYOUT...`"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import sys
+import threading
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from asyncmoe import models
+from asyncmoe.config import Config, parse
+from asyncmoe.models import load_hf_config
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Commit, Fetch
+from asyncmoe.rpc.server import Server
+from asyncmoe.trainer import loop
+from asyncmoe.trainer.batch_trainer import Learner
+from asyncmoe.trainer.data import batch_client
+from asyncmoe.trainer.model import gpt, mesh, optimizer
+from asyncmoe.trainer.objective import NO_PLUGINS
+from asyncmoe.trainer.samples import TrainerSamples
+from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, encode_routes
+from tests.ranks import case
+
+STEPS, GROUPS, SIZE = 4, 3, 2
+
+
+class Controller:
+    """A queue and its server, on a thread of their own."""
+
+    def __init__(self, routing: Routing) -> None:
+        self._routing, self.fetches, self._ready = routing, list[bool](), threading.Event()
+        self.queue = BoundedQueue(
+            capacity=2 * GROUPS * SIZE, batch=GROUPS * SIZE, group_size=SIZE, max_staleness=1, recording=Recording(routing)
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    async def _serve(self) -> None:
+        service = QueueService(self.queue, run="r", config_digest="")
+
+        async def answer(request: Any) -> Any:
+            if isinstance(request, Fetch):
+                self.fetches.append(request.ahead)
+            return await service(request)
+
+        async with Server(answer) as server:
+            self.rendezvous = await server.start()
+            self._serving = asyncio.ensure_future(server.serve())
+            self._ready.set()
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(60)
+
+    def put(self, step: int, version: int) -> None:
+        """The batch of a step, sampled with a version."""
+
+        async def put() -> None:
+            self.queue.set_version(version)
+            for number in range(step * GROUPS, (step + 1) * GROUPS):
+                self.queue.started(SIZE)
+                await self.queue.put_group([trajectory(number, episode, version, self._routing) for episode in range(SIZE)])
+
+        asyncio.run_coroutine_threadsafe(put(), self._loop).result(60)
+
+
+def trajectory(group: int, episode: int, version: int, routing: Routing) -> Trajectory:
+    random = np.random.default_rng((group, episode))
+    length = 5 + (7 * group + 3 * episode) % 11
+    sampled = np.arange(length) >= 2
+    first = random.integers(0, routing.experts, (length - 1, routing.all_layers, 1))
+    key = f"g{group}.e{episode}"
+    return Trajectory(
+        key=key,
+        group=group,
+        episode=episode,
+        tokens=random.integers(0, 60, length).astype(np.int32),
+        loss_mask=sampled,
+        logprobs=np.where(sampled, -4 * random.random(length), 0).astype(np.float32),
+        versions=np.where(sampled, version, NOT_SAMPLED).astype(np.int32),
+        reward=float(episode),
+        finish="stop",
+        routes=encode_routes(((first + np.arange(routing.top_k)) % routing.experts).astype(np.int32), routing, key),
+    )
+
+
+def main(result: Path, path: Path, layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    found = {layout: [trained(configuration(path, case.sizes_of(layout)), path, ahead) for ahead in (False, True)] for layout in layouts}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(everyone))
+    mesh.stop()
+
+
+def configuration(path: Path, sizes: dict[str, int]) -> Config:
+    return parse(
+        {
+            "run": {"dir": str(path / "run"), "steps": STEPS},
+            "model": {"path": str(path / "hf")},
+            "task": {"kind": "arithmetic"},
+            "warmup": {"steps": 0},
+            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
+            "verify": {"probe_every": 0, "logprobs_every": 0},
+            "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **sizes},
+        }
+    )
+
+
+def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
+    """What every step gave, and the weights at the end; and of the rank that has the controller, which fetches were ahead."""
+    if mesh.groups.is_initialized():
+        mesh.leave()
+    place = mesh.start(config.trainer)
+    built = gpt.build(load_hf_config(path / "hf"), config, place)
+    gpt.load_hf(built, path / "hf")
+    routing = models.kept_routing(config, built.hf)
+    assert routing is not None
+    controller = Controller(routing) if place.rank == 0 else None
+    met = [None if controller is None else controller.rendezvous]
+    dist.broadcast_object_list(met, 0)
+    client = Client(met[0], f"trainer.{place.rank}")  # type: ignore[arg-type]
+    other = Client(met[0], f"trainer.{place.rank}.ahead") if ahead and place.tp_rank == 0 else None  # type: ignore[arg-type]
+    samples = TrainerSamples(config, place, 0, 0)
+    adam = optimizer.build(config, built)
+    learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples, None, other)
+    if controller is not None:
+        controller.put(0, 0)
+    steps = []
+    for number in range(STEPS):
+        if controller is not None and number + 1 < STEPS:
+            controller.put(number + 1, number)
+        dist.barrier()
+        leased = batch_client.lease(client, config, number, "rl", lambda: None)
+        learned = learner.learn(leased, "rl", number, lambda: None)
+        steps.append([repr(learned.updates), [item.key for item in leased.items]])
+        if learner._ahead is not None and learner._ahead._last is not None:
+            wait([learner._ahead._last], 60)
+        dist.barrier()
+        client.ask(Commit(number), 60)
+    learner.close()
+    client.close()
+    if controller is not None:
+        controller.close()
+    digest = hashlib.sha256()
+    for chunk in built.chunks:
+        for name, value in chunk.named_parameters():
+            digest.update(name.encode() + value.detach().numpy().tobytes())
+    return {"steps": steps, "weights": digest.hexdigest(), "fetches": [] if controller is None else controller.fetches}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

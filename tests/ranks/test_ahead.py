@@ -1,0 +1,30 @@
+"""Fetching ahead changes nothing of what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.config.model import MadeModel
+from asyncmoe.models.make import make_model
+from tests.ranks import launch
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_run_is_the_same_to_the_bit_with_and_without_fetching_ahead(tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", MadeModel(), seed=0)
+    groups = {"tp=1": 2, "tp=2": 1}
+    found = launch.run("ahead", 2, tmp_path, str(tmp_path), *groups)
+    for layout, askers in groups.items():
+        without, ahead = found[0][layout]
+        assert without["fetches"] == [False] * 4 * askers
+        assert ahead["fetches"] == [False] * askers + [True] * 3 * askers  # all but the first step's
+        for rank in found:
+            without, ahead = rank[layout]
+            assert ahead["steps"] == without["steps"]
+            assert ahead["weights"] == without["weights"]
+            assert len({str(step) for step in ahead["steps"]}) == 4
+        keys = [key for _, batch in ahead["steps"] for key in batch]
+        assert sorted(keys) == sorted(f"g{group}.e{episode}" for group in range(12) for episode in range(2))

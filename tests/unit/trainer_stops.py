@@ -101,7 +101,7 @@ def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False) 
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
     trainer._config, trainer._client, trainer._sync = CONFIG, Client(did, stops, known), kind(did)
     trainer._mesh = SimpleNamespace(rank=0, world=1)
-    trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]))
+    trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]), close=lambda: None)
     trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
     trainer._record = lambda *_: did.append("record")
     trainer._step = trainer._saved = done

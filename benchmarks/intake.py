@@ -1,7 +1,7 @@
-"""How fast one process takes in generations: tokens for a second of its CPU time, event-loop lag, memory of long trajectories, turns of agents.
+"""How fast one process takes in generations: tokens a second of its CPU time, event-loop lag, memory of long trajectories, turns of agents.
 
-The process runs the real pool, client, episodes, producer, validation and queue, and commits what it leases itself. The engines are stand-ins
-in processes of their own, which answer at once with replies rendered before (`benchmarks.intake_server`); its tokenizer does nothing.
+The process runs the real pool, client, episodes, producer, validation and queue, and commits what it leases itself. The engines are
+stand-ins in processes of their own, with replies rendered before (`benchmarks.intake_server`); its tokenizer does nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def table(results: dict[str, Any]) -> str:
             lines.append(f"{name:16}{r['tokens_per_cpu_s']:>18,}{r['tokens_per_s']:>12,}{r['cpu_ms_per_trajectory']:>13.2f}{lag}")
     turns = results["agents_80"]
     lines.append(
-        f"a turn of an agent: {turns['turn_ms_first']:.2f} ms of CPU in the first ten, {turns['turn_ms_last']:.2f} ms in the last ten of 80 "
+        f"a turn of an agent: {turns['turn_ms_first']:.2f} ms of CPU in the first ten, {turns['turn_ms_last']:.2f} in the last ten of 80 "
         f"({turns['last_to_first']:.2f}), besides its request ({turns['request_ms_first']:.2f} and {turns['request_ms_last']:.2f} ms)"
     )
     lines.append(

@@ -1,4 +1,4 @@
-"""One case of `benchmarks.intake` in a process of its own, whose CPU time and memory are those of a controller that takes in generations."""
+"""One case of `benchmarks.intake`, in a process whose CPU time and memory are those of a controller that takes in generations."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Asks:
 
     tokens: tuple[int, ...]
 
-    def prompt(self, group: int) -> Prompt:
+    def prompt(self, group: int, stream: str = "episode") -> Prompt:
         return Prompt("", self.tokens, "")
 
     def demonstration(self, index: int) -> Demonstration:

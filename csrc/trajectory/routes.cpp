@@ -193,12 +193,19 @@ inline uint64_t equal(uint64_t bytes) {
 bool plane_valid_8(const uint8_t* from, const uint8_t* end, const RouteShape& shape) {
     const ToBytes to_bytes(shape.bits);
     const auto experts = static_cast<uint64_t>(shape.experts);
-    uint64_t wrong = 0;
-    for (int64_t t = 0; t < shape.rows; ++t, from += shape.bits) {
-        uint64_t word = 0;
-        std::memcpy(&word, from, end - from >= 8 ? 8 : static_cast<size_t>(end - from));
-        const uint64_t ids = to_bytes(word);
+    uint64_t wrong = 0, word;
+    const auto check = [&](uint64_t packed) {
+        const uint64_t ids = to_bytes(packed);
         wrong |= equal(ids) | outside(ids, experts);
+    };
+    for (; end - from >= static_cast<int64_t>(sizeof word); from += shape.bits) {
+        std::memcpy(&word, from, sizeof word);
+        check(word);
+    }
+    for (; from < end; from += shape.bits) {
+        word = 0;
+        std::memcpy(&word, from, static_cast<size_t>(end - from));
+        check(word);
     }
     return wrong == 0;
 }

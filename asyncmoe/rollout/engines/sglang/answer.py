@@ -123,6 +123,8 @@ def response(name: str, given: Answer, recording: Recording) -> Generation:
 
 def _part(raw: msgspec.Raw, name: str, fast: Callable[[Any], T | None], kind: Any, convert: Callable[[Any], T]) -> T | None:
     """Read one part; None for null."""
+    if raw is _ABSENT:
+        return None
     found = fast(raw)
     if found is not None:
         return found

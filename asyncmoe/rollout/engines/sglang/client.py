@@ -18,6 +18,7 @@ from asyncmoe.rollout.engines.sglang.connection import Acknowledged
 from asyncmoe.rollout.engines.sglang.generation import Scored, request_body, scored, scoring_body
 from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
+from asyncmoe.rollout.engines.turnstile import turnstile
 from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 from asyncmoe.trajectory import Recording
 
@@ -98,6 +99,7 @@ class SGLangClient(WeightEndpoints):
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
         text = await self._send("/generate", body, timeout_s)
         if len(text) < _LARGE:
+            await turnstile().wait()
             return self._read(text, sampling.recording)
         return await asyncio.to_thread(self._read, text, sampling.recording)
 

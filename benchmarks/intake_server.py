@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def rendered(new: int, rows: int, number: int) -> bytes:
     random = np.random.default_rng((new, rows, number))
     tokens = random.integers(0, VOCABULARY, new).tolist()
     logprobs = [float(value) for value in -random.gamma(0.5, 1.0, new).astype(np.float32)]
-    meta = {
+    meta: dict[str, Any] = {
         "id": f"{number:032x}",
         "finish_reason": {"type": "length", "length": new},
         "prompt_tokens": 0,
@@ -100,10 +101,11 @@ def rendered(new: int, rows: int, number: int) -> bytes:
         "completion_tokens": new,
         "cached_tokens": 0,
         "weight_versions": [{"version": "0", "start": 0, "end": new}],
+        "cached_tokens_details": None,
     }
     if rows:
         meta["routed_experts"] = base64.b64encode(to_bytes(encode_routes(_experts(rows, number), ROUTING, "stand-in"))).decode()
-    meta["e2e_latency"] = 1.25
+    meta |= {"dp_rank": None, "e2e_latency": 0.06488373700267402, "response_sent_to_client_ts": 1795794287.9196184}
     return json.dumps({"output_ids": tokens, "meta_info": meta}, separators=(",", ":")).encode()
 
 

@@ -115,7 +115,8 @@ bool read_numbers(std::string_view text, std::vector<Value>& values) {
 
 constexpr uint32_t kWrong = 1u << 24;
 
-// The 24 bits that character `c` contributes at each of the four places of a quantum; kWrong for no character of base64.
+// The 24 bits that character `c` contributes at each of the four places of a quantum; kWrong for no character of
+// base64.
 constexpr std::array<std::array<uint32_t, 256>, 4> places() {
     std::array<std::array<uint32_t, 256>, 4> made{};
     for (auto& place : made)

@@ -24,9 +24,7 @@ class Text {
             throw std::invalid_argument("text: got a buffer of other than consecutive bytes");
     }
 
-    std::string_view view() const {
-        return {static_cast<const char*>(info_.ptr), static_cast<size_t>(info_.size)};
-    }
+    std::string_view view() const { return {static_cast<const char*>(info_.ptr), static_cast<size_t>(info_.size)}; }
 
   private:
     py::buffer_info info_;

@@ -36,7 +36,7 @@ def form(value: Any) -> Any:
 def test_the_stand_in_answers_as_a_real_engine(untouched: Rig, routing: Routing | None) -> None:
     client: Any = untouched.engine.client
     recording = Recording(routing, vocabulary=VOCAB)
-    body = request_body((20, 30, 40), Sampling(1.0, 6, (), recording=recording), "0", 0, None)
+    body = request_body((20, 30, 40), Sampling(1.0, 6, (), recording=recording), f"intake {routing}", 0, None)
     real = untouched.run(client._send("/generate", body, 60.0))
     shown = reply_to(msgspec.json.encode(body), 0)
     kinds = [form(json.loads(text)) for text in (real, shown)]

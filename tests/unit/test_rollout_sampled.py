@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.decode import cut, routed_experts, sampling_masks
+from asyncmoe.rollout.engines.decode import cut, routed_experts, sampling_masks, with_packed_routes
 from asyncmoe.rollout.engines.sglang.answer import answer as read
 from asyncmoe.rollout.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
@@ -130,6 +130,16 @@ def test_a_response_that_is_cut_keeps_the_rows_of_its_tokens(sent: Callable[...,
     for keep in range(1, 6):
         kept = cut(response, keep, 5).routes
         assert kept == sent(made(9)[: 4 + keep])
+
+
+def test_routes_of_an_engine_that_does_not_pack_are_packed_when_they_arrive() -> None:
+    response = Generation.of(range(5), [0.0] * 5, (VersionSpan("0", 0, 5),), "length", 0, answer(made(9)))
+    assert with_packed_routes(response, ROUTING, 9).routes == to_bytes(encode_routes(made(9), ROUTING, "k"))
+    outside = made(9)
+    outside[3] = -1
+    for other, rows in ((response, 8), (replace(response, routes=answer(outside)), 9), (with_packed_routes(response, ROUTING, 9), 9)):
+        assert with_packed_routes(other, ROUTING, rows) is other, "left for the trajectory's check, or packed already"
+    assert with_packed_routes(response, None, 9) is response
 
 
 @pytest.mark.parametrize("wrong", ["an expert of another model", "an expert twice", "bits after the last expert"])

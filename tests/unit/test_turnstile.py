@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,11 +11,11 @@ from asyncmoe.rollout.engines.turnstile import turnstile
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that the turnstile's clock shows."""
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    yield now
+    return now
 
 
 def play(clock: list[float], seconds: float, count: int, cancelled: frozenset[int] = frozenset()) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ def _is_packed(sent: Buffer) -> bool:
     return bytes(memoryview(sent)[: len(MAGIC)]) == MAGIC
 
 
-def packed(generation: Generation, routing: Routing | None, rows: int) -> Generation:
+def with_packed_routes(generation: Generation, routing: Routing | None, rows: int) -> Generation:
     """Return a response whose routes take little memory: those of an engine that does not pack them, packed.
 
     Routes that are not `rows` valid rows are left as they are, and rejected by `routed_experts` with the trajectory's name.

@@ -23,7 +23,7 @@ import numpy as np
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.decode import cut, packed
+from asyncmoe.rollout.engines.decode import cut, with_packed_routes
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.rollout.engines.types import ABORTED, Listener, Sampling, Tokens
@@ -85,7 +85,7 @@ async def respond(
         most = min(room, piece or room)
         request = replace(request, partial=most < room)
         answer = await (answers or pool).generate(asked, replace(sampling, max_new_tokens=most), known, request=request, listener=listener)
-        answered = packed(answer.generation, sampling.recording.routing, len(asked) + len(answer.generation.tokens) - 1 - known)
+        answered = with_packed_routes(answer.generation, sampling.recording.routing, len(asked) + len(answer.generation.tokens) - 1 - known)
         if listener is not None and listener.kept is not None:
             keep = listener.kept - (sampling.max_new_tokens - room)
             pool.lost_tokens += len(answered.tokens) - keep

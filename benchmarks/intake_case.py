@@ -222,6 +222,8 @@ async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
                 begin, spent = time.monotonic(), time.process_time()
                 first, step = step, await _train(queue, step, case.count, batch, producing)
                 wall, cpu = time.monotonic() - begin, time.process_time() - spent
+                while not lag.late:  # so short a case that nothing was noted yet
+                    await asyncio.sleep(0.001)
         with suppress(asyncio.CancelledError):
             await producing
     tokens = (step - first) * batch * case.new

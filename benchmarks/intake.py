@@ -23,12 +23,12 @@ _ENGINES = 2
 LONG = 32_768
 
 CASES: Mapping[str, tuple[IntakeCase, float]] = {
-    "routes_256": (IntakeCase("rate", 256, count=2048), 0.0),
-    "routes_2048": (IntakeCase("rate", 2048, count=2048), 0.0),
-    "plain_256": (IntakeCase("rate", 256, routes=False, count=4096), 0.0),
-    "long_16": (IntakeCase("rate", 16, new=LONG, count=48), 0.0),
-    "paced_256": (IntakeCase("rate", 256, count=1024), 256 * 1024 / 200e3),
-    "paced_long_16": (IntakeCase("rate", 16, new=LONG, count=32), 16 * LONG / 200e3),
+    "routes_256": (IntakeCase("rate", 256, count=1024), 0.0),
+    "routes_2048": (IntakeCase("rate", 2048, count=1024), 0.0),
+    "plain_256": (IntakeCase("rate", 256, routes=False, count=2048), 0.0),
+    "long_16": (IntakeCase("rate", 16, new=LONG, count=24), 0.0),
+    "paced_256": (IntakeCase("rate", 256, count=512), 256 * 1024 / 200e3),
+    "paced_long_16": (IntakeCase("rate", 16, new=LONG, count=16), 16 * LONG / 200e3),
     "agents_80": (IntakeCase("agents", 1, 200, 200, count=12, turns=80), 0.0),
     "queued_long": (IntakeCase("queued", 16, new=LONG), 0.0),
     "unfinished_long": (IntakeCase("unfinished", 16, new=LONG), 0.0),

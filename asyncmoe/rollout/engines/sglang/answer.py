@@ -49,7 +49,7 @@ class _Generated(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class GenerateAnswer:
     """All of an answer that is used.
 
     Attributes:
@@ -69,7 +69,7 @@ class Answer:
     mask_logprobs: np.ndarray | None = None
 
 
-def answer(body: bytes) -> Answer:
+def answer(body: bytes) -> GenerateAnswer:
     """Read an answer.
 
     Raises:
@@ -78,7 +78,7 @@ def answer(body: bytes) -> Answer:
     whole = msgspec.json.decode(body, type=_Generated)
     meta = whole.meta_info
     masks = _part(meta.output_token_sampling_mask, "output_token_sampling_mask", read_lists, list[list[int]], _lists)
-    return Answer(
+    return GenerateAnswer(
         _needed(_part(whole.output_ids, "output_ids", read_ints, list[int], _ints), "output_ids"),
         _needed(_part(meta.output_token_logprobs, "output_token_logprobs", read_entries, list[Entry], entries), "output_token_logprobs"),
         meta.weight_versions,
@@ -96,7 +96,7 @@ def entries(given: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
     return _floats(values), _ints([token for _, token, _ in given])
 
 
-def response(name: str, given: Answer, recording: Recording) -> Generation:
+def response(name: str, given: GenerateAnswer, recording: Recording) -> Generation:
     """Return the response in an answer.
 
     Args:

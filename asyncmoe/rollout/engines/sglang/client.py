@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.sglang.answer import Answer, answer, response
+from asyncmoe.rollout.engines.sglang.answer import GenerateAnswer, answer, response
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
 from asyncmoe.rollout.engines.sglang.generation import Scored, request_body, scored, scoring_body
 from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
@@ -110,7 +110,7 @@ class SGLangClient(WeightEndpoints):
             raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
         return response(self.name, whole, recording)
 
-    async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> Answer:
+    async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> GenerateAnswer:
         """Generate a response in parts, which the listener hears; if it ends the response, abort the request.
 
         SGLang's own stop texts need a tokenizer in the engine, and find a text only among as many last tokens as its own tokens.

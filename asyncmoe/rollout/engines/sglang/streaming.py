@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.sglang.answer import Answer, Entry, Finish, entries
+from asyncmoe.rollout.engines.sglang.answer import Entry, Finish, GenerateAnswer, entries
 from asyncmoe.rollout.engines.types import IdLists, VersionSpan
 
 
@@ -73,7 +73,7 @@ class Parts:
             self._last = meta
         return [entry[1] for entry in entries]
 
-    def whole(self) -> Answer:
+    def whole(self) -> GenerateAnswer:
         """Return the answer that `/generate` would have given without parts.
 
         Raises:
@@ -88,7 +88,9 @@ class Parts:
         except (ValueError, OverflowError) as error:
             raise EngineError(f"{self._name}: /generate: unexpected answer: {error}") from error
         values = np.array(self._mask_logprobs, np.float32) if self._mask_logprobs else None
-        return Answer(made[1], made, last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts, masks, values)
+        return GenerateAnswer(
+            made[1], made, last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts, masks, values
+        )
 
 
 def events(buffer: bytearray) -> list[bytes]:

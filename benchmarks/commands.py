@@ -199,6 +199,20 @@ def routes_(
     typer.echo(routes.table(results))
 
 
+@bench.command("intake")
+def intake_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    rounds: Annotated[int, typer.Option(help="Measurements of each case; the best counts.", min=1)] = 3,
+    shrink: Annotated[int, typer.Option(help="Divides the numbers of trajectories, for a trial.", min=1)] = 1,
+) -> None:
+    """Generations from stand-ins of engines into the controller's queue: tokens for a second of its CPU time, loop lag, memory."""
+    from benchmarks import intake
+
+    results = intake.run(rounds, shrink)
+    _show(results, json_path)
+    typer.echo(intake.table(results))
+
+
 @bench.command("queue")
 def queue_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from asyncmoe import config as configuration
@@ -28,7 +27,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.decode import routed_experts
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.sglang.generation import Generated
+from asyncmoe.rollout.engines.sglang import answer as reading
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
@@ -104,7 +103,7 @@ def answer(routes: np.ndarray, routing: Routing, rounds: int = 7) -> dict[str, f
     tokens = len(routes)
     sent = to_bytes(encode_routes(routes, routing, "bench"))
     bodies = {"": _body(tokens, sent), "_unpacked": _body(tokens, routes.tobytes()), "_plain": _body(tokens, None)}
-    answers = {form: msgspec.json.decode(body, type=Generated).meta_info.routed_experts for form, body in bodies.items()}
+    answers = {form: reading.answer(body).routes for form, body in bodies.items()}
 
     def decode(form: str) -> Routes:
         return routed_experts(answers[form], routing, tokens=tokens + 1, routed=0, key="bench")
@@ -112,7 +111,7 @@ def answer(routes: np.ndarray, routing: Routing, rounds: int = 7) -> dict[str, f
     if not decode("") == decode("_unpacked") == encode_routes(routes, routing, "bench"):
         raise InvariantBroken("routes came out other than they went in")
     turns: dict[str, Callable[[], object]] = {"pack": lambda: to_bytes(encode_routes(routes, routing, "bench"))}
-    turns |= {f"read{form}": partial(msgspec.json.decode, body, type=Generated) for form, body in bodies.items()}
+    turns |= {f"read{form}": partial(reading.answer, body) for form, body in bodies.items()}
     turns |= {f"decode{form}": partial(decode, form) for form in ("", "_unpacked")}
     spent: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds + 1):

@@ -50,7 +50,7 @@ class Scripted:
         spans = (VersionSpan(str(self.version), 0, size),)
         logprobs = tuple(-4.0 - self.random.random() for _ in range(size))
         await asyncio.sleep(0)
-        return PooledGeneration(Generation(said, logprobs, spans, "stop", 0, experts.tobytes()), self.version)
+        return PooledGeneration(Generation.of(said, logprobs, spans, "stop", 0, experts.tobytes()), self.version)
 
 
 @dataclass(frozen=True)

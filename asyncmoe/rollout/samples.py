@@ -39,8 +39,8 @@ class _Turn:
     """A turn without its routes and masks, which are large."""
 
     given: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: np.ndarray
+    logprobs: np.ndarray
     spans: tuple[VersionSpan, ...]
 
 
@@ -64,7 +64,7 @@ class _Part:
     @property
     def tokens(self) -> list[int]:
         """All tokens."""
-        return [token for turn in self.turns for token in (*turn.given, *turn.tokens)] + list(self.given)
+        return [token for turn in self.turns for token in (*turn.given, *turn.tokens.tolist())] + list(self.given)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Samples:
         forked = 0 if result is None else result.forked
         roles, own = _roles(part, forked), part.own(forked)
         begins = bool(part.turns) and part.turns[0].given == shared
-        sampled = [value for turn in own for value in turn.logprobs]
+        sampled = np.concatenate([turn.logprobs for turn in own]) if own else np.zeros(0, np.float32)
         head, tail = kept(len(sampled), self._most)
         rewards = None if result is None else result.rewards
         teacher = None if result is None else result.teacher
@@ -198,7 +198,7 @@ class Samples:
             shared=begins,
             rest=await self._stretch(part.tokens[len(shared) if begins else 0 :]),
             roles=roles,
-            logprobs=records.rounded(ends(np.array(sampled, np.float32), head, tail)),
+            logprobs=records.rounded(ends(sampled, head, tail)),
             versions=_versions(own),
             finish=part.finish,
             reward=None if result is None else result.reward,

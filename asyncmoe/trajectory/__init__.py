@@ -7,7 +7,7 @@ from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part
 from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
 from asyncmoe.trajectory.native import Buffer
 from asyncmoe.trajectory.recording import NOTHING, Recording
-from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes
+from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes, expect_valid
 from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
 from asyncmoe.trajectory.validation import validate
 
@@ -30,6 +30,7 @@ __all__ = [
     "encode",
     "encode_masks",
     "encode_routes",
+    "expect_valid",
     "frames_in",
     "part",
     "token_outside",

@@ -136,6 +136,15 @@ def decode_routes(routes: Routes, key: str, *, checked: bool = False) -> np.ndar
     return ids
 
 
+def expect_valid(routes: Routes, key: str) -> None:
+    """Check what `decode_routes` checks, without memory for the experts. Raises as it does."""
+    check_routes(routes, key)
+    planes = np.frombuffer(routes.planes, np.uint8)
+    if not _C.routes_valid(planes, routes.rows, routes.top_k, routes.experts, len(routes.layers)):
+        decode_routes(routes, key)
+        raise ProtocolError(f"routes of {key}: got invalid experts")
+
+
 def check_routes(routes: Routes, key: str) -> None:
     """Detect corrupted routes without allocating memory.
 

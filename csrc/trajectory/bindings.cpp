@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "answer_bindings.h"
 #include "crc32c.h"
 #include "masks.h"
 #include "routes.h"
@@ -60,13 +61,25 @@ py::tuple unpack_as(const Bytes& planes, const asyncmoe::trajectory::RouteShape&
     return py::make_tuple(ids, bad);
 }
 
-py::tuple unpack_routes(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts, int64_t count) {
+asyncmoe::trajectory::RouteShape shape_of(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts,
+                                          int64_t count) {
     const auto shape = shape_of(rows, top_k, experts);
     // Divides, because count * plane_bytes may overflow 64 bits.
     const int64_t plane = shape.plane_bytes();
     if (count < 0 || (plane ? planes.size() % plane || planes.size() / plane != count : planes.size() != 0))
         throw std::invalid_argument("planes: got " + std::to_string(planes.size()) + " bytes, expected " +
                                     std::to_string(count) + " planes of " + std::to_string(plane));
+    return shape;
+}
+
+bool routes_valid(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts, int64_t count) {
+    const auto shape = shape_of(planes, rows, top_k, experts, count);
+    py::gil_scoped_release released;
+    return asyncmoe::trajectory::routes_valid(planes.data(), shape, count);
+}
+
+py::tuple unpack_routes(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts, int64_t count) {
+    const auto shape = shape_of(planes, rows, top_k, experts, count);
     return shape.bits <= 8 ? unpack_as<uint8_t>(planes, shape, count) : unpack_as<uint16_t>(planes, shape, count);
 }
 
@@ -132,6 +145,9 @@ PYBIND11_MODULE(_C, module) {
     module.def("pack_routes", &pack_routes, py::arg("routes").noconvert(), py::arg("layers"), py::arg("experts"));
     module.def("unpack_routes", &unpack_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
                py::arg("experts"), py::arg("count"));
+    module.def("routes_valid", &routes_valid, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
+               py::arg("experts"), py::arg("count"));
+    asyncmoe::trajectory::bind_answer(module);
     module.def("encode_masks", &encode_masks, py::arg("offsets").noconvert(), py::arg("ids").noconvert(),
                py::arg("vocabulary"));
     module.def("decode_masks", &decode_masks, py::arg("bytes").noconvert(), py::arg("rows"), py::arg("count"),

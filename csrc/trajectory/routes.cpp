@@ -152,6 +152,93 @@ int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t co
     return -1;
 }
 
+namespace {
+
+// Moves eight adjacent values of `bits` (at most 8) bits each into the eight bytes of a word.
+class ToBytes {
+  public:
+    explicit ToBytes(int bits) : bits_(bits), half_(low_bits(4 * bits)) {
+        const uint64_t pair = low_bits(2 * bits), one = low_bits(bits);
+        pairs_ = pair | pair << 32;
+        ones_ = one | one << 16 | one << 32 | one << 48;
+    }
+
+    uint64_t operator()(uint64_t x) const {
+        if (bits_ == 8) return x;
+        x = (x & half_) | (x >> 4 * bits_ & half_) << 32;
+        x = (x & pairs_) | (x >> 2 * bits_ & pairs_) << 16;
+        return (x & ones_) | (x >> bits_ & ones_) << 8;
+    }
+
+  private:
+    int bits_;
+    uint64_t half_, pairs_, ones_;
+};
+
+constexpr uint64_t kEach = 0x0101010101010101u;
+constexpr uint64_t kHigh = kEach << 7;
+
+// The high bit of each byte that is at least `experts`, at most 128, of bytes below 128.
+inline uint64_t outside(uint64_t bytes, uint64_t experts) { return (bytes + (128 - experts) * kEach) & kHigh; }
+
+// High bits if two of the bytes, all below 128, are equal: rotations by one to four bytes bring together every two.
+inline uint64_t equal(uint64_t bytes) {
+    uint64_t differ = kHigh;
+    for (int shift = 8; shift <= 32; shift += 8)
+        differ &= (bytes ^ (bytes << shift | bytes >> (64 - shift))) + (kHigh - kEach);
+    return ~differ & kHigh;
+}
+
+// Whether the ids of one plane are valid, for 8 of at most 128 experts: a token is one group, and no sum carries.
+bool plane_valid_8(const uint8_t* from, const uint8_t* end, const RouteShape& shape) {
+    const ToBytes to_bytes(shape.bits);
+    const auto experts = static_cast<uint64_t>(shape.experts);
+    uint64_t wrong = 0, word;
+    const auto check = [&](uint64_t packed) {
+        const uint64_t ids = to_bytes(packed);
+        wrong |= equal(ids) | outside(ids, experts);
+    };
+    for (; end - from >= static_cast<int64_t>(sizeof word); from += shape.bits) {
+        std::memcpy(&word, from, sizeof word);
+        check(word);
+    }
+    for (; from < end; from += shape.bits) {
+        word = 0;
+        std::memcpy(&word, from, static_cast<size_t>(end - from));
+        check(word);
+    }
+    return wrong == 0;
+}
+
+bool plane_valid(const uint8_t* from, const uint8_t* end, const RouteShape& shape, Repeats& repeats) {
+    uint16_t ids[kBlock * kMaxTopK];
+    for (int64_t begin = 0; begin < shape.rows; begin += kBlock) {
+        const int64_t tokens = std::min(kBlock, shape.rows - begin), values = tokens * shape.top_k;
+        for (int64_t v = 0; v < values; v += kGroup, from += shape.bits) {
+            uint64_t lanes[2];
+            unpack_group(from, end - from, shape.bits, lanes);
+            store(lanes, ids + v);
+        }
+        if (*std::max_element(ids, ids + values) >= shape.experts || repeats.in(ids, tokens, shape.top_k)) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+bool routes_valid(const uint8_t* planes, const RouteShape& shape, int64_t count) {
+    const int64_t plane = shape.plane_bytes();
+    const auto used = static_cast<int>(shape.ids() * shape.bits % 8);
+    Repeats repeats(shape.experts);
+    for (int64_t i = 0; i < count; ++i, planes += plane) {
+        const uint8_t* end = planes + plane;
+        if (used && end[-1] >> used) return false;
+        const bool words = shape.top_k == kGroup && shape.bits < 8;
+        if (!(words ? plane_valid_8(planes, end, shape) : plane_valid(planes, end, shape, repeats))) return false;
+    }
+    return true;
+}
+
 template int64_t unpack_routes(const uint8_t*, const RouteShape&, int64_t, uint8_t*);
 template int64_t unpack_routes(const uint8_t*, const RouteShape&, int64_t, uint16_t*);
 

@@ -12,7 +12,17 @@ from typing import Any
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.receiver.command import Command, CommitCommand
 from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, PromptLogprobs, Sampling, VersionSpan
+from asyncmoe.rollout.engines.types import (
+    ABORTED,
+    EngineLost,
+    Generation,
+    Listener,
+    ParsedCall,
+    PromptLogprobs,
+    Sampling,
+    Tokens,
+    VersionSpan,
+)
 
 
 class FakeEngine:
@@ -50,7 +60,7 @@ class FakeEngine:
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         sampling: Sampling,
         salt: str,
         timeout_s: float,
@@ -77,7 +87,7 @@ class FakeEngine:
                     listener.hear([len(tokens) + len(versions) - 1])
         made = tuple(range(len(tokens), len(tokens) + len(versions)))
         finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
-        return Generation(made, (-1.0,) * len(made), _spans(versions), finish, 0)
+        return Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
 
     async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
         await self._called()

@@ -59,7 +59,7 @@ class Policy:
                 raise
         self.asked.append((agent.name, given, said))
         finish = "stop" if said[-1] in sampling.stop or kept is not None else "length"
-        return [Turn(given, Generation(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), finish, 0), 0)]
+        return [Turn(given, Generation.of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), finish, 0), 0)]
 
     def episode(self, known: Tokenizer, bounds: Bounds | None = None) -> Episode:
         """One that it plays in."""

@@ -69,7 +69,7 @@ class Scripted:
         half = len(said) // 2
         logprobs = tuple(-0.01 * (i + 1) for i in range(len(said)))
         spans = tuple(span for span in (VersionSpan("3", 0, half), VersionSpan("4", half, len(said))) if span.end > span.start)
-        return PooledGeneration(Generation(said, logprobs, spans, "stop", 0), 3)
+        return PooledGeneration(Generation.of(said, logprobs, spans, "stop", 0), 3)
 
 
 class SampledRun:

@@ -155,9 +155,9 @@ def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
 
 
 def test_a_response_is_of_its_adapters_version() -> None:
-    made = Generation((5, 6, 7), (-1.0, -1.0, -1.0), (VersionSpan("0", 0, 1), VersionSpan("0", 1, 3)), "length", 0)
+    made = Generation.of((5, 6, 7), (-1.0, -1.0, -1.0), (VersionSpan("0", 0, 1), VersionSpan("0", 1, 3)), "length", 0)
     assert attributed(made, ServedBy(4, "v4")).spans == (VersionSpan("4", 0, 3),)
-    changed = Generation((5,), (-1.0,), (VersionSpan("1", 0, 1),), "length", 0)
+    changed = Generation.of((5,), (-1.0,), (VersionSpan("1", 0, 1),), "length", 0)
     with pytest.raises(EngineError, match="got base weights of version 1 under an adapter"):
         attributed(changed, ServedBy(4, "v4"))
 

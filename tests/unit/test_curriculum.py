@@ -360,7 +360,7 @@ def test_the_producer_tells_what_its_groups_scored_and_starts_open_ones_first() 
         started.append((place.group, prompt.text))
         if place.group == 2:
             raise TrajectoryRejected("scorer_nan", "no score")
-        turn = Turn(prompt.tokens, Generation((7, 2), (-0.5, -0.25), (VersionSpan("0", 0, 2),), "stop", 0), 0)
+        turn = Turn(prompt.tokens, Generation.of((7, 2), (-0.5, -0.25), (VersionSpan("0", 0, 2),), "stop", 0), 0)
         reward = 1.0 if place.group == 3 else float(place.episode)
         return (assemble([turn], place, Recording(), reward, {}),)
 

@@ -140,7 +140,7 @@ class Says:
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = (*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos)
-        return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
+        return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
 
 
 def play(environment: Environment, tokenizer: Tokenizer, texts: list[str]) -> Trajectory:

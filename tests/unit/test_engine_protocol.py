@@ -32,7 +32,7 @@ def importers(files: dict[str, Path]) -> set[str]:
 def test_one_module_knows_which_engine_it_is() -> None:
     assert importers(modules()) == {"asyncmoe.rollout.engines.backend"}
     benchmarks = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
-    assert importers(benchmarks) == {"recording"}, "it measures how long SGLang's answers take to read"
+    assert importers(benchmarks) == {"recording", "intake_case"}, "they measure how long SGLang's answers take to read"
 
 
 def test_mypy_holds_the_fake_engine_against_the_protocol() -> None:
@@ -44,7 +44,10 @@ def ask(engines: list[EngineHandle], before: tuple[Turn, ...] = ()) -> tuple[Poo
 
     async def run() -> tuple[Pool, Trajectory]:
         pool = Pool(engines, 4, 5.0, lambda *_: None)
-        turns = [*before, *await respond(pool, (7, 8), before, SAMPLING, "in_place")]
+        turns = [
+            *before,
+            *await respond(pool, (7, 8), [t for turn in before for t in (*turn.given, *turn.generation.tokens)], SAMPLING, "in_place"),
+        ]
         return pool, assemble(turns, EpisodeId(0, 0, 0), NOTHING, 1.0, {})
 
     return asyncio.run(run())

@@ -53,7 +53,7 @@ class Echo:
         await asyncio.sleep(0)
         said = tuple(tokens[-min(self.size, sampling.max_new_tokens) :])
         version = str(len(self.asked))
-        return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan(version, 0, len(said)),), "stop", 0), 1)
+        return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan(version, 0, len(said)),), "stop", 0), 1)
 
 
 def play(environment: Environment, tokenizer: Tokenizer, pool: Any = None, timeout_s: float = 5.0) -> tuple[Trajectory, ...]:
@@ -384,4 +384,4 @@ class Plain(Echo):
     async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = tuple(tokens[-2:])
         await asyncio.sleep(0)
-        return PooledGeneration(Generation(said, (-0.5,) * 2, (VersionSpan("0", 0, 2),), "stop", 0), 0)
+        return PooledGeneration(Generation.of(said, (-0.5,) * 2, (VersionSpan("0", 0, 2),), "stop", 0), 0)

@@ -47,7 +47,7 @@ class Scripted:
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
         said = self.lines.pop(0)
-        return PooledGeneration(Generation(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
+        return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
 
 
 async def blurts(argument: str) -> str:

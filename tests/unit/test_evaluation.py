@@ -83,7 +83,7 @@ class Engines:
         left, right = self.asked[number].rstrip("=").split("+")
         said = (*self.tokenizer.encode(str(int(left) + int(right))), self.tokenizer.eos)
         return PooledGeneration(
-            Generation(said, (0.0,) * len(said), (VersionSpan(str(self.version), 0, len(said)),), "stop", 0), self.version
+            Generation.of(said, (0.0,) * len(said), (VersionSpan(str(self.version), 0, len(said)),), "stop", 0), self.version
         )
 
 

@@ -60,16 +60,15 @@ def with_expert(expert: int, choice: int = 0) -> bytes:
 
 def answer(**changes: Any) -> Generation:
     """What an engine says about a response; all right unless changed."""
-    right = Generation(
-        tokens=RESPONSE,
-        logprobs=(-0.5, -0.25, -1.0, -0.125),
-        spans=(VersionSpan("0", 0, len(RESPONSE)),),
-        finish="stop",
-        cached_tokens=0,
-        routes=plain(routes()),
-        masks=[[9, token, 30] if token != 9 else [9, 30] for token in RESPONSE],
-    )
-    return dataclasses.replace(right, **changes)
+    right: dict[str, Any] = {
+        "tokens": RESPONSE,
+        "logprobs": (-0.5, -0.25, -1.0, -0.125),
+        "spans": (VersionSpan("0", 0, len(RESPONSE)),),
+        "finish": "stop",
+        "routes": plain(routes()),
+        "masks": [[9, token, 30] if token != 9 else [9, 30] for token in RESPONSE],
+    }
+    return Generation.of(**(right | changes))
 
 
 def record(place: EpisodeId, generation: Generation, recording: Recording = RECORDING) -> Trajectory:
@@ -182,7 +181,7 @@ def test_a_bad_record(reason: str, spoil: Callable[[Trajectory], Trajectory], ca
 
 def long_record(group: int, episode: int) -> Trajectory:
     response = tuple(np.random.default_rng(episode).integers(0, VOCABULARY, 500).tolist())
-    generation = Generation(
+    generation = Generation.of(
         response,
         (-1.0,) * len(response),
         (VersionSpan("0", 0, len(response)),),

@@ -51,11 +51,20 @@ class Scripted:
         made = tuple(range(100 * version, 100 * version + count))
         if listener is not None:
             listener.hear(made)
-        return PooledGeneration(Generation(made, (-1.0,) * count, (VersionSpan(str(version), 0, count),), finish, 0), version)
+        return PooledGeneration(Generation.of(made, (-1.0,) * count, (VersionSpan(str(version), 0, count),), finish, 0), version)
 
 
 def ask(pool: Any, how: Interruption, before: Sequence[Turn] = ()) -> list[Turn]:
-    return asyncio.run(respond(pool, (1, 2, 3), before, Sampling(1.0, 10, ()), how, ScheduledRequest("p")))
+    return asyncio.run(
+        respond(
+            pool,
+            (1, 2, 3),
+            [t for turn in before for t in (*turn.given, *turn.generation.tokens)],
+            Sampling(1.0, 10, ()),
+            how,
+            ScheduledRequest("p"),
+        )
+    )
 
 
 def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
@@ -84,7 +93,7 @@ def test_a_response_cut_short_at_its_end_is_whole() -> None:
 
 
 def test_earlier_turns_are_part_of_the_prefix() -> None:
-    earlier = Turn((7, 8), Generation((9,), (-1.0,), (VersionSpan("0", 0, 1),), "stop", 0), 0)
+    earlier = Turn((7, 8), Generation.of((9,), (-1.0,), (VersionSpan("0", 0, 1),), "stop", 0), 0)
     pool = Scripted((2, ABORTED), (8, "length"))
     ask(pool, "abort_resume", [earlier])
     assert pool.asked == [((7, 8, 9, 1, 2, 3), 10, 2), ((7, 8, 9, 1, 2, 3, 100, 101), 8, 7)]

@@ -136,7 +136,7 @@ class Case:
         if kind == 2 and place.episode == 0:
             raise TrajectoryRejected("scorer_nan", "no score")
         reward = 1.0 if kind == 3 else float(place.episode)
-        generation = Generation((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
+        generation = Generation.of((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
         return (assemble([Turn(prompt.tokens, generation, version)], place, Recording(), reward, {}),)
 
     async def _train(self, queue: BoundedQueue) -> None:

@@ -134,7 +134,7 @@ def test_calls_of_each_family_reach_clients_of_each_api_and_are_never_tokenised_
     wanted = observed if expected else continued.replace("tool", "user")
     assert more == known.encode(f"{wanted}<|im_start|>assistant\n"), "only what is new was tokenised"
     for agent in episode.spoke:
-        assert [turn.generation.tokens for turn in agent.turns] == [(*known.encode(case["said"]), IM_END)] * 2
+        assert [tuple(turn.generation.tokens.tolist()) for turn in agent.turns] == [(*known.encode(case["said"]), IM_END)] * 2
     if style != "hermes":
         assert {(read, parser) for read, parser, _ in policy.read} == {(case["said"], style)}
         schemas = [{"function": {k: v for k, v in tool["function"].items() if k != "description"}, "type": "function"} for tool in TOOLS]

@@ -43,7 +43,7 @@ def alone(play: Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]) -> Callabl
 
 
 def respond(prompt: Prompt, place: EpisodeId, version: int = 0) -> Trajectory:
-    generation = Generation((7, 2), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
+    generation = Generation.of((7, 2), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
     return assemble([Turn(prompt.tokens, generation, version)], place, Recording(), 1.0, {})
 
 
@@ -228,7 +228,7 @@ def test_demonstrations_keep_the_warm_up_lane_full() -> None:
 
 def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
     size = spans[-1][2]
-    made = Generation(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
+    made = Generation.of(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
     return assemble([Turn((3, 4, 5), made, salt)], EpisodeId(7, 2, 1), Recording(), 0.5, {"generate": 1.0})
 
 

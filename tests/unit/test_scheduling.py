@@ -255,7 +255,7 @@ class Client:
         if isinstance(answer, EngineLost):
             raise answer
         count, finish = answer
-        return Generation((1,) * count, (-1.0,) * count, (VersionSpan(salt, 0, count),), finish, 0)
+        return Generation.of((1,) * count, (-1.0,) * count, (VersionSpan(salt, 0, count),), finish, 0)
 
 
 class Server:

@@ -174,7 +174,7 @@ def test_a_run_on_all_of_them_rejects_none(monkeypatch: pytest.MonkeyPatch, thor
             case = cases[place.group % len(cases)]
             reward = (await made.score(Sample(prompt.text, (case.right, case.wrong)[place.episode], prompt.answer))).reward
             rewards[place.group, place.episode] = reward
-            turn = Turn(prompt.tokens, Generation((7, 2), (-0.5, -0.25), (VersionSpan("0", 0, 2),), "stop", 0), 0)
+            turn = Turn(prompt.tokens, Generation.of((7, 2), (-0.5, -0.25), (VersionSpan("0", 0, 2),), "stop", 0), 0)
             return (assemble([turn], place, Recording(), reward, {}),)
 
         producing = asyncio.create_task(Producer(held, Golds(cases), episode, size).run())  # type: ignore[arg-type]

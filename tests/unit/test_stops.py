@@ -17,8 +17,8 @@ from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.engines.decode import cut
 from asyncmoe.rollout.engines.interruption import respond
+from asyncmoe.rollout.engines.sglang.answer import response
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
-from asyncmoe.rollout.engines.sglang.generation import response
 from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.listening import Listening
@@ -102,14 +102,16 @@ ROWS = np.arange(9 * 2 * 3, dtype="<i4")
 
 def generation(routes: bytes | None = None) -> Generation:
     spans = (VersionSpan("3", 0, 2), VersionSpan("4", 2, 5))
-    return Generation((10, 11, 12, 13, 14), (-1.0, -2.0, -3.0, -4.0, -5.0), spans, ABORTED, 0, routes, [[n] for n in range(10, 15)])
+    return Generation.of((10, 11, 12, 13, 14), (-1.0, -2.0, -3.0, -4.0, -5.0), spans, ABORTED, 0, routes, [[n] for n in range(10, 15)])
 
 
 def test_a_response_that_is_cut_is_one_that_ended_there() -> None:
     routes = ROWS.tobytes()
     # 5 prompt tokens and 5 sampled ones have 9 rows of 2 layers and 3 experts.
     made = cut(generation(routes), 2, 5)
-    assert (made.tokens, made.logprobs, made.finish, made.masks) == ((10, 11), (-1.0, -2.0), "stop", [[10], [11]])
+    assert (made.tokens.tolist(), made.logprobs.tolist(), made.finish) == ([10, 11], [-1.0, -2.0], "stop")
+    assert made.masks is not None
+    assert (made.masks.counts.tolist(), made.masks.ids.tolist()) == ([1, 1], [10, 11])
     assert made.spans == (VersionSpan("3", 0, 2),)
     assert made.routes is not None
     assert np.array_equal(np.frombuffer(made.routes, "<i4"), ROWS[: 6 * 6])
@@ -133,7 +135,7 @@ def test_a_text_ends_a_response_that_was_interrupted(known: Tokenizer, how: Any,
     listener = Ends(known, ["x"])
     pool: Any = Scripted((4, ABORTED), (5, ABORTED))
     turns = asyncio.run(respond(pool, (1, 2, 3), [], Sampling(1.0, 20, ()), how, listener=listener))
-    assert turns[-1].generation.tokens == (200, 201, 202)
+    assert turns[-1].generation.tokens.tolist() == [200, 201, 202]
     assert turns[-1].generation.finish == "stop"
     assert pool.lost_tokens == lost
     assert listener.live == (how == "abort_resume")
@@ -189,7 +191,7 @@ def test_parts_of_an_answer_are_put_together_whatever_packets_they_come_in(known
     whole = part([a], 1) + part([b, c], 3, **END) + b"data: [DONE]\n\n"
     for size in (1, 7, len(whole)):
         made, bodies, listening = streamed(known, [whole[at : at + size] for at in range(0, len(whole), size)])
-        assert (made.tokens, made.logprobs, made.finish, listening.kept) == ((a, b, c), (-1.0,) * 3, "length", None)
+        assert (made.tokens.tolist(), made.logprobs.tolist(), made.finish, listening.kept) == ([a, b, c], [-1.0] * 3, "length", None)
         assert bodies[0]["stream"] is True
         assert len(bodies) == 1
 
@@ -198,7 +200,7 @@ def test_the_request_is_aborted_once_a_text_has_ended_it(known: Tokenizer) -> No
     a, b, c = known.encode("abc")
     end = {**END, "finish_reason": {"type": "abort", "message": "Abort"}}
     made, bodies, listening = streamed(known, [part([a], 1), part([b], 2), part([c], 3, **end)], ["b"])
-    assert (made.tokens, listening.kept) == ((a, b, c), 2)
+    assert (made.tokens.tolist(), listening.kept) == ([a, b, c], 2)
     assert bodies[1] == {"rid": bodies[0]["rid"], "abort_all": False}
     assert len(bodies) == 2
 
@@ -208,7 +210,7 @@ def test_a_request_that_is_aborted_in_the_queue_repeats_itself(known: Tokenizer)
     last = part([a, b, c], 3, **END).replace(msgspec.json.encode([a, b, c]), msgspec.json.encode([c]), 1)
     assert b'"output_ids":[%d],' % c in last
     made, _, _ = streamed(known, [part([a, b], 2), last])
-    assert made.tokens == (a, b, c)
+    assert made.tokens.tolist() == [a, b, c]
 
 
 @pytest.mark.parametrize(
@@ -241,4 +243,6 @@ def test_masks_of_parts_add_up(known: Tokenizer) -> None:
     for piece in (part([a], 1, **one), part([b, c], 3, **END, **two)):
         parts.add(msgspec.json.decode(piece.removeprefix(b"data: "), type=StreamPart))
     made = response("e", parts.whole(), Recording(masks=True, vocabulary=64))
-    assert (made.logprobs, made.masks) == ((-0.1, -0.2, -0.3), [[a, b], [b], [c, a]])
+    assert made.logprobs.tolist() == np.array([-0.1, -0.2, -0.3], np.float32).tolist()
+    assert made.masks is not None
+    assert (made.masks.counts.tolist(), made.masks.ids.tolist()) == ([2, 1, 2], [a, b, b, c, a])

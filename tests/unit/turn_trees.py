@@ -40,7 +40,7 @@ class RandomPool:
         for _ in range(self.random.randint(0, 3)):
             await asyncio.sleep(0)
         logprobs = tuple(-0.1 - self.random.random() for _ in said)
-        return PooledGeneration(Generation(said, logprobs, (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
+        return PooledGeneration(Generation.of(said, logprobs, (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,13 @@ Masks: `meta_info.output_token_sampling_mask`, a list of ids for every token of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.rollout.engines.types import Generation, VersionSpan
-from asyncmoe.trajectory import Masks, Routes, Routing, decode_routes, encode_routes, token_outside
+from asyncmoe.rollout.engines.types import Generation, IdLists, VersionSpan
+from asyncmoe.trajectory import Buffer, Masks, Routes, Routing, encode_routes, expect_valid, token_outside
 from asyncmoe.trajectory.sent_routes import MAGIC, first_rows, from_bytes, to_bytes
 
 
@@ -37,7 +35,7 @@ def cut(generation: Generation, keep: int, before: int) -> Generation:
     if keep == size:
         return replace(generation, finish="stop")
     spans = tuple(VersionSpan(span.version, span.start, min(span.end, keep)) for span in generation.spans if span.start < keep)
-    masks = None if generation.masks is None else generation.masks[:keep]
+    masks = None if generation.masks is None else generation.masks.first(keep)
     routes = None if generation.routes is None else _first_rows(generation.routes, before + keep - 1, before + size - 1)
     return replace(
         generation,
@@ -50,9 +48,9 @@ def cut(generation: Generation, keep: int, before: int) -> Generation:
     )
 
 
-def _first_rows(sent: bytes, keep: int, rows: int) -> bytes:
+def _first_rows(sent: Buffer, keep: int, rows: int) -> Buffer:
     """Return the first of `rows` rows; bytes that do not hold them are returned unchanged, and rejected later."""
-    if not sent.startswith(MAGIC):
+    if not _is_packed(sent):
         return sent if len(sent) % rows else sent[: len(sent) // rows * keep]
     try:
         routes = from_bytes(sent, "a response")
@@ -61,7 +59,25 @@ def _first_rows(sent: bytes, keep: int, rows: int) -> bytes:
         return sent
 
 
-def routed_experts(sent: bytes | None, routing: Routing, *, tokens: int, routed: int, key: str) -> Routes:
+def _is_packed(sent: Buffer) -> bool:
+    return bytes(memoryview(sent)[: len(MAGIC)]) == MAGIC
+
+
+def with_packed_routes(generation: Generation, routing: Routing | None, rows: int) -> Generation:
+    """Return a response whose routes take little memory: those of an engine that does not pack them, packed.
+
+    Routes that are not `rows` valid rows are left as they are, and rejected by `routed_experts` with the trajectory's name.
+    """
+    sent = generation.routes
+    if routing is None or sent is None or _is_packed(sent) or len(sent) != rows * routing.all_layers * routing.top_k * 4:
+        return generation
+    try:
+        return replace(generation, routes=to_bytes(encode_routes(_plain(sent, routing, rows, ""), routing, "")))
+    except TrajectoryRejected:
+        return generation
+
+
+def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed: int, key: str) -> Routes:
     """Read the routes in an answer.
 
     Args:
@@ -80,11 +96,11 @@ def routed_experts(sent: bytes | None, routing: Routing, *, tokens: int, routed:
     if sent is None:
         raise TrajectoryRejected("no_routes", f"{key}: the engine sent no routes; it needs --enable-return-routed-experts")
     rows = tokens - 1 - routed
-    if not sent.startswith(MAGIC):
+    if not _is_packed(sent):
         return encode_routes(_plain(sent, routing, rows, key), routing, key)
     try:
         routes = from_bytes(sent, key)
-        decode_routes(routes, key)  # an expert that there is not, or twice, would stop the trainer
+        expect_valid(routes, key)  # an expert that there is not, or twice, would stop the trainer
     except ProtocolError as error:
         raise TrajectoryRejected("routes_malformed", str(error)) from error
     if (routes.layers, routes.top_k, routes.experts) != (routing.layers, routing.top_k, routing.experts):
@@ -96,7 +112,7 @@ def routed_experts(sent: bytes | None, routing: Routing, *, tokens: int, routed:
     return routes
 
 
-def _plain(sent: bytes, routing: Routing, rows: int, key: str) -> np.ndarray:
+def _plain(sent: Buffer, routing: Routing, rows: int, key: str) -> np.ndarray:
     """Return routes that the engine did not pack: int32[rows, all_layers, top_k]."""
     row = routing.all_layers * routing.top_k * 4
     if len(sent) == rows * row:
@@ -107,9 +123,7 @@ def _plain(sent: bytes, routing: Routing, rows: int, key: str) -> np.ndarray:
     raise TrajectoryRejected("length_mismatch", f"{key}: got {len(sent)} bytes of routes, expected {rows} rows of {row}")
 
 
-def sampling_masks(
-    lists: Sequence[Sequence[int]] | None, response: np.ndarray, vocabulary: int, *, before: int, after: int, key: str
-) -> Masks:
+def sampling_masks(lists: IdLists | None, response: np.ndarray, vocabulary: int, *, before: int, after: int, key: str) -> Masks:
     """Return the masks of a response within a trajectory; all other rows stand for the whole vocabulary.
 
     Args:
@@ -130,13 +144,13 @@ def sampling_masks(
         raise TrajectoryRejected("no_mask", f"{key}: the engine sent no sampling mask")
     if len(lists) != len(response):
         raise TrajectoryRejected("length_mismatch", f"{key}: got masks of {len(lists)} tokens, expected {len(response)}")
-    counts = np.fromiter(map(len, lists), np.int64, len(lists))
+    counts = lists.counts.astype(np.int64)
     if (counts == 0).any():
         raise TrajectoryRejected("mask_without_token", f"{key}: response token {int(np.argmin(counts))}: the mask is empty")
     total = int(counts.sum())
     if total >= 1 << 31:
         raise TrajectoryRejected("bad_mask", f"{key}: got {total} ids, expected fewer than 2^31")
-    ids = np.fromiter(chain.from_iterable(lists), np.int64, total)
+    ids = lists.ids.astype(np.int64)
     rows = np.repeat(np.arange(len(lists)), counts)
     ids = ids[np.lexsort((ids, rows))]
     repeated = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncmoe.receiver.command import Command
-from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 
 
 class AdapterHost(Protocol):
@@ -83,7 +83,7 @@ class Engine(AdapterHost, Protocol):
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         sampling: Sampling,
         salt: str,
         timeout_s: float,

@@ -16,17 +16,18 @@ far come from the engine's prefix cache; after a new version they are recomputed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.decode import cut
+from asyncmoe.rollout.engines.decode import cut, with_packed_routes
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
-from asyncmoe.rollout.engines.types import ABORTED, Listener, Sampling
-from asyncmoe.rollout.episodes.trajectory_builder import Turn, routed_tokens
+from asyncmoe.rollout.engines.types import ABORTED, Listener, Sampling, Tokens
+from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 WITHOUT_PIECES: frozenset[Interruption] = frozenset({"abort_retry", "drain"})
 """Modes in which a response is one request: it begins again as a whole, or ends before the next version lands."""
@@ -37,7 +38,7 @@ class Answers(Protocol):
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         sampling: Sampling,
         routed: int = 0,
         request: ScheduledRequest = UNKNOWN,
@@ -48,7 +49,7 @@ class Answers(Protocol):
 async def respond(
     pool: Pool,
     given: tuple[int, ...],
-    before: Sequence[Turn],
+    before: Tokens,
     sampling: Sampling,
     interruption: Interruption,
     request: ScheduledRequest = UNKNOWN,
@@ -60,7 +61,7 @@ async def respond(
 
     Args:
         given: tokens before the response that no earlier turn has.
-        before: the earlier turns.
+        before: the tokens of all earlier turns.
         request: scheduling information of the first request.
         listener: hears the response; tokens after the one with which it ends the response are dropped.
         answers: answers the requests; None: the pool.
@@ -72,27 +73,28 @@ async def respond(
     Raises:
         TrajectoryRejected: see `Pool.generate`; "engine_error" if a request was aborted although the interruption mode aborts none.
     """
-    prefix = [token for turn in before for token in (*turn.given, *turn.generation.tokens)]
+    prefix = np.asarray(before, np.int32)
     made: list[Turn] = []
     if listener is not None:
         listener.live = interruption != "abort_retry"
     front, room = given, sampling.max_new_tokens
     piece = 0 if interruption in WITHOUT_PIECES else piece
     while True:
-        sampled = [token for turn in made for token in (*turn.given, *turn.generation.tokens)]
-        asked, known = (*prefix, *sampled, *front), routed_tokens([*before, *made])
+        asked = np.concatenate((prefix, np.array(front, np.int32)))
+        known = max(len(prefix) - 1, 0)  # the last token has not passed through the model
         most = min(room, piece or room)
         request = replace(request, partial=most < room)
         answer = await (answers or pool).generate(asked, replace(sampling, max_new_tokens=most), known, request=request, listener=listener)
+        answered = with_packed_routes(answer.generation, sampling.recording.routing, len(asked) + len(answer.generation.tokens) - 1 - known)
         if listener is not None and listener.kept is not None:
             keep = listener.kept - (sampling.max_new_tokens - room)
-            pool.lost_tokens += len(answer.generation.tokens) - keep
-            return [*made, Turn(front, cut(answer.generation, keep, len(asked) - known), answer.salt)]
-        tokens = len(answer.generation.tokens)
-        if answer.generation.finish != ABORTED:
-            made.append(Turn(front, answer.generation, answer.salt))
-            front, room = (), room - tokens
-            if answer.generation.finish != "length" or tokens < most or not room:
+            pool.lost_tokens += len(answered.tokens) - keep
+            return [*made, Turn(front, cut(answered, keep, len(asked) - known), answer.salt)]
+        tokens = len(answered.tokens)
+        if answered.finish != ABORTED:
+            made.append(Turn(front, answered, answer.salt))
+            prefix, front, room = np.concatenate((asked, answered.tokens)), (), room - tokens
+            if answered.finish != "length" or tokens < most or not room:
                 return made
         elif interruption == "abort_retry":
             pool.lost_tokens += tokens
@@ -100,11 +102,11 @@ async def respond(
                 listener.forget()
         elif interruption == "abort_resume":
             if tokens:
-                made.append(Turn(front, answer.generation, answer.salt))
-                front, room = (), room - tokens
+                made.append(Turn(front, answered, answer.salt))
+                prefix, front, room = np.concatenate((asked, answered.tokens)), (), room - tokens
             if not room:
                 return made
-            pool.recomputed_tokens += len(prefix) + sum(map(len, made)) + len(front)
+            pool.recomputed_tokens += len(prefix) + len(front)
         else:
             raise TrajectoryRejected("engine_error", f"a request was aborted after {tokens} tokens; rollout.interruption is {interruption}")
         request = replace(request, continues=True, sampled=sampling.max_new_tokens - room)

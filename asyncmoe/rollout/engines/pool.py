@@ -31,7 +31,7 @@ from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.member import Member, RecordBusy
 from asyncmoe.rollout.engines.scheduling import PATIENCE, UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
 from asyncmoe.rollout.engines.standstill import Standstill
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling
+from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling, Tokens
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -133,7 +133,7 @@ class Pool:
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         sampling: Sampling,
         routed: int = 0,
         request: ScheduledRequest = UNKNOWN,
@@ -157,7 +157,7 @@ class Pool:
         return answer
 
     async def _answered(
-        self, tokens: Sequence[int], sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
+        self, tokens: Tokens, sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
     ) -> tuple[PooledGeneration, Member]:
         """Ask engines until one answers: what earlier answers brought is not lost with an engine, or by a standstill of this process.
 
@@ -288,9 +288,7 @@ class Pool:
                 raise TrajectoryRejected("engine_timeout", f"no engine received a version within {self._timeout_s:g} s")
             await asyncio.sleep(_WATCH_S)
 
-    async def _ask(
-        self, member: Member, tokens: Sequence[int], sampling: Sampling, routed: int, listener: Listener | None
-    ) -> PooledGeneration:
+    async def _ask(self, member: Member, tokens: Tokens, sampling: Sampling, routed: int, listener: Listener | None) -> PooledGeneration:
         member.entered()
         try:
             async with self._asking(member):

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from asyncmoe.errors import EngineError
-from asyncmoe.trajectory import NOTHING, Recording
+from asyncmoe.trajectory import NOTHING, Buffer, Recording
 
+Tokens = Sequence[int] | np.ndarray
+"""Token ids; an array is int32[n]."""
 ABORTED = "abort"
 """`Generation.finish` of a response that `Engine.abort` ended."""
 
@@ -53,27 +56,67 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class IdLists:
+    """A list of ids for each token of a response, as an engine sent them.
+
+    Attributes:
+        counts: int32[R], ids of each list.
+        ids: int32[n], the ids of all lists, in no particular order within one.
+    """
+
+    counts: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]]) -> IdLists:
+        """Return the same lists. Raises OverflowError for an id of more than 32 bits."""
+        return cls(np.array([len(one) for one in lists], np.int32), np.array([id for one in lists for id in one], np.int32))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def first(self, count: int) -> IdLists:
+        """Return the first `count` lists."""
+        return IdLists(self.counts[:count], self.ids[: int(self.counts[:count].sum())])
+
+
+@dataclass(frozen=True, eq=False)
 class Generation:
     """One response.
 
     Attributes:
-        tokens: R sampled token ids, including the stop token if `finish` is "stop".
-        logprobs: R natural log-probabilities: softmax of logits / temperature over the ids of the sampling mask if masks are recorded,
-            else over the whole vocabulary.
+        tokens: int32[R], sampled token ids, including the stop token if `finish` is "stop".
+        logprobs: float32[R], natural log-probabilities: softmax of logits / temperature over the ids of the sampling mask if masks are
+            recorded, else over the whole vocabulary.
         spans: the version that sampled each range of tokens; cover 0 to R without a gap.
         finish: "stop", "length", or `ABORTED` if `abort` ended it; an aborted response may have no tokens.
         cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
         routes, masks: in the forms that `asyncmoe.rollout.engines.decode` reads, if requested.
     """
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: np.ndarray
+    logprobs: np.ndarray
     spans: tuple[VersionSpan, ...]
     finish: str
     cached_tokens: int
-    routes: bytes | None = None
-    masks: Sequence[Sequence[int]] | None = None
+    routes: Buffer | None = None
+    masks: IdLists | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Sequence[VersionSpan],
+        finish: str,
+        cached_tokens: int = 0,
+        routes: Buffer | None = None,
+        masks: Sequence[Sequence[int]] | None = None,
+    ) -> Generation:
+        """Return a response given as plain numbers. Raises OverflowError for a token of more than 32 bits."""
+        arrays = np.array(tokens, np.int32), np.array(logprobs, np.float32)
+        return cls(*arrays, tuple(spans), finish, cached_tokens, routes, None if masks is None else IdLists.of(masks))
 
 
 @dataclass(frozen=True)

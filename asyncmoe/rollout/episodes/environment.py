@@ -19,14 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from random import Random
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
+from asyncmoe.rollout.episodes.token_buffer import TokenBuffer
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -61,22 +65,31 @@ class Demonstrator(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Response:
     """An agent's response.
 
     Attributes:
         text: the tokens decoded, including a stop text.
         finish: "stop", or "length" if `max_new_tokens` ended it.
-        logprobs: natural log-probability of each token, as in `Generation`.
         stopped_by: the stop text that ended it, or None.
+        turns: the turns it was sampled in.
     """
 
     text: str
-    tokens: tuple[int, ...]
     finish: str
-    logprobs: tuple[float, ...] = ()
-    stopped_by: str | None = None
+    stopped_by: str | None
+    turns: tuple[Turn, ...]
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """The sampled token ids; made when first asked for."""
+        return tuple(token for turn in self.turns for token in turn.generation.tokens.tolist())
+
+    @cached_property
+    def logprobs(self) -> tuple[float, ...]:
+        """Natural log-probability of each token, as in `Generation`; made when first asked for."""
+        return tuple(value for turn in self.turns for value in turn.generation.logprobs.tolist())
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,7 @@ class Agent:
         self.name, self.number, self.tree, self.branch = name, number, tree or name, branch
         self.spoke_last = -1
         self.turns: list[Turn] = []
+        self._said = TokenBuffer()
         self._ends: list[int] = []
         self.responses: list[Response] = []
         self.credits: dict[int, float] = {}
@@ -144,7 +158,12 @@ class Agent:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens of the conversation, given and sampled."""
-        return (*(token for turn in self.turns for token in (*turn.given, *turn.generation.tokens)), *self._given)
+        return (*self._said.array.tolist(), *self._given)
+
+    @property
+    def answered(self) -> np.ndarray:
+        """int32[n], the tokens of `turns`: all but those given since its last response."""
+        return self._said.array
 
     @property
     def unanswered(self) -> tuple[int, ...]:
@@ -154,8 +173,9 @@ class Agent:
     @property
     def sampled(self) -> tuple[bool, ...]:
         """For each of `tokens`, True if the policy sampled it."""
-        made = (flag for turn in self.turns for flag in (*(False,) * len(turn.given), *(True,) * len(turn.generation.tokens)))
-        return (*made, *(False,) * len(self._given))
+        sizes = [size for turn in self.turns for size in (len(turn.given), len(turn.generation.tokens))]
+        made = np.repeat(np.tile([False, True], len(self.turns)), sizes)
+        return (*made.tolist(), *(False,) * len(self._given))
 
     @property
     def text(self) -> str:
@@ -170,6 +190,7 @@ class Agent:
         made.parse = self.parse
         made._ends, made.responses = self._ends[:responses], self.responses[:responses]
         made.turns = self.turns[: made._ends[-1]] if responses else []
+        made._said = TokenBuffer(self._said.array[: sum(map(len, made.turns))])
         return made
 
     def see(self, what: str | Sequence[int]) -> None:
@@ -187,7 +208,7 @@ class Agent:
         """Reward the agent's last step, which is its last response (`objective.process`)."""
         if not self.turns or self._given:
             raise self._failed(ERROR, "credit: got no response to reward, expected to be called right after one")
-        self.credits[len(self.tokens) - 1] = float(reward)
+        self.credits[len(self._said) - 1] = float(reward)
 
     async def respond(
         self,
@@ -221,12 +242,14 @@ class Agent:
         finally:
             self._speaking = False
         self.turns += made
+        for turn in made:
+            self._said.extend(turn.given)
+            self._said.extend(turn.generation.tokens)
         self._ends.append(len(self.turns))
         self._given, self.spoke_last = [], next(_ORDER)
-        tokens = tuple(token for turn in made for token in turn.generation.tokens)
-        logprobs = tuple(value for turn in made for value in turn.generation.logprobs)
+        text = self._tokenizer.decode([token for turn in made for token in turn.generation.tokens.tolist()])
         stopped_by = None if listening is None else listening.stopped_by
-        self.responses.append(Response(self._tokenizer.decode(tokens), tokens, made[-1].generation.finish, logprobs, stopped_by))
+        self.responses.append(Response(text, made[-1].generation.finish, stopped_by, tuple(made)))
         return self.responses[-1]
 
     def rest(self) -> None:
@@ -257,9 +280,10 @@ class Agent:
             raise self._failed("token_out_of_vocabulary", f"token {outside[0]} of vocabulary {self._tokenizer.vocabulary} was given")
         if len(self.responses) >= self._bounds.turns:
             raise self._failed(TOO_LONG, f"more than environment.max_turns = {self._bounds.turns} responses")
-        room = self._bounds.tokens - len(self.tokens)
+        size = len(self._said) + len(self._given)
+        room = self._bounds.tokens - size
         if room <= 0:
-            raise self._failed(TOO_LONG, f"{len(self.tokens)} tokens leave no room for a response within {self._bounds.tokens}")
+            raise self._failed(TOO_LONG, f"{size} tokens leave no room for a response within {self._bounds.tokens}")
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, self._sampling.max_new_tokens)
         if wanted <= 0:
             raise self._failed(ERROR, f"respond: got max_new_tokens {wanted}, expected at least 1")

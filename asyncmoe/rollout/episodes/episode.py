@@ -36,6 +36,8 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 _TEACHING_S = 60.0
+_LONG = 4096
+"""Tokens of a conversation whose trajectory is built in a thread: with routes and masks it takes the event loop a millisecond or more."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
         prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
         request = ScheduledRequest(prompt, continues=running or stage.ahead, conversation=f"{stage.stream} {place.key(agent.number)}")
-        return await respond(stage.pool, given, agent.turns, sampling, stage.interruption, request, listener, answers, stage.piece)
+        return await respond(stage.pool, given, agent.answered, sampling, stage.interruption, request, listener, answers, stage.piece)
 
     async def parse(text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
         return await stage.pool.parse_calls(text, parser, tools)
@@ -104,13 +106,14 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     given = None if rewards is None else _given(rewards, agents, made.agents)
     worth = await _worth(given, agents, prompt, stage.scorer, stage.sampling.recording.rewards)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
-    # Routes of a long response are megabytes: assemble in a thread, because other responses wait for the event loop.
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, path, score in zip(agents, _places(agents), worth, strict=True):
         credited, agent.why = step_rewards(agent.turns, _credits(agent, made.agents.values())), score.why
         made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher)
-        trajectories.append(await asyncio.to_thread(made_of, rewards=score.rewards if credited is None else credited))
+        made_of = partial(made_of, rewards=score.rewards if credited is None else credited)
+        # Routes of a long response are megabytes, for which other responses would wait too long.
+        trajectories.append(await asyncio.to_thread(made_of) if len(agent.answered) > _LONG else made_of())
     return tuple(trajectories)
 
 
@@ -228,7 +231,7 @@ class Teaching:
 
         async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
             said = (*self._tokenizer.encode(self._teacher.demonstrate(agent, made)), self._stop)
-            return [Turn(given, Generation(said, (0.0,) * len(said), (), "stop", 0), NOT_SAMPLED)]
+            return [Turn(given, Generation.of(said, (0.0,) * len(said), (), "stop"), NOT_SAMPLED)]
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
         made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
@@ -240,7 +243,7 @@ class Teaching:
 
 
 def _shown(index: int, agent: Agent, path: PlaceInTree) -> Trajectory:
-    tokens = [token for turn in agent.turns for token in (*turn.given, *turn.generation.tokens)]
+    tokens = agent.answered.tolist()
     forked = sum(map(len, agent.turns[: path.shared]))
     sampled = (*(False,) * forked, *agent.sampled[forked : len(tokens)])
     return replace(demonstration(index, Demonstration(tuple(tokens), sampled), path), parent=path.parent, forked=forked)

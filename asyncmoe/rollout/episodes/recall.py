@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
+import numpy as np
 
 from asyncmoe.journal.turns import EpisodeKey, Turns
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
-from asyncmoe.rollout.engines.types import ABORTED, Listener, Sampling
+from asyncmoe.rollout.engines.types import ABORTED, Generation, IdLists, Listener, Sampling, Tokens, VersionSpan
 
-_FORM = 2
+_FORM = 3
 """Of a recorded answer; those of another form are asked for again."""
 _DIGEST_BYTES = 16
+
+
+class _Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """A `PooledGeneration`; arrays are little-endian bytes."""
+
+    salt: int
+    tokens: bytes
+    logprobs: bytes
+    spans: tuple[VersionSpan, ...]
+    finish: str
+    cached_tokens: int
+    routes: bytes | None = None
+    masks: tuple[bytes, bytes] | None = None
+    """Counts and ids."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,7 @@ class Recall:
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         sampling: Sampling,
         routed: int = 0,
         request: ScheduledRequest = UNKNOWN,
@@ -49,19 +62,34 @@ class Recall:
         digest = self._digest(tokens, sampling, routed)
         recorded = await self.turns.recall(self.key, digest)
         if recorded is not None:
-            answer = msgspec.msgpack.decode(recorded, type=PooledGeneration)
+            answer = _decoded(recorded)
             if listener is not None:
-                listener.hear(answer.generation.tokens)
+                listener.hear(answer.generation.tokens.tolist())
             self.pool.recalled_tokens += len(answer.generation.tokens)
             return answer
         answer = await self.pool.generate(tokens, sampling, routed, request=request, listener=listener)
         ended = listener is not None and listener.kept is not None
         if self.resumes or ended or answer.generation.finish != ABORTED:
-            await self.turns.record(self.key, digest, msgspec.msgpack.encode(answer))
+            await self.turns.record(self.key, digest, _encoded(answer))
         return answer
 
-    def _digest(self, tokens: Sequence[int], sampling: Sampling, routed: int) -> bytes:
+    def _digest(self, tokens: Tokens, sampling: Sampling, routed: int) -> bytes:
         """Return the digest of all that a request asks, but for what the whole run records of each token."""
         asked = (sampling.temperature, sampling.max_new_tokens, sampling.stop, sampling.top_p, sampling.top_k, sampling.min_p)
         terms = repr((*asked, routed, self.resumes, _FORM)).encode()
-        return blake2b(terms + array("q", tokens).tobytes(), digest_size=_DIGEST_BYTES).digest()
+        return blake2b(terms + np.asarray(tokens, "<i8").tobytes(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _encoded(answer: PooledGeneration) -> bytes:
+    g = answer.generation
+    masks = None if g.masks is None else (g.masks.counts.astype("<i4").tobytes(), g.masks.ids.astype("<i4").tobytes())
+    routes = None if g.routes is None else bytes(g.routes)
+    arrays = g.tokens.astype("<i4").tobytes(), g.logprobs.astype("<f4").tobytes()
+    return msgspec.msgpack.encode(_Recorded(answer.salt, *arrays, g.spans, g.finish, g.cached_tokens, routes, masks))
+
+
+def _decoded(recorded: bytes) -> PooledGeneration:
+    r = msgspec.msgpack.decode(recorded, type=_Recorded)
+    masks = None if r.masks is None else IdLists(*(np.frombuffer(part, "<i4") for part in r.masks))
+    arrays = np.frombuffer(r.tokens, "<i4"), np.frombuffer(r.logprobs, "<f4")
+    return PooledGeneration(Generation(*arrays, r.spans, r.finish, r.cached_tokens, r.routes, masks), r.salt)

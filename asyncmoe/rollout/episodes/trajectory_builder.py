@@ -125,7 +125,7 @@ def assemble(
         parent=path.parent,
         forked=forked,
         attempt=place.attempt,
-        tokens=np.array([token for turn in turns for token in (*turn.given, *turn.generation.tokens)], dtype=np.int32),
+        tokens=np.concatenate([part for turn in turns for part in (np.array(turn.given, np.int32), turn.generation.tokens)]),
         loss_mask=_without(np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]), forked, False),
         logprobs=_without(_logprobs(turns), forked, 0.0),
         versions=_without(np.concatenate(versions), forked, NOT_SAMPLED),
@@ -146,7 +146,7 @@ def _without(values: np.ndarray, forked: int, blank: float) -> np.ndarray:
 
 
 def _logprobs(turns: Sequence[Turn]) -> np.ndarray:
-    return np.array([x for turn in turns for x in (*(0.0,) * len(turn.given), *turn.generation.logprobs)], dtype=np.float32)
+    return np.concatenate([part for turn in turns for part in (np.zeros(len(turn.given), np.float32), turn.generation.logprobs)])
 
 
 def _versions(turn: Turn, key: str) -> np.ndarray:
@@ -162,10 +162,10 @@ def _routes(turns: Sequence[Turn], recording: Recording, key: str) -> Routes | N
     routing = recording.routing
     if routing is None:
         return None
-    parts = []
-    for i, turn in enumerate(turns):
-        tokens = sum(map(len, turns[: i + 1]))
-        parts.append(routed_experts(turn.generation.routes, routing, tokens=tokens, routed=routed_tokens(turns[:i]), key=key))
+    parts, tokens = [], 0
+    for turn in turns:
+        routed, tokens = max(tokens - 1, 0), tokens + len(turn)
+        parts.append(routed_experts(turn.generation.routes, routing, tokens=tokens, routed=routed, key=key))
     try:
         return joined(parts, key)
     except ProtocolError as error:  # packed by the engine, and not read until now
@@ -178,8 +178,7 @@ def _masks(turns: Sequence[Turn], recording: Recording, key: str, shared: int) -
     assert recording.vocabulary is not None
     counts, ids = [np.zeros(sum(map(len, turns[:shared])), np.int32)], [np.zeros(0, np.int32)]
     for turn in turns[shared:]:
-        response = np.array(turn.generation.tokens, dtype=np.int32)
-        part = sampling_masks(turn.generation.masks, response, recording.vocabulary, before=len(turn.given), after=0, key=key)
+        part = sampling_masks(turn.generation.masks, turn.generation.tokens, recording.vocabulary, before=len(turn.given), after=0, key=key)
         counts.append(part.counts)
         ids.append(part.ids)
     offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int32)

@@ -2,7 +2,8 @@
 
 - `process.py`: one server as a child process: command line, environment, start and end.
 - `connection.py`: HTTP requests and their errors.
-- `generation.py`: the body of `/generate`, and a response from its answer; pure functions.
+- `generation.py`: the bodies of `/generate`; pure functions.
+- `answer.py`: a response from its answer; pure functions.
 - `weights.py`: pause, weight updates, checksums.
 - `client.py`: all of these as an `Engine`; health, aborts, adapters.
 - `lora.py`: server arguments and messages for adapters.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -12,11 +13,17 @@ import aiohttp
 import msgspec
 
 from asyncmoe.errors import EngineError
+from asyncmoe.rollout.engines.sglang.answer import GenerateAnswer, answer, response
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
-from asyncmoe.rollout.engines.sglang.generation import Generated, Scored, request_body, response, scored, scoring_body
+from asyncmoe.rollout.engines.sglang.generation import Scored, request_body, scored, scoring_body
 from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
-from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling
+from asyncmoe.rollout.engines.turnstile import turnstile
+from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
+from asyncmoe.trajectory import Recording
+
+_LARGE = 1 << 20
+"""Bytes of an answer that is read in a thread: the event loop would wait for a millisecond or more."""
 
 
 class _ServerInfo(msgspec.Struct):
@@ -79,7 +86,7 @@ class SGLangClient(WeightEndpoints):
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         sampling: Sampling,
         salt: str,
         timeout_s: float,
@@ -88,13 +95,22 @@ class SGLangClient(WeightEndpoints):
         listener: Listener | None = None,
     ) -> Generation:
         body = request_body(tokens, sampling, salt, routed, adapter)
-        if listener is None:
-            whole = await self._post("/generate", body, Generated, timeout_s)
-        else:
-            whole = await self._heard(body, listener, timeout_s)
-        return response(self.name, whole, sampling.recording)
+        if listener is not None:
+            return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
+        text = await self._send("/generate", body, timeout_s)
+        if len(text) < _LARGE:
+            await turnstile().wait()
+            return self._read(text, sampling.recording)
+        return await asyncio.to_thread(self._read, text, sampling.recording)
 
-    async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> Generated:
+    def _read(self, text: bytes, recording: Recording) -> Generation:
+        try:
+            whole = answer(text)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
+        return response(self.name, whole, recording)
+
+    async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> GenerateAnswer:
         """Generate a response in parts, which the listener hears; if it ends the response, abort the request.
 
         SGLang's own stop texts need a tokenizer in the engine, and find a text only among as many last tokens as its own tokens.

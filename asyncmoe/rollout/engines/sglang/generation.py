@@ -1,47 +1,20 @@
-"""The body of a request to `/generate`, and the response in its answer. Decisions only: nothing here waits or communicates."""
+"""The bodies of requests to `/generate`, and the log-probabilities of a prompt in an answer. Decisions only: nothing here waits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.types import ABORTED, Generation, PromptLogprobs, Sampling, VersionSpan
-from asyncmoe.trajectory import Recording
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """Why a response ended."""
-
-    type: Literal["stop", "length", "abort"]
-    message: str | None = None
-    status_code: int | None = None
-
-
-class Meta(msgspec.Struct, frozen=True):
-    """Everything about a response but its tokens."""
-
-    finish_reason: Finish
-    output_token_logprobs: list[tuple[float | None, int, str | None]]
-    weight_versions: list[VersionSpan]
-    cached_tokens: int = 0
-    routed_experts: bytes | None = None
-    output_token_sampling_mask: list[list[int]] | None = None
-    output_token_sampling_logprobs: list[float] | None = None
-
-
-class Generated(msgspec.Struct, frozen=True):
-    """The answer of `/generate`."""
-
-    output_ids: list[int]
-    meta_info: Meta
+from asyncmoe.rollout.engines.types import PromptLogprobs, Sampling, Tokens, VersionSpan
 
 
 class ScoredMeta(msgspec.Struct, frozen=True):
-    """The part of `Meta` that a scored prompt has."""
+    """What is used of the answer's `meta_info`."""
 
     input_token_logprobs: list[tuple[float | None, int, str | None]]
     weight_versions: list[VersionSpan]
@@ -82,11 +55,11 @@ def scored(name: str, tokens: Sequence[int], reply: Scored) -> PromptLogprobs:
     return PromptLogprobs((0.0, *(value for value in values if value is not None)), meta.weight_versions[0].version)
 
 
-def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, routed: int, adapter: str | None) -> dict[str, Any]:
+def request_body(tokens: Tokens, sampling: Sampling, salt: str, routed: int, adapter: str | None) -> dict[str, Any]:
     """Return the request for one response; the arguments are those of `Engine.generate`."""
     recording = sampling.recording
     return {
-        "input_ids": list(tokens),
+        "input_ids": tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens),
         "return_logprob": True,
         "return_sampling_mask": recording.masks,
         "return_routed_experts": recording.routing is not None,
@@ -105,38 +78,3 @@ def request_body(tokens: Sequence[int], sampling: Sampling, salt: str, routed: i
             "skip_special_tokens": False,
         },
     }
-
-
-def response(name: str, reply: Generated, recording: Recording) -> Generation:
-    """Return the response in an answer.
-
-    Args:
-        name: name of the engine in errors.
-
-    Raises:
-        EngineError: the engine itself aborted the request, or the parts of the answer contradict each other.
-    """
-    meta = reply.meta_info
-    if meta.finish_reason.type == ABORTED and meta.finish_reason.status_code is not None:
-        raise EngineError(f"{name}: the request was aborted: {meta.finish_reason.message}")
-    tokens = tuple(reply.output_ids)
-    logprobs = tuple(entry[0] for entry in meta.output_token_logprobs)
-    if tuple(entry[1] for entry in meta.output_token_logprobs) != tokens or None in logprobs:
-        raise EngineError(f"{name}: log-probabilities do not match the response's {len(tokens)} tokens")
-    ends = [span.end for span in meta.weight_versions]
-    if [span.start for span in meta.weight_versions] != [0, *ends[:-1]] or ends[-1:] != [len(tokens)]:
-        raise EngineError(f"{name}: version spans {meta.weight_versions} do not cover {len(tokens)} tokens")
-    values = tuple(value for value in logprobs if value is not None)
-    if recording.masks:
-        values = tuple(meta.output_token_sampling_logprobs or ())
-        if len(values) != len(tokens):
-            raise EngineError(f"{name}: got {len(values)} log-probabilities over sampling masks, expected {len(tokens)}")
-    return Generation(
-        tokens,
-        values,
-        tuple(meta.weight_versions),
-        meta.finish_reason.type,
-        meta.cached_tokens,
-        meta.routed_experts,
-        meta.output_token_sampling_mask,
-    )

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.sglang.generation import Finish, Generated, Meta
-from asyncmoe.rollout.engines.types import VersionSpan
-
-Entry = tuple[float | None, int, str | None]
+from asyncmoe.rollout.engines.sglang.answer import Entry, Finish, GenerateAnswer, entries
+from asyncmoe.rollout.engines.types import IdLists, VersionSpan
 
 
 class _PartMeta(msgspec.Struct, frozen=True):
@@ -74,25 +73,24 @@ class Parts:
             self._last = meta
         return [entry[1] for entry in entries]
 
-    def whole(self) -> Generated:
+    def whole(self) -> GenerateAnswer:
         """Return the answer that `/generate` would have given without parts.
 
         Raises:
-            EngineError: the last part has not arrived.
+            EngineError: the last part has not arrived, or a number has more than 32 bits.
         """
         last = self._last
         if last is None or last.finish_reason is None:
             raise EngineError(f"{self._name}: /generate: the answer ended after {len(self._entries)} tokens without its last part")
-        meta = Meta(
-            last.finish_reason,
-            self._entries,
-            last.weight_versions,
-            last.cached_tokens,
-            last.routed_experts,
-            self._masks or None,
-            self._mask_logprobs or None,
+        try:
+            made = entries(self._entries)
+            masks = IdLists.of(self._masks) if self._masks else None
+        except (ValueError, OverflowError) as error:
+            raise EngineError(f"{self._name}: /generate: unexpected answer: {error}") from error
+        values = np.array(self._mask_logprobs, np.float32) if self._mask_logprobs else None
+        return GenerateAnswer(
+            made[1], made, last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts, masks, values
         )
-        return Generated([entry[1] for entry in self._entries], meta)
 
 
 def events(buffer: bytearray) -> list[bytes]:

@@ -1,0 +1,101 @@
+"""How fast one process takes in generations: tokens a second of its CPU time, event-loop lag, memory of long trajectories, turns of agents.
+
+The process runs the real pool, client, episodes, producer, validation and queue, and commits what it leases itself. The engines are
+stand-ins in processes of their own, with replies rendered before (`benchmarks.intake_server`); its tokenizer does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+from asyncmoe.errors import InvariantBroken
+from benchmarks.intake_case import IntakeCase
+from benchmarks.provenance import here
+
+_TIMEOUT_S = 900.0
+_ENGINES = 2
+LONG = 32_768
+
+CASES: Mapping[str, tuple[IntakeCase, float]] = {
+    "routes_256": (IntakeCase("rate", 256, count=1024), 0.0),
+    "routes_2048": (IntakeCase("rate", 2048, count=1024), 0.0),
+    "plain_256": (IntakeCase("rate", 256, routes=False, count=2048), 0.0),
+    "long_16": (IntakeCase("rate", 16, new=LONG, count=24), 0.0),
+    "paced_256": (IntakeCase("rate", 256, count=512), 256 * 1024 / 200e3),
+    "paced_long_16": (IntakeCase("rate", 16, new=LONG, count=16), 16 * LONG / 200e3),
+    "agents_80": (IntakeCase("agents", 1, 200, 200, count=12, turns=80), 0.0),
+    "queued_long": (IntakeCase("queued", 16, new=LONG), 0.0),
+    "unfinished_long": (IntakeCase("unfinished", 16, new=LONG), 0.0),
+}
+"""Cases, each with the seconds after which its stand-ins answer: those that are paced bring 200,000 tokens a second."""
+
+
+def run(rounds: int = 3, shrink: int = 1) -> dict[str, Any]:
+    """Measure all cases in turn.
+
+    Args:
+        rounds: measurements of each; that with the least CPU time a token counts, because whatever runs beside only adds to it.
+        shrink: divides the numbers of trajectories, of a trial.
+
+    Returns:
+        "date", "machine", "load"; for each case in `CASES` what `benchmarks.intake_case` returns.
+
+    Raises:
+        InvariantBroken: a case failed.
+    """
+    found: dict[str, Any] = here()
+    for name, (case, delay_s) in CASES.items():
+        small = case if shrink == 1 else replace(case, count=max(case.count // shrink, 2), in_flight=max(case.in_flight // shrink, 8))
+        results = [measure(small, delay_s) for _ in range(1 if case.kind in ("queued", "unfinished") else rounds)]
+        found[name] = min(results, key=lambda one: one.get("cpu_ms_per_trajectory", one.get("turn_ms_last", 0.0)))
+    return found
+
+
+def measure(case: IntakeCase, delay_s: float) -> dict[str, Any]:
+    """Measure one case in a new process."""
+    with ExitStack() as started:
+        ports = [started.enter_context(stand_in(delay_s)) for _ in range(_ENGINES)]
+        values = json.dumps({"case": asdict(case), "ports": ports})
+        command = [sys.executable, "-m", "benchmarks.intake_case", values]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise InvariantBroken(f"bench intake: {case.kind}: {done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout))
+
+
+@contextmanager
+def stand_in(delay_s: float = 0.0) -> Iterator[int]:
+    """Start a stand-in; yield its port."""
+    command = [sys.executable, "-m", "benchmarks.intake_server", str(delay_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results of `run` for a reader."""
+    lines = [f"{'':16}{'tokens per CPU s':>18}{'per s':>12}{'CPU ms each':>13}{'lag ms p50':>12}{'p99':>8}{'max':>8}{'stretch p99':>13}"]
+    for name, (case, _) in CASES.items():
+        r = results[name]
+        if case.kind == "rate":
+            lag = f"{r['lag_ms_p50']:>12.1f}{r['lag_ms_p99']:>8.1f}{r['lag_ms_max']:>8.1f}{r['stretch_ms_p99']:>13.1f}"
+            lines.append(f"{name:16}{r['tokens_per_cpu_s']:>18,}{r['tokens_per_s']:>12,}{r['cpu_ms_per_trajectory']:>13.2f}{lag}")
+    turns = results["agents_80"]
+    lines.append(
+        f"a turn of an agent: {turns['turn_ms_first']:.2f} ms of CPU in the first ten, {turns['turn_ms_last']:.2f} in the last ten of 80 "
+        f"({turns['last_to_first']:.2f}), besides its request ({turns['request_ms_first']:.2f} and {turns['request_ms_last']:.2f} ms)"
+    )
+    lines.append(
+        f"a trajectory of {LONG:,} tokens takes {results['queued_long']['MB_each']:.1f} MB in the queue, "
+        f"{results['unfinished_long']['MB_each']:.1f} MB while its conversation goes on"
+    )
+    return "\n".join(lines)

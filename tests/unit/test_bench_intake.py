@@ -1,0 +1,41 @@
+"""The intake bench: its stand-in's replies are read as an engine's, and a case goes from request to commit."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from asyncmoe.rollout.engines.decode import routed_experts
+from asyncmoe.rollout.engines.sglang.answer import answer, response
+from asyncmoe.rollout.engines.sglang.generation import request_body
+from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.trajectory import Recording
+from benchmarks import intake
+from benchmarks.intake_case import IntakeCase
+from benchmarks.intake_server import VOCABULARY, reply_to
+from benchmarks.routes import ROUTING
+
+
+@pytest.mark.parametrize("routed", [0, 5])
+def test_a_reply_fits_its_request(routed: int) -> None:
+    recording = Recording(ROUTING, vocabulary=VOCABULARY)
+    sampling = Sampling(1.0, 30, (), recording=recording)
+    body = msgspec.json.encode(request_body(tuple(range(7)), sampling, "0", routed, None))
+    made = response("e", answer(reply_to(body, 1)), recording)
+    assert len(made.tokens) == 30
+    assert routed_experts(made.routes, ROUTING, tokens=37, routed=routed, key="k").rows == 36 - routed
+
+
+def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {
+        "routes_256": (IntakeCase("rate", 8, new=16, count=8), 0.0),
+        "agents_80": (IntakeCase("agents", 1, 8, 8, count=1, turns=3), 0.0),
+        "queued_long": (IntakeCase("queued", 8, new=16), 0.0),
+        "unfinished_long": (IntakeCase("unfinished", 8, new=16), 0.0),
+    }
+    monkeypatch.setattr(intake, "CASES", cases)
+    results = intake.run(rounds=1)
+    assert results["routes_256"]["tokens_per_cpu_s"] > 0
+    said = intake.table(results)
+    for figure in (f"{results['routes_256']['tokens_per_cpu_s']:,}", f"{results['agents_80']['last_to_first']:.2f}"):
+        assert figure in said

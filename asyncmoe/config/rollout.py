@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -84,7 +84,7 @@ class RolloutSection(Section):
         "the rest is a biased sample; 1: never.",
     )
 
-    workers: Annotated[NonNegative, Field(le=1 << 10)] = Field(
+    workers: NonNegative = Field(
         0,
         description="Rollout workers: processes that run the episodes, each on engines of its own, and hold the trajectories until the "
         "trainer has fetched them from there. One process takes in what some dozens of GPUs sample (docs/measurements.md); beyond, raise "

@@ -36,7 +36,7 @@ from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rollout.workers.figures import added, figures_of
-from asyncmoe.rollout.workers.fleet import Fleet
+from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.keeper_messages import KeeperRequest
@@ -180,7 +180,7 @@ class Controller:
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
             None if left is None else left.note,
         )
-        self._fleet = Fleet(config, self._pool, recorder.generated, journaling.for_workers) if config.rollout.workers else None
+        self._fleet = WorkerFleet(config, self._pool, recorder.generated, journaling.for_workers) if config.rollout.workers else None
         if self._fleet is not None:
             journaling.retain = self._fleet.retain
         self._keeper = keeper

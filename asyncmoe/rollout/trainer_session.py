@@ -24,7 +24,7 @@ from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import curriculum_file
-from asyncmoe.rollout.workers.fleet import Fleet
+from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
@@ -66,7 +66,7 @@ class TrainerSession:
         pool: Pool,
         coordinator: WeightUpdateCoordinator,
         taken_over: TakenOver,
-        fleet: Fleet | None = None,
+        fleet: WorkerFleet | None = None,
     ) -> None:
         self._fleet = fleet
         self._config, self._tokenizer, self._recording, self._journaling = config, loaded.tokenizer, recording, journaling

@@ -19,7 +19,7 @@ MAX_WAIT_S = 60.0
 _WAIT = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True):
+class EpisodeMember(msgspec.Struct, frozen=True, array_like=True):
     """One episode of a group."""
 
     episode: Count
@@ -71,7 +71,7 @@ class EngineBusy(msgspec.Struct, frozen=True, array_like=True):
     end: float
 
 
-class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EpisodeOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The end of an episode: agent and reward of each of its trajectories, or why it was rejected."""
 
     group: Count
@@ -134,21 +134,21 @@ class WorkerStart(Message, frozen=True):
     group: Count
     prompt: bytes
     """msgpack of `asyncmoe.rollout.tasks.Prompt`."""
-    members: tuple[Member, ...]
+    members: tuple[EpisodeMember, ...]
 
 
 class WorkerStop(Message, frozen=True):
     """End and forget episodes whose outcome nobody wants any more, whether they run or have ended."""
 
     group: Count
-    members: tuple[Member, ...]
+    members: tuple[EpisodeMember, ...]
 
 
 class WorkerPack(Message, frozen=True):
     """Make a group of these episodes, whole and checked, and put it into the journal. Answered with `WorkerPacked`."""
 
     group: Count
-    members: tuple[Member, ...]
+    members: tuple[EpisodeMember, ...]
     newest: Count
     """Newest version that may have sampled a token."""
 
@@ -211,7 +211,7 @@ class WorkerNews(Message, frozen=True):
     """Reply to `WorkerAsk`. `ended`: outcomes since number `seen`; `number`: of the last of them."""
 
     number: Count
-    ended: tuple[Outcome, ...]
+    ended: tuple[EpisodeOutcome, ...]
     uses: tuple[EngineUse, ...]
     busy: tuple[EngineBusy, ...]
     totals: WorkerTotals

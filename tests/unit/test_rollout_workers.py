@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError, ProtocolError, TrajectoryRejected
 from asyncmoe.rpc.messages import Fetch
-from asyncmoe.rpc.worker_messages import Member, WorkerJoin, WorkerOver, WorkerPack
+from asyncmoe.rpc.worker_messages import EpisodeMember, WorkerJoin, WorkerOver, WorkerPack
 from tests.unit.worker_fleet import BATCH, Cluster
 
 
@@ -122,7 +122,7 @@ def test_a_worker_packs_only_what_has_ended_there(tmp_path: Path) -> None:
         async with Cluster(tmp_path, workers=1, engines=1, seed=4) as cluster:
             (worker,) = cluster.fleet._workers.values()
             with pytest.raises(ProtocolError, match="have ended here"):
-                await worker.ask(WorkerPack(99, (Member(0, 0),), 0))
+                await worker.ask(WorkerPack(99, (EpisodeMember(0, 0),), 0))
             await worker.ask(WorkerOver((99,)))
             assert not worker.gone
 

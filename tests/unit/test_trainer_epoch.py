@@ -12,6 +12,7 @@ from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
 from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, TrainerMessage
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd
+from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
 
 
 def test_the_launcher_says_it_in_a_variable() -> None:
@@ -21,6 +22,15 @@ def test_the_launcher_says_it_in_a_variable() -> None:
             trainer_epoch({TRAINER_EPOCH: wrong})
 
 
-def test_every_request_is_the_trainers_or_an_engines_or_for_a_keeper() -> None:
-    others = {EngineJoin, EngineAlive, EngineLeave, EngineNode, EngineNodeEnd, *get_args(KeeperRequest)}
+def test_every_request_is_the_trainers_or_an_engines_or_for_a_keeper_or_a_worker() -> None:
+    others = {
+        EngineJoin,
+        EngineAlive,
+        EngineLeave,
+        EngineNode,
+        EngineNodeEnd,
+        *get_args(KeeperRequest),
+        WorkerJoin,
+        *get_args(WorkerRequest),
+    }
     assert {one for one in get_args(messages.Request) if not issubclass(one, TrainerMessage)} == others

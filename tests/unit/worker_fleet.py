@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
@@ -21,7 +23,7 @@ from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Exact
-from asyncmoe.rollout.workers.fleet import Fleet
+from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.worker import RolloutWorker
 from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
@@ -60,7 +62,7 @@ class SlowEngine(FakeEngine):
             raise TrajectoryRejected("environment_error", "a response went wrong")
         short = replace(sampling, max_new_tokens=self._draw.randint(1, 5))
         made = await super().generate(tokens, short, salt, timeout_s, routed, adapter, listener)
-        return replace(made, tokens=tuple(7 for _ in made.tokens), finish="stop")
+        return replace(made, tokens=np.full(len(made.tokens), 7, np.int32), finish="stop")
 
 
 class Lent:
@@ -100,7 +102,7 @@ class Cluster:
             handle.client = SlowEngine(handle.name, self.draw)
         self.pool = Pool(self.handles, 64, 30.0, lambda *_: None)
         self.journaling = Journaling.open(self.config, HF, NOTHING, None)
-        self.fleet: Fleet
+        self.fleet: WorkerFleet
         self.queue: BoundedQueue
         self.lent: dict[int, Lent] = {}
         self.trained: dict[int, list[Trajectory]] = {}
@@ -111,7 +113,7 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         config = self.config
-        self.fleet = Fleet(config, self.pool, lambda *_: None, self.journaling.for_workers, lambda engine: (f"at {engine.name}", ""))
+        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.journaling.for_workers, lambda engine: (f"at {engine.name}", ""))
         self.journaling.retain = self.fleet.retain
         resumed = await self.journaling.resume(0)
         self.queue = BoundedQueue(

@@ -45,7 +45,7 @@ _NEWS_S = 5.0
 _LOOK_S = 0.05
 
 
-class Fleet:
+class WorkerFleet:
     """All rollout workers of a run. For the controller's event loop.
 
     Args:

@@ -17,8 +17,8 @@ from asyncmoe.rollout.workers.outcome import LOST, RUN_FAILED, RemoteTrajectory
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Request
 from asyncmoe.rpc.worker_messages import (
-    Member,
-    Outcome,
+    EpisodeMember,
+    EpisodeOutcome,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
@@ -42,7 +42,7 @@ Told = tuple[RemoteTrajectory, ...]
 @dataclass
 class _Starting:
     prompt: bytes
-    members: list[Member] = field(default_factory=list)
+    members: list[EpisodeMember] = field(default_factory=list)
 
 
 class RemoteWorker:
@@ -96,7 +96,7 @@ class RemoteWorker:
         ended: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
         self._running[place] = ended
         starting = self._starting.get(place.group) or self._starting.setdefault(place.group, _Starting(msgspec.msgpack.encode(prompt)))
-        starting.members.append(Member(place.episode, place.attempt))
+        starting.members.append(EpisodeMember(place.episode, place.attempt))
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush())
         try:
@@ -113,7 +113,7 @@ class RemoteWorker:
         """Have the worker end and forget episodes of one group."""
         for place in places:
             self._running.pop(place, None)
-        self.tell(WorkerStop(places[0].group, tuple(Member(place.episode, place.attempt) for place in places)))
+        self.tell(WorkerStop(places[0].group, tuple(EpisodeMember(place.episode, place.attempt) for place in places)))
 
     async def pack(self, group: int, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Have the worker make a group of episodes that have ended there, and return it without its frames.
@@ -123,7 +123,7 @@ class RemoteWorker:
             StorageError: the journal cannot be written.
         """
         self.check()
-        members = tuple(Member(place.episode, place.attempt) for place in episodes)
+        members = tuple(EpisodeMember(place.episode, place.attempt) for place in episodes)
         try:
             packed, _ = await self._client.ask(WorkerPack(group, members, newest), _PACK_S)
         except TrajectoryRejected:
@@ -210,7 +210,7 @@ class RemoteWorker:
             self.lose(str(error))
 
 
-def _end(waiting: asyncio.Future[Told], ended: Outcome) -> None:
+def _end(waiting: asyncio.Future[Told], ended: EpisodeOutcome) -> None:
     if ended.reason == RUN_FAILED:
         waiting.set_exception(AsyncmoeError(ended.detail))
     elif ended.reason:

@@ -26,7 +26,7 @@ from asyncmoe.rollout.workers.held import HeldGroups
 from asyncmoe.rollout.workers.outcome import RUN_FAILED
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
 from asyncmoe.rpc.worker_messages import (
-    Outcome,
+    EpisodeOutcome,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
@@ -74,7 +74,7 @@ class RolloutWorker:
         self._running: dict[EpisodeId, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._ended: dict[EpisodeId, tuple[Trajectory, ...]] = {}
-        self._news: deque[tuple[int, Outcome]] = deque()
+        self._news: deque[tuple[int, EpisodeOutcome]] = deque()
         self._number_of_news, self._arrived = 0, asyncio.Event()
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
@@ -156,7 +156,7 @@ class RolloutWorker:
             self._running[place] = asyncio.create_task(self._episode(prompt, place))
 
     async def _episode(self, prompt: Prompt, place: EpisodeId) -> None:
-        ended, made = Outcome(place.group, place.episode, place.attempt), tuple[Trajectory, ...]()
+        ended, made = EpisodeOutcome(place.group, place.episode, place.attempt), tuple[Trajectory, ...]()
         try:
             made = await episode.run(self._stage, prompt, place)
             ended = msgspec.structs.replace(ended, rewards=tuple((one.agent, one.reward) for one in made))

@@ -58,7 +58,7 @@ class Server:
     def __init__(self, name: str, seed: int, folder: Path) -> None:
         self.name, self._random = name, random.Random(seed)
         self.parts, self.version = list(weights.FIRST), "0"
-        self.paused, self.updating, self.mixed = False, False, False
+        self.paused, self.updating, self.swapping, self.mixed = False, False, False, False
         self.network = Network(folder / f"network-{name}.json", seed)
         self._said = (folder / f"engine-{name}.jsonl").open("a", buffering=1)
         self._wrongs = (folder / f"wrong-{name}.jsonl").open("a", buffering=1)
@@ -86,7 +86,7 @@ class Server:
                 if aborted != self._aborted:
                     finish = "abort"
                     break
-                if self.paused:
+                if self.paused or self.swapping:
                     continue
                 if self.mixed:
                     self.wrong("sampled with parts of two versions")
@@ -122,9 +122,14 @@ class Server:
         self.updating = False
 
     async def command(self, body: dict[str, Any]) -> None:
-        """Start the receiver, or swap in what it has staged, one part after the other."""
-        if not self.updating:
-            self.wrong("took weights outside an update")
+        """Start the receiver, or swap in what it has staged, one part after the other; outside an update between two tokens."""
+        self.swapping = not self.updating
+        try:
+            await self._obey(body)
+        finally:
+            self.swapping = False
+
+    async def _obey(self, body: dict[str, Any]) -> None:
         (text, _), *_ = pickle.loads(b64decode(body["serialized_named_tensors"][0]))  # noqa: S301  the controller's, who has the key
         match parse(text):
             case JoinCommand() as join:

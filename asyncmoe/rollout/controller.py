@@ -318,6 +318,8 @@ class Controller:
         freeze()
         config, samples = self._config, self._session.samples
         rollout = config.rollout
+        if self._fleet is not None and samples is not None:
+            self._fleet.sampled = samples.noted
         opened, turns = None if samples is None else samples.opened, self._journaling.journal.turns
         stage = replace(self._stage, opened=opened, turns=turns, piece=0 if turns is None else config.journal.piece_tokens)
         producer = Producer(
@@ -330,7 +332,7 @@ class Controller:
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
-            samples=samples if self._fleet is None else None,
+            samples=samples,
             max_rejected=rollout.max_rejected_share,
             journal=self._journaling.journal,
             elsewhere=self._fleet,

@@ -9,84 +9,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.engines.types import VersionSpan
-from asyncmoe.rollout.episodes.environment import Agent, Episode
+from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.pieces import Pieces
+from asyncmoe.rollout.sampled_episodes import SHOWN, EpisodeNotes, SampledEpisode, SampledPart, SampledTurn
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile
-from asyncmoe.telemetry.samples.records import Fate, Role, SampledMember, Stale, Stretch, ToolCall
+from asyncmoe.telemetry.samples.records import Fate, Role, SampledMember, Stale, Stretch
 from asyncmoe.trajectory import Trajectory
 
-_SHOWN = 2000
-"""Characters kept of a failure."""
 _SMALL = 8192
 """Tokens of a group that are encoded and written within a few milliseconds, which is not worth a thread."""
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A turn without its routes and masks, which are large."""
-
-    given: tuple[int, ...]
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    spans: tuple[VersionSpan, ...]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One path of an agent in an episode. `at`: (agent, branch); `given`: tokens since its last response."""
-
-    name: str
-    at: tuple[int, int]
-    turns: tuple[_Turn, ...]
-    given: tuple[int, ...]
-    finish: str
-    calls: tuple[ToolCall, ...]
-    why: str
-
-    def own(self, forked: int) -> tuple[_Turn, ...]:
-        """Return the turns after the first `forked` tokens."""
-        ends = accumulate(len(turn.given) + len(turn.tokens) for turn in self.turns)
-        return tuple(turn for turn, end in zip(self.turns, ends, strict=True) if end > forked)
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens."""
-        return [token for turn in self.turns for token in (*turn.given, *turn.tokens.tolist())] + list(self.given)
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """What an episode left: a trajectory of each path that spoke, by (agent, branch), or why there is none."""
-
-    parts: tuple[_Part, ...]
-    results: dict[tuple[int, int], _Result]
-    failure: str
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The parts of a trajectory that its turns do not have."""
-
-    reward: float
-    rewards: np.ndarray | None
-    teacher: np.ndarray | None
-    seconds: dict[str, float]
-    digest: int
-    parent: int
-    forked: int
 
 
 class Samples:
@@ -99,25 +41,23 @@ class Samples:
 
     def __init__(self, file: SampleFile, choice: Choice, pieces: Pieces, max_tokens: int) -> None:
         self._file, self._choice, self._pieces, self._most = file, choice, pieces, max_tokens
-        self._episodes: dict[EpisodeId, Episode | _Ended] = {}
+        self._notes, self._ended = EpisodeNotes(choice), dict[EpisodeId, SampledEpisode]()
         self._writing = asyncio.Lock()
 
     def opened(self, episode: Episode) -> None:
         """Note that an episode begins."""
-        if self._file.is_open and self._choice.takes(episode.place.group):
-            self._episodes[episode.place] = episode
+        if self._file.is_open:
+            self._notes.opened(episode)
 
     def ended(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected) -> None:
         """Note how an episode ended."""
-        if not self._choice.takes(place.group) or not isinstance(made := self._episodes.get(place), Episode):
-            return
-        if isinstance(outcome, TrajectoryRejected):
-            self._episodes[place] = _Ended(_parts(made), {}, str(outcome)[:_SHOWN])
-        else:
-            results = {(t.agent, t.branch): _result(t) for t in outcome}
-            # A path that is the beginning of another is part of that one.
-            parts = tuple(part for part in _parts(made) if part.at in results or not part.turns)
-            self._episodes[place] = _Ended(parts, results, "")
+        if (left := self._notes.ended(place, outcome)) is not None:
+            self._ended[place] = left
+
+    def noted(self, place: EpisodeId, left: SampledEpisode) -> None:
+        """Take what a rollout worker noted of an episode that has ended."""
+        if self._file.is_open and self._choice.takes(place.group):
+            self._ended[place] = left
 
     async def write(
         self, group: int, attempt: int, places: Iterable[EpisodeId], prompt: Prompt, fate: Fate, version: int, reason: str, detail: str = ""
@@ -131,10 +71,9 @@ class Samples:
         """
         if not self._choice.takes(group):
             return
-        noted = [(place, self._episodes.pop(place)) for place in places if place in self._episodes]
-        if not noted:
+        found = [(place, self._ended.pop(place, None) or self._notes.cancelled(place)) for place in places]
+        if not (ended := [(place, left) for place, left in found if left is not None]):
             return
-        ended = [(place, made if isinstance(made, _Ended) else _Ended(_parts(made), {}, "cancelled")) for place, made in noted]
         shared = next((part.turns[0].given for _, one in ended for part in one.parts if part.turns), prompt.tokens)
         now = time.time()
         async with self._writing:  # the memory that one group takes, not that of all that end at once
@@ -145,7 +84,7 @@ class Samples:
                 attempt=attempt,
                 fate=fate,
                 reason=reason,
-                detail=_clean(detail[:_SHOWN]),
+                detail=_clean(detail[:SHOWN]),
                 version=version,
                 question=_clean(prompt.text),
                 answer=_clean(prompt.answer),
@@ -177,7 +116,7 @@ class Samples:
         """Close the file."""
         self._file.close()
 
-    async def _member(self, place: EpisodeId, part: _Part, ended: _Ended, shared: tuple[int, ...]) -> SampledMember:
+    async def _member(self, place: EpisodeId, part: SampledPart, ended: SampledEpisode, shared: tuple[int, ...]) -> SampledMember:
         result = ended.results.get(part.at)
         forked = 0 if result is None else result.forked
         roles, own = _roles(part, forked), part.own(forked)
@@ -227,21 +166,7 @@ def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
     return Samples(file, choice_of(config), pieces, section.max_tokens)
 
 
-def _parts(episode: Episode) -> tuple[_Part, ...]:
-    return tuple(_part(agent) for agent in list(episode.agents.values()))
-
-
-def _part(agent: Agent) -> _Part:
-    turns = tuple(_Turn(turn.given, turn.generation.tokens, turn.generation.logprobs, turn.generation.spans) for turn in agent.turns)
-    finish = agent.turns[-1].generation.finish if agent.turns else ""
-    return _Part(agent.name, (agent.number, agent.branch), turns, agent.unanswered, finish, tuple(agent.calls), agent.why)
-
-
-def _result(t: Trajectory) -> _Result:
-    return _Result(t.reward, t.rewards, t.teacher, t.seconds, records.digest_of(t.tokens, t.logprobs), t.parent, t.forked)
-
-
-def _roles(part: _Part, forked: int) -> list[tuple[Role, int]]:
+def _roles(part: SampledPart, forked: int) -> list[tuple[Role, int]]:
     """Return the (role, size) of each stretch that is not empty; adjacent responses (an interrupted one was continued) are one. Responses
     within the first `forked` tokens, which another path trains, are context: observations."""
     sizes: list[tuple[Role, int]] = []
@@ -258,7 +183,7 @@ def _sampled(roles: Sequence[tuple[Role, int]]) -> np.ndarray:
     return np.repeat([role == "response" for role, _ in roles], [size for _, size in roles])
 
 
-def _versions(turns: Sequence[_Turn]) -> list[tuple[int, int]]:
+def _versions(turns: Sequence[SampledTurn]) -> list[tuple[int, int]]:
     spans = [(int(s.version) if s.version.isdecimal() else -1, s.end - s.start) for turn in turns for s in turn.spans]
     return [(version, sum(size for _, size in same)) for version, same in groupby(spans, key=lambda one: one[0])]
 

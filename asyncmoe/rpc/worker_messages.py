@@ -80,6 +80,8 @@ class EpisodeOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewards: tuple[tuple[int, float], ...] = ()
     reason: str = ""
     detail: str = ""
+    sampled: bytes = b""
+    """Of a group that is kept to be read: `asyncmoe.rollout.sampled_episodes.to_bytes`."""
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):

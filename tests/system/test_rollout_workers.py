@@ -37,6 +37,8 @@ def test_a_run_outlives_a_rollout_worker(tmp_path: Path, number: signal.Signals)
     check(directory, again=False)
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["max_abs_logprob_diff_same_version"] < 1e-4
+    kept = [json.loads(line) for line in (directory / "samples" / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
+    assert {member["key"] for one in kept if one["record"] == "group" for member in one["members"]}, "groups are kept to be read"
     assert "rollout worker 1 is lost" in (directory / "logs" / "controller.log").read_text()
 
 

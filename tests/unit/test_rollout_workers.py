@@ -7,13 +7,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError, ProtocolError, TrajectoryRejected
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rpc.messages import Fetch
 from asyncmoe.rpc.worker_messages import EpisodeMember, WorkerJoin, WorkerOver, WorkerPack
+from asyncmoe.telemetry.samples import records
+from asyncmoe.telemetry.samples.choice import choice_of
 from tests.unit.worker_fleet import BATCH, Cluster
 
 
@@ -140,3 +145,28 @@ def test_an_episode_of_a_lost_worker_is_rejected(tmp_path: Path) -> None:
                 worker.check()
 
     asyncio.run(run())
+
+
+def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
+    left: dict[EpisodeId, SampledEpisode] = {}
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=6) as cluster:
+            cluster.fleet.sampled = left.__setitem__
+            for step in range(3):
+                await cluster.train(step)
+            choice = choice_of(cluster.config)
+            trained = [one for made in cluster.trained.values() for one in made if choice.takes(one.group)]
+            assert trained
+            for one in trained:
+                told = left[EpisodeId(one.group, one.episode, one.attempt)]
+                (part,) = told.parts
+                assert part.tokens == one.tokens.tolist()
+                sampled = np.concatenate([turn.logprobs for turn in part.turns])
+                np.testing.assert_array_equal(sampled, one.logprobs[one.loss_mask])
+                assert told.results[0, 0].digest == records.digest_of(one.tokens, one.logprobs)
+                assert to_bytes(from_bytes(to_bytes(told))) == to_bytes(told)
+
+    asyncio.run(run())
+    with pytest.raises(ProtocolError, match="sampled episode"):
+        from_bytes(b"\xc1")

@@ -25,7 +25,7 @@ from asyncmoe.rollout.workers import figures
 from asyncmoe.rollout.workers.assignment import Located, assign, limits
 from asyncmoe.rollout.workers.figures import Figures, added
 from asyncmoe.rollout.workers.outcome import LOST
-from asyncmoe.rollout.workers.remote import RemoteWorker, Told
+from asyncmoe.rollout.workers.remote import RemoteWorker, Sampled, Told
 from asyncmoe.rpc.messages import Done
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.rendezvous import Rendezvous
@@ -47,6 +47,9 @@ _LOOK_S = 0.05
 
 class WorkerFleet:
     """All rollout workers of a run. For the controller's event loop.
+
+    Attributes:
+        sampled: called with what an episode leaves for readers of samples.
 
     Args:
         pool: the run's engines; the workers use them, each those that `assignment.assign` gives it.
@@ -75,6 +78,7 @@ class WorkerFleet:
         self._figures: dict[int, Figures] = {}
         self._ended_figures = Figures()
         self._recorded: dict[int, int] = {}
+        self.sampled: Sampled = lambda place, left: None
         pool.elsewhere = self
 
     # ------------------------------------------------------------ workers
@@ -97,7 +101,7 @@ class WorkerFleet:
         before = self._workers.get(request.number)
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")
-        worker = RemoteWorker(request, self._lost)
+        worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left))
         try:
             self._recorded |= dict.fromkeys(await worker.begin(self._first), request.number)
         except BaseException:

@@ -12,6 +12,7 @@ from asyncmoe.errors import AsyncmoeError, InvariantBroken, TrajectoryRejected
 from asyncmoe.journal.segment_format import Place
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.outcome import LOST, RUN_FAILED, RemoteTrajectory
 from asyncmoe.rpc.async_client import AsyncClient
@@ -36,6 +37,7 @@ from asyncmoe.rpc.worker_messages import (
 _BEGIN_S, _ANSWER_S, _PACK_S = 300.0, 30.0, 300.0
 
 
+Sampled = Callable[[EpisodeId, SampledEpisode], None]
 Told = tuple[RemoteTrajectory, ...]
 
 
@@ -50,6 +52,7 @@ class RemoteWorker:
 
     Args:
         lost: called once, when the worker is gone.
+        sampled: called with what an episode leaves for readers of samples.
 
     Attributes:
         joined: how it joined.
@@ -58,8 +61,8 @@ class RemoteWorker:
         groups: numbers of the groups that it runs or holds.
     """
 
-    def __init__(self, joined: WorkerJoin, lost: Callable[[RemoteWorker], None]) -> None:
-        self.joined, self.gone, self._lost = joined, "", lost
+    def __init__(self, joined: WorkerJoin, lost: Callable[[RemoteWorker], None], sampled: Sampled) -> None:
+        self.joined, self.gone, self._lost, self._sampled = joined, "", lost, sampled
         self.name = f"rollout worker {joined.number}"
         self.engines: WorkerEngines | None = None
         self.groups: set[int] = set()
@@ -156,8 +159,10 @@ class RemoteWorker:
         news, _ = await self._client.ask(WorkerAsk(seen, wait_s), wait_s + _ANSWER_S)
         assert isinstance(news, WorkerNews)
         for ended in news.ended:
-            waiting = self._running.get(EpisodeId(ended.group, ended.episode, ended.attempt))
-            if waiting is not None and not waiting.done():
+            place = EpisodeId(ended.group, ended.episode, ended.attempt)
+            if (waiting := self._running.get(place)) is not None and not waiting.done():
+                if ended.sampled:
+                    self._sampled(place, from_bytes(ended.sampled))
                 _end(waiting, ended)
         return news
 

@@ -19,6 +19,7 @@ from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.sampled_episodes import EpisodeNotes, to_bytes
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.figures import figures_of
@@ -43,6 +44,7 @@ from asyncmoe.rpc.worker_messages import (
     WorkerStop,
     WorkerTotals,
 )
+from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import Buffer, Recording, Trajectory
 
 _prompts: msgspec.msgpack.Decoder[Prompt] = msgspec.msgpack.Decoder(Prompt)
@@ -70,7 +72,8 @@ class RolloutWorker:
         self._engines, self._held = LentEngines(connect), HeldGroups(config, number, recording)
         self._pool = parts.pool_of(config, [], self._engines.record)
         self._pool.returns = lambda _: True  # the controller knows when none will come
-        self._stage = parts.context_of(config, loaded, self._pool, recording)
+        self._notes = EpisodeNotes(choice_of(config))
+        self._stage = replace(parts.context_of(config, loaded, self._pool, recording), opened=self._notes.opened)
         self._running: dict[EpisodeId, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._ended: dict[EpisodeId, tuple[Trajectory, ...]] = {}
@@ -159,10 +162,12 @@ class RolloutWorker:
         ended, made = EpisodeOutcome(place.group, place.episode, place.attempt), tuple[Trajectory, ...]()
         try:
             made = await episode.run(self._stage, prompt, place)
-            ended = msgspec.structs.replace(ended, rewards=tuple((one.agent, one.reward) for one in made))
+            sampled = self._sampled(place, made)
+            ended = msgspec.structs.replace(ended, rewards=tuple((one.agent, one.reward) for one in made), sampled=sampled)
         except TrajectoryRejected as rejected:
             detail = str(rejected).removeprefix(f"{rejected.reason}: ")
-            ended = msgspec.structs.replace(ended, reason=rejected.reason, detail=detail[:_MOST_DETAIL])
+            sampled = self._sampled(place, rejected)
+            ended = msgspec.structs.replace(ended, reason=rejected.reason, detail=detail[:_MOST_DETAIL], sampled=sampled)
         except AsyncmoeError as error:
             ended = msgspec.structs.replace(ended, reason=RUN_FAILED, detail=str(error)[:_MOST_DETAIL])
         if self._running.get(place) is not asyncio.current_task():
@@ -176,11 +181,16 @@ class RolloutWorker:
 
     def _stop(self, place: EpisodeId) -> None:
         # At once: the next attempt of its group may have an episode of the same name.
+        self._notes.cancelled(place)
         self._ended.pop(place, None)
         if (task := self._running.pop(place, None)) is not None:
             self._stopping.add(task)
             task.add_done_callback(self._stopping.discard)
             task.cancel()
+
+    def _sampled(self, place: EpisodeId, outcome: tuple[Trajectory, ...] | TrajectoryRejected) -> bytes:
+        left = self._notes.ended(place, outcome)
+        return b"" if left is None else to_bytes(left)
 
     async def _pack(self, request: WorkerPack) -> WorkerPacked:
         places = [EpisodeId(request.group, member.episode, member.attempt) for member in request.members]

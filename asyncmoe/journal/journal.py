@@ -43,6 +43,8 @@ from asyncmoe.trajectory import Buffer
 log = logging.getLogger(__name__)
 SEGMENTS, TURNS = "segments", "turns"
 """Folders of the payloads of finished groups and of turns, in that of the journal."""
+_WRITER = 0
+"""Number of the journal's own process among those that write payloads; rollout workers have others."""
 OF_TURNS = 4
 """Turns may take this fraction of the bound on payloads."""
 
@@ -86,7 +88,8 @@ class Journal(Unjournaled):
         self.needed: Mapping[int, frozenset[int]] = {}
         self._drawn: list[Change] = []
         self._writing: Counter[int] = Counter()
-        self._newest = max((group.place.segment for group in recorded.groups.values() if group.place is not None), default=0)
+        places = [group.place for group in recorded.groups.values() if group.place is not None]
+        self._newest = max((place.segment for place in places if place.writer == _WRITER), default=0)
 
     @classmethod
     def open(cls, folder: Path, belonging: Belonging, *, segment_bytes: int, max_bytes: int, turns: bool = True) -> Journal:
@@ -246,11 +249,12 @@ class Journal(Unjournaled):
 
     # ------------------------------------------------------------ checkpoints
 
-    async def forget(self, floor: int, draws: int) -> int:
+    async def forget(self, floor: int, draws: int, writers: int = 0) -> int:
         """Delete what no run needs that goes back no further than to the checkpoint of step `floor`.
 
         Args:
             draws: events of the curriculum that this checkpoint holds.
+            writers: rollout workers 1 to `writers` are part of the run, and delete segments of their own (`needed`).
 
         Returns:
             the freed bytes.
@@ -264,7 +268,8 @@ class Journal(Unjournaled):
         self.needed = needed = await self._states.ask(rows.segments)
         await self._states.compact()
         self._writing = +self._writing  # without the zeros
-        return await asyncio.to_thread(self._segments.retain, {*needed.get(0, ()), *writing}, newest)
+        freed = await asyncio.to_thread(self._segments.retain, {*needed.get(_WRITER, ()), *writing}, newest)
+        return freed + await asyncio.to_thread(self._segments.retain_left, needed, writers)
 
     @property
     def size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from asyncmoe.journal.segment_format import Place
@@ -47,6 +47,17 @@ class PayloadStore(Protocol):
         """Delete the segments that are not in `live` and whose number is less than `below` (None: any). Return the freed bytes. Blocks.
 
         A segment that is being written stays. Raises StorageError.
+        """
+        ...
+
+    def retain_left(self, live: Mapping[int, Collection[int]], writers: int) -> int:
+        """Delete the segments that writers with numbers above `writers` have left and that are not in `live`. Return the freed bytes.
+
+        Args:
+            live: numbers of the segments that are needed, by writer.
+
+        Raises:
+            StorageError: one could not be deleted.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -198,6 +198,16 @@ class Segments:
             if dead:
                 with writing(self._folder.path):
                     self._folder.sync()
+        return freed
+
+    def retain_left(self, live: Mapping[int, Collection[int]], writers: int) -> int:
+        """See `PayloadStore`."""
+        freed = 0
+        for (writer, segment), nbytes in self._folder.sizes().items():
+            if writer > writers and writer != self._number and segment not in live.get(writer, ()):
+                with writing(self._folder.path_of(writer, segment)):
+                    self._folder.delete(writer, segment)
+                freed += nbytes
         return freed
 
     @property

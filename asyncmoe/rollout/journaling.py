@@ -174,7 +174,7 @@ class Journaling:
         """
         if self._held is None or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
             return
-        freed = await self._held.forget(floor, self._events.get(floor, 0))
+        freed = await self._held.forget(floor, self._events.get(floor, 0), self._config.rollout.workers)
         self.retain(self._held.needed)
         self._events = {step: events for step, events in self._events.items() if step >= floor}
         log.info("journal: %d bytes freed, %d kept", freed, self._held.size)

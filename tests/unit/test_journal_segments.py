@@ -192,6 +192,22 @@ def test_the_bound_is_kept_and_room_comes_back(tmp_path: Path) -> None:
             store.read(places[1])
 
 
+def test_what_writers_have_left_that_the_run_has_no_more_is_deleted_if_nothing_needs_it(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    places = {writer: stored(folder, [40, 50, 60], writer=writer, segment_bytes=64) for writer in (0, 1, 2, 3)}
+    needed = {3: {places[3][1].segment}}
+    with closing(opened(folder)) as store:
+        assert store.retain_left(needed, writers=1) > 0
+        for writer, there in places.items():
+            for place in there:
+                if writer < 2 or place.segment in needed.get(writer, ()):
+                    assert len(store.read(place)) == place.length
+                else:
+                    with pytest.raises(DataError):
+                        store.read(place)
+        assert store.retain_left(needed, writers=1) == 0
+
+
 def test_retain_takes_nothing_that_is_being_appended(tmp_path: Path) -> None:
     """One thread deletes all that nobody holds, while others append and let go."""
     lost: list[str] = []

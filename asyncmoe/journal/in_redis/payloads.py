@@ -11,7 +11,7 @@ import asyncio
 import re
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +161,10 @@ class RedisPayloads:
             freed = sum(_footprint(self._lengths.pop(segment)) for segment, _ in dead if segment in self._lengths)
             self._size -= freed
         return freed
+
+    def retain_left(self, live: Mapping[int, Collection[int]], writers: int) -> int:
+        """See `PayloadStore`: nobody but the controller writes here."""
+        return 0
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.errors import WaitTimeout
+from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
@@ -184,6 +184,10 @@ def fetch(
 
     def decoded(place: int, item: Item) -> Trajectory:
         before = ready.get(item.key)
-        return before.decoded if before is not None and before.decoded is not None else decode(frames[place * each : (place + 1) * each])
+        made = before.decoded if before is not None else None
+        made = decode(frames[place * each : (place + 1) * each]) if made is None else made
+        if made.key != item.key:
+            raise ProtocolError(f"fetch: got trajectory {made.key}, expected {item.key}")
+        return made
 
     return {i: decoded(place, item) for place, (i, item) in enumerate(zip(wanted, items, strict=True))}

@@ -263,7 +263,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
-        workers = () if self._fleet is None else (self._fleet.run(), *([] if started is None else [started.watch()]))
+        workers = () if self._fleet is None else (self._fleet.run(), *([] if started is None else [started.watch(self._fleet.lost)]))
         work = (*workers, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from asyncmoe.config import Config
@@ -35,14 +37,21 @@ class WorkerProcesses:
         for number in range(1, rollout.workers + 1 if rollout.start_workers else 1):
             self._children[number] = self._started(number)
 
-    async def watch(self) -> None:
+    async def watch(self, lost: Callable[[], Collection[tuple[str, int]]]) -> None:
         """Start workers again that have ended, each at most `engines.restarts` times; never returns.
+
+        Args:
+            lost: returns host and process id of workers that do not answer, which are killed first.
 
         Raises:
             StorageError, AsyncmoeError: as `start`.
         """
+        host = socket.gethostname()
         while True:
+            hanging = {pid for where, pid in lost() if where == host}
             for number, child in self._children.items():
+                if child.returncode is None and child.pid in hanging:
+                    child.kill()
                 if child.returncode is None or self._restarts[number] >= self._config.engines.restarts:
                     continue
                 self._restarts[number] += 1

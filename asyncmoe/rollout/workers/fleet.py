@@ -117,6 +117,11 @@ class WorkerFleet:
         """Where each worker that is not lost serves trajectories, by its number."""
         return {number: worker.joined.rendezvous for number, worker in self._workers.items() if not worker.gone}
 
+    def lost(self) -> set[tuple[str, int]]:
+        """Return host and process id of each worker that is lost and not replaced: it may still run, and hang."""
+        gone = [worker.joined.rendezvous for worker in self._workers.values() if worker.gone]
+        return {(one.host, one.pid) for one in gone}
+
     def figures(self) -> Figures:
         """Return the statistics of all workers, those included that are lost."""
         return added([self._ended_figures, *self._figures.values()])

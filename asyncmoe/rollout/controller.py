@@ -182,7 +182,7 @@ class Controller:
         )
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, journaling.for_workers) if config.rollout.workers else None
         if self._fleet is not None:
-            journaling.retain = self._fleet.retain
+            journaling.settled, journaling.retain = self._fleet.settled, self._fleet.retain
         self._keeper = keeper
         self._lifecycle = EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper, succession)
         if left is not None:

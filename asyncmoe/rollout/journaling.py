@@ -34,14 +34,15 @@ class Journaling:
     Attributes:
         journal: for the queue and the producer.
         first_group: number of the first group never begun; known after `resume`.
-        retain: told which segments of each writer are needed, after others were deleted.
+        settled, retain: the rollout workers' (`asyncmoe.rollout.workers.fleet`), called before the rows are read, and after.
     """
 
     def __init__(self, config: Config, journal: Journal | None, curriculum: Curriculum | None) -> None:
         self._config, self._held, self._curriculum = config, journal, curriculum
         self.journal = journal or Unjournaled()
         self.first_group = 0
-        self.retain: Callable[[Mapping[int, frozenset[int]]], None] = lambda _: None
+        self.settled: Callable[[], Any] = dict
+        self.retain: Callable[[Mapping[int, frozenset[int]], Any], None] = lambda live, settled: None
         self._events: dict[int, int] = {}
 
     @classmethod
@@ -174,8 +175,9 @@ class Journaling:
         """
         if self._held is None or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
             return
+        settled = self.settled()
         freed = await self._held.forget(floor, self._events.get(floor, 0), self._config.rollout.workers)
-        self.retain(self._held.needed)
+        self.retain(self._held.needed, settled)
         self._events = {step: events for step, events in self._events.items() if step >= floor}
         log.info("journal: %d bytes freed, %d kept", freed, self._held.size)
 

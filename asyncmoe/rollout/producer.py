@@ -40,6 +40,8 @@ Members = Sequence[Trajectory | RemoteTrajectory]
 """The result of one episode: one trajectory per agent."""
 Episode = Callable[[Prompt, EpisodeId], Awaitable[Members]]
 _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout", LOST})
+_TAKES_MANY = frozenset({"engine_died", LOST})
+"""Reasons for which one loss can take more groups with it than are hopeless."""
 _ATTEMPTS = 3
 EQUAL = "equal_rewards"
 _HOPELESS = 64
@@ -196,7 +198,7 @@ class Producer:
             if not flight.restarted:
                 self._close(flight, "rejected", rejected.reason)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
-            if not (flight.restarted and rejected.reason == "engine_died"):  # one engine can take more groups with it than are hopeless
+            if not (flight.restarted and rejected.reason in _TAKES_MANY):
                 self._note(rejected)
             if not flight.restarted:
                 self._note_lost(rejected)
@@ -210,8 +212,24 @@ class Producer:
             return
         number = flight.group.number
         episodes = sorted({(one.episode, one.attempt) for one in trajectories})
-        group = await self._elsewhere.pack(number, [EpisodeId(number, *one) for one in episodes], self._queue.newest_version)
+        try:
+            group = await self._elsewhere.pack(number, [EpisodeId(number, *one) for one in episodes], self._queue.newest_version)
+        except TrajectoryRejected as rejected:
+            if rejected.reason == LOST:
+                self._restart(flight, max(place.attempt for place in flight.places), rejected)
+            raise
         await self._queue.put(group)
+
+    def _restart(self, flight: _Flight, attempt: int, rejected: TrajectoryRejected) -> None:
+        """Have a group start again that failed in this attempt, unless it has failed too often."""
+        group = flight.group
+        failures = group.failures + attempt - group.attempt + 1
+        self._drop(flight)  # before the next attempt can start
+        flight.restarted = failures < _ATTEMPTS
+        if flight.restarted:
+            again = Start(group.number, attempt + 1, failures)
+            self._line = self._line.again(again)
+            self._journal.again(again, rejected.reason)
 
     def _drop(self, flight: _Flight) -> None:
         """Have what holds the episodes forget them, once: the next attempt may have some of the same names."""
@@ -254,7 +272,7 @@ class Producer:
         group = flight.group
         failures = group.failures + place.attempt - group.attempt + 1
         worth_it = rejected.reason in self._start_over and failures < _ATTEMPTS
-        flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory")
+        flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory" and rejected.reason != LOST)
         if fate == "spared":
             self._queue.rejected(0, rejected.reason, spare=1)
         elif fate == "again":
@@ -262,12 +280,10 @@ class Producer:
             self._queue.rejected(1, rejected.reason)
         else:
             self._line = self._line.forget(group)
-            self._drop(flight)  # before the next attempt can start
-            flight.restarted = worth_it
             if worth_it:
-                again = Start(group.number, place.attempt + 1, failures)
-                self._line = self._line.again(again)
-                self._journal.again(again, rejected.reason)
+                self._restart(flight, place.attempt, rejected)
+            else:
+                self._drop(flight)
             raise rejected
         log.warning("a response was rejected for %s", rejected)
 

@@ -110,6 +110,11 @@ class EpisodeNotes:
         return None if made is None else SampledEpisode(_parts(made), {}, "cancelled")
 
 
+def cleaned(text: str) -> str:
+    """Return text that can be written: a lone surrogate, which a user's program may give, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def to_bytes(sampled: SampledEpisode) -> bytes:
     """Return the bytes that `from_bytes` reads."""
     return _ENCODER.encode(sampled)
@@ -130,7 +135,9 @@ def _parts(episode: Episode) -> tuple[SampledPart, ...]:
 def _part(agent: Agent) -> SampledPart:
     turns = tuple(SampledTurn(turn.given, turn.generation.tokens, turn.generation.logprobs, turn.generation.spans) for turn in agent.turns)
     finish = agent.turns[-1].generation.finish if agent.turns else ""
-    return SampledPart(agent.name, (agent.number, agent.branch), turns, agent.unanswered, finish, tuple(agent.calls), agent.why)
+    return SampledPart(
+        cleaned(agent.name), (agent.number, agent.branch), turns, agent.unanswered, finish, tuple(agent.calls), cleaned(agent.why)
+    )
 
 
 def _result(t: Trajectory) -> SampledResult:

@@ -19,7 +19,7 @@ from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.pieces import Pieces
-from asyncmoe.rollout.sampled_episodes import SHOWN, EpisodeNotes, SampledEpisode, SampledPart, SampledTurn
+from asyncmoe.rollout.sampled_episodes import SHOWN, EpisodeNotes, SampledEpisode, SampledPart, SampledTurn, cleaned
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, choice_of, ends, kept
@@ -84,10 +84,10 @@ class Samples:
                 attempt=attempt,
                 fate=fate,
                 reason=reason,
-                detail=_clean(detail[:SHOWN]),
+                detail=cleaned(detail[:SHOWN]),
                 version=version,
-                question=_clean(prompt.text),
-                answer=_clean(prompt.answer),
+                question=cleaned(prompt.text),
+                answer=cleaned(prompt.answer),
                 prompt=await self._stretch(shared),
                 members=members,
             )
@@ -133,7 +133,7 @@ class Samples:
             parent=0 if result is None else result.parent,
             forked=forked,
             attempt=place.attempt,
-            name=_clean(part.name),
+            name=cleaned(part.name),
             shared=begins,
             rest=await self._stretch(part.tokens[len(shared) if begins else 0 :]),
             roles=roles,
@@ -146,8 +146,8 @@ class Samples:
             calls=part.calls,
             seconds={} if result is None else {name: round(seconds, 4) for name, seconds in result.seconds.items()},
             digest=None if result is None else result.digest,
-            why=_clean(part.why),
-            failure=_clean(ended.failure),
+            why=cleaned(part.why),
+            failure=cleaned(ended.failure),
         )
 
     async def _stretch(self, tokens: Sequence[int]) -> Stretch:
@@ -186,8 +186,3 @@ def _sampled(roles: Sequence[tuple[Role, int]]) -> np.ndarray:
 def _versions(turns: Sequence[SampledTurn]) -> list[tuple[int, int]]:
     spans = [(int(s.version) if s.version.isdecimal() else -1, s.end - s.start) for turn in turns for s in turn.spans]
     return [(version, sum(size for _, size in same)) for version, same in groupby(spans, key=lambda one: one[0])]
-
-
-def _clean(text: str) -> str:
-    """Return text that can be written: a lone surrogate, which a user's program may give, becomes a question mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -126,8 +126,6 @@ class WorkerEngines(Message, frozen=True):
     limit: Annotated[int, msgspec.Meta(ge=1)]
     """Requests in flight over all of them."""
     open: bool
-    abort: bool = False
-    """End the requests in flight."""
 
 
 class WorkerStart(Message, frozen=True):
@@ -177,9 +175,10 @@ class WorkerFetch(Message, frozen=True):
 
 
 class WorkerRetain(Message, frozen=True):
-    """Delete the worker's segments of the journal that are not in `live`, and hold nothing that the worker keeps."""
+    """Delete the worker's segments of the journal below `below` that are not in `live`, and hold nothing that the worker keeps."""
 
     live: tuple[Count, ...]
+    below: Count
 
 
 class WorkerEnd(Message, frozen=True):

@@ -76,7 +76,7 @@ def check_routes(stage: Stage, oracle: Oracle) -> None:
         return
     sampling = Sampling(1.0, 16, (), recording=Recording(routing, masks=False, vocabulary=hf["vocab_size"]))
     answer = stage.rig.run(stage.rig.engine.client.generate(PROMPT, sampling, "x", 60.0))
-    seen = [*PROMPT, *answer.tokens]
+    seen = [*PROMPT, *answer.tokens.tolist()]
     assert answer.routes is not None
     assert answer.routes.startswith(MAGIC), "the engine did not pack its routes"
     reported = decode_routes(routed_experts(answer.routes, routing, tokens=len(seen), routed=0, key="x"), "x").transpose(1, 0, 2)

@@ -233,7 +233,7 @@ def load(start: Callable[[str], Load]) -> Load:
 def alive(load: Load) -> bool:
     """It answers with the newest version."""
     answer: Generation = load.rig.run(load.rig.engine.client.generate((20, 30, 40), Sampling(1.0, 4, ()), "alive", 20.0))
-    return answer.tokens == (token_of(load.rig.pool.version, VOCAB),) * 4
+    return bool(answer.tokens.tolist() == [token_of(load.rig.pool.version, VOCAB)] * 4)
 
 
 def check_records(load: Load, reference: Any) -> None:

@@ -40,7 +40,7 @@ def record(untouched: Rig) -> Trajectory:
     async def play() -> Trajectory:
         client = untouched.engine.client
         first = Turn(PROMPT, await client.generate(PROMPT, SAMPLING, "0", 60.0), 0)
-        seen = (*PROMPT, *first.generation.tokens, *OBSERVATION)
+        seen = (*PROMPT, *first.generation.tokens.tolist(), *OBSERVATION)
         answer = await client.generate(seen, SAMPLING, "0", 60.0, routed=routed_tokens([first]))
         assert answer.routes is not None
         assert from_bytes(answer.routes, "g0").rows == len(OBSERVATION) + 20  # what the first turn has is not sent again

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from asyncmoe.errors import ConfigError, ProtocolError, TrajectoryRejected
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
+from asyncmoe.rollout.workers import fleet
 from asyncmoe.rpc.messages import Fetch
 from asyncmoe.rpc.worker_messages import EpisodeMember, WorkerJoin, WorkerOver, WorkerPack
 from asyncmoe.telemetry.samples import records
@@ -170,3 +172,51 @@ def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
     asyncio.run(run())
     with pytest.raises(ProtocolError, match="sampled episode"):
         from_bytes(b"\xc1")
+
+
+def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=7, staleness=40) as cluster:
+            for handle in cluster.handles:
+                handle.client.hangs = True
+            while len(cluster.fleet._groups) < 80:
+                await asyncio.sleep(0.01)
+            lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
+            assert cluster.fleet._workers[lost].running > 2 * 32
+            await cluster.lose(lost)
+            for handle in cluster.handles:
+                handle.client.hangs = False
+            for step in range(3):
+                await cluster.train(step)
+            assert not cluster.failure
+
+    asyncio.run(run())
+
+
+def test_groups_leave_a_worker_that_has_no_engine_left_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_IDLE_S", 0.2)
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=8) as cluster:
+            await cluster.train(0)
+            stuck = cluster.pool.members[0]
+            stuck.waiting = True  # as after a restart: it serves from the next version on, which needs the groups
+            for step in (1, 2):
+                leased = await cluster.queue.lease(step, "rl", BATCH, step, 20.0)
+                assert leased.items
+                cluster.queue.commit(step)
+                cluster.queue.set_version(step + 1)
+            assert not cluster.failure
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=9) as cluster:
+            with mock.patch("asyncmoe.rollout.workers.worker.episode.run", side_effect=MemoryError("no room \ud800")):
+                while not cluster.failure:
+                    await asyncio.sleep(0.01)
+            assert "MemoryError: no room ?" in str(cluster.failure[0])
+
+    asyncio.run(run())

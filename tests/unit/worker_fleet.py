@@ -114,7 +114,7 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         config = self.config
         self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.journaling.for_workers, lambda engine: (f"at {engine.name}", ""))
-        self.journaling.retain = self.fleet.retain
+        self.journaling.settled, self.journaling.retain = self.fleet.settled, self.fleet.retain
         resumed = await self.journaling.resume(0)
         self.queue = BoundedQueue(
             capacity=config.queue_capacity,

@@ -52,8 +52,8 @@ class PooledGeneration:
 class Gates(Protocol):
     """The gates of rollout workers, in front of the same engines."""
 
-    async def close_gates(self, *, abort: bool = False) -> int:
-        """Have no worker send requests; return how many are in flight. `abort`: end those."""
+    async def close_gates(self) -> int:
+        """Have no worker send requests; return how many are in flight."""
         ...
 
     def open_gates(self) -> None:
@@ -229,14 +229,10 @@ class Pool:
         if self.elsewhere is not None:
             self.elsewhere.open_gates()
 
-    async def held(self, *, abort: bool = False) -> int:
-        """Return the requests in flight at engines, once no rollout worker sends any more; follows `close` or `hold`.
-
-        Args:
-            abort: have the workers end theirs.
-        """
+    async def held(self) -> int:
+        """Return the requests in flight at engines, once no rollout worker sends any more; follows `close` or `hold`."""
         here = sum(member.in_flight for member in self.serving)
-        return here if self.elsewhere is None else here + await self.elsewhere.close_gates(abort=abort)
+        return here if self.elsewhere is None else here + await self.elsewhere.close_gates()
 
     def fence(self, member: Member, why: str) -> None:
         """Kill an engine and never send it a request again."""
@@ -253,10 +249,14 @@ class Pool:
             EngineError: no engine is left, and none will come back.
         """
         while True:
-            self._standstill.look()
+            self.look()
             self.fence_dead()
             self._any()
             await asyncio.sleep(_WATCH_S)
+
+    def look(self) -> None:
+        """Notice whether this process stands still, which lets requests time out that no engine is to blame for."""
+        self._standstill.look()
 
     def fence_dead(self) -> None:
         """Fence engines whose process has ended."""

@@ -63,9 +63,6 @@ class LentEngines:
             pool.release()
         for client in gone:
             await client.close()
-        if told.abort:
-            for member in pool.serving:
-                await member.engine.client.abort()
         return sum(member.in_flight for member in pool.members)
 
     def uses(self, pool: Pool) -> tuple[EngineUse, ...]:

@@ -43,6 +43,8 @@ from asyncmoe.rpc.worker_messages import (
 log = logging.getLogger(__name__)
 _NEWS_S = 5.0
 _LOOK_S = 0.05
+_IDLE_S = 10.0
+"""Seconds for which a worker may have no engine that serves before its groups start again elsewhere."""
 
 
 class WorkerFleet:
@@ -72,7 +74,8 @@ class WorkerFleet:
         self._following: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, RemoteWorker] = {}
         self._places: dict[str, str] = {}
-        self._open, self._abort = True, False
+        self._open = True
+        self._began, self._told_missing, self._idle = time.monotonic(), False, dict[int, float]()
         self._closing: set[asyncio.Future[None]] = set()
         self._totals: dict[int, WorkerTotals] = {}
         self._figures: dict[int, Figures] = {}
@@ -137,6 +140,7 @@ class WorkerFleet:
             if self._alive():
                 alone = time.monotonic()
                 await self._share()
+                self._abandon_idle()
             elif time.monotonic() - alone > self._config.engines.start_timeout_s:
                 whys = "; ".join(f"{worker.name}: {worker.gone}" for worker in self._workers.values())
                 raise EngineError(f"no rollout worker is left: {whys or 'none has joined'} (engines.start_timeout_s)")
@@ -156,7 +160,7 @@ class WorkerFleet:
     async def episode(self, prompt: Prompt, place: EpisodeId) -> Told:
         """Run and score one episode on the worker of its group. Raises as `RemoteWorker.episode`."""
         while (worker := self._groups.get(place.group)) is None:
-            if (free := [one for one in self._alive() if one.width]) and len(self._workers) == self._config.rollout.workers:
+            if (free := [one for one in self._alive() if one.width]) and self._complete():
                 before = self._recorded.pop(place.group, 0)
                 worker = min(free, key=lambda one: (one.joined.number != before, one.running / one.width, one.joined.number))
                 self._groups[place.group] = worker
@@ -174,8 +178,8 @@ class WorkerFleet:
     def drop(self, episodes: Sequence[EpisodeId]) -> None:
         """Have the worker of a group end and forget its episodes."""
         if episodes and (worker := self._groups.pop(episodes[0].group, None)) is not None:
-            worker.groups.discard(episodes[0].group)
             worker.drop(episodes)
+            worker.over(episodes[0].group)  # what was recorded of it, too
 
     def over(self, groups: Sequence[Group]) -> None:
         """Have workers forget groups that the queue has deleted."""
@@ -183,33 +187,54 @@ class WorkerFleet:
             if group.holder and (worker := self._groups.pop(group.number, None)) is not None:
                 worker.over(group.number)
 
-    def retain(self, live: Mapping[int, frozenset[int]]) -> None:
+    def settled(self) -> Mapping[int, tuple[RemoteWorker, int]]:
+        """Return each worker, by number, with the segment below which every payload has its row now."""
+        return {worker.joined.number: (worker, worker.settled) for worker in self._alive()}
+
+    def retain(self, live: Mapping[int, frozenset[int]], settled: Mapping[int, tuple[RemoteWorker, int]]) -> None:
         """Delete the segments of the journal that no row needs.
 
         Args:
             live: numbers of the segments that are needed, by writer.
+            settled: what `settled` returned before `live` was read.
         """
-        for number, worker in self._workers.items():
-            worker.tell(WorkerRetain(tuple(sorted(live.get(number, ())))))
+        for number, (worker, below) in settled.items():
+            worker.tell(WorkerRetain(tuple(sorted(live.get(number, ()))), below))
 
     # ------------------------------------------------------------ the gate, for weight updates
 
-    async def close_gates(self, *, abort: bool = False) -> int:
-        """Have no worker send requests; return how many are in flight at engines.
-
-        Args:
-            abort: end those.
-        """
-        self._open, self._abort = False, abort
+    async def close_gates(self) -> int:
+        """Have no worker send requests; return how many are in flight at engines."""
+        self._open = False
         return await self._share(always=True)
 
     def open_gates(self) -> None:
         """Have the workers send requests again, with the versions that the engines serve now."""
-        self._open, self._abort = True, False
-        task = asyncio.ensure_future(self._share(always=True))
-        self._opening = task  # keeps the task alive
+        self._open = True
+        self._opening = asyncio.ensure_future(self._share(always=True))  # the attribute keeps the task alive
 
     # ------------------------------------------------------------ internals
+
+    def _complete(self) -> bool:
+        """Whether groups may be given to the workers that there are: all have joined once, or there was time enough."""
+        missing = [number for number in range(1, self._config.rollout.workers + 1) if number not in self._workers]
+        if missing and time.monotonic() - self._began < self._config.engines.start_timeout_s:
+            return False
+        if missing and not self._told_missing:
+            self._told_missing = True
+            log.warning("rollout workers %s have not joined within engines.start_timeout_s; the run begins without them", missing)
+        return True
+
+    def _abandon_idle(self) -> None:
+        """Have groups start again elsewhere whose worker has had no engine that serves for a while, if another has one."""
+        now, some = time.monotonic(), any(worker.width for worker in self._alive())
+        for worker in self._alive():
+            number = worker.joined.number
+            if worker.width or not some or not worker.running:
+                self._idle.pop(number, None)
+            elif now - self._idle.setdefault(number, now) > _IDLE_S:
+                self._idle.pop(number)
+                worker.abandon(f"{worker.name} has no engine that serves")
 
     def _alive(self) -> list[RemoteWorker]:
         return [worker for worker in self._workers.values() if not worker.gone]
@@ -226,7 +251,7 @@ class WorkerFleet:
         for worker in alive:
             name = str(worker.joined.number)
             own = tuple(self._told(member) for member in members if self._places[member.engine.name] == name)
-            told = WorkerEngines(own, most[name], self._open, self._abort)
+            told = WorkerEngines(own, most[name], self._open)
             if always or told != worker.engines:
                 telling.append(self._use(worker, told))
         return sum(await asyncio.gather(*telling))

@@ -71,13 +71,12 @@ class HeldGroups:
             for key in group.keys:
                 del self._frames[key]
 
-    async def retain(self, live: Iterable[int]) -> None:
-        """Delete the segments that are not in `live`, and have no group that is held. Raises StorageError."""
+    async def retain(self, live: Iterable[int], below: int) -> None:
+        """Delete the segments below `below` that are not in `live`, and have no group that is held. Raises StorageError."""
         if self._segments is not None:
             held = {group.place.segment for group in self._groups.values() if group.place is not None}
-            # Payloads that are being written have no group yet; those written from now on lie in the newest segment or later ones.
-            writing, newest = [number for number, count in self._writing.items() if count], self._segments.newest
-            await asyncio.to_thread(self._segments.retain, {*live, *held, *writing}, newest)
+            writing = [number for number, count in self._writing.items() if count]  # these payloads have no group yet
+            await asyncio.to_thread(self._segments.retain, {*live, *held, *writing}, min(below, self._segments.newest))
 
     def close(self) -> None:
         """Write what was handed over, and close the segments. Blocks."""

@@ -25,7 +25,8 @@ from asyncmoe.rpc.worker_messages import WorkerJoin
 from asyncmoe.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
-_ANSWER_S, _LOOK_S = 60.0, 0.5
+_JOIN_S, _LOOK_S = 330.0, 0.5
+"""The controller answers once the worker has read what was recorded of groups under way."""
 
 
 def process_name(number: int) -> str:
@@ -87,7 +88,7 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
     name = process_name(number)
     client = AsyncClient(controller, controller.controller)
     try:
-        await client.ask(WorkerJoin(number, rendezvous, address.host_id(), config.digest, facts(name)), _ANSWER_S)
+        await client.ask(WorkerJoin(number, rendezvous, address.host_id(), config.digest, facts(name)), _JOIN_S)
     finally:
         client.close()
 
@@ -102,6 +103,7 @@ async def _watch(config: Config, worker: RolloutWorker, loaded: RolloutParts) ->
     limit, parent = config.cluster.heartbeat_timeout_s, os.getppid()
     while True:
         heartbeats.beat("runs episodes")
+        worker.look()
         scoring.write_log(loaded.scorer, config.run.dir)
         silent = time.monotonic() - worker.heard
         if silent > limit or os.getppid() != parent:

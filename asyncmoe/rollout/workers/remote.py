@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from asyncmoe.errors import AsyncmoeError, InvariantBroken, TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, TrajectoryRejected, WaitTimeout
 from asyncmoe.journal.segment_format import Place
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -69,13 +70,19 @@ class RemoteWorker:
         self._client = AsyncClient(joined.rendezvous, self.name)
         self._running: dict[EpisodeId, asyncio.Future[Told]] = {}
         self._starting: dict[int, _Starting] = {}
+        self._newest, self._packing = 0, Counter[int]()
         self._flushing: asyncio.Task[None] | None = None
         self._told: set[asyncio.Task[None]] = set()
 
     @property
     def width(self) -> int:
-        """Number of its engines."""
-        return 0 if self.engines is None else len(self.engines.engines)
+        """Number of its engines that serve."""
+        return 0 if self.engines is None else sum(not (one.waiting or one.leaving) for one in self.engines.engines)
+
+    @property
+    def settled(self) -> int:
+        """A segment of the journal such that every payload in an earlier one of this worker's has its row: segments are filled in order."""
+        return min(self._newest, *(segment for segment, count in self._packing.items() if count), self._newest)
 
     async def begin(self, first: WorkerBegin) -> Sequence[int]:
         """Send the first message; return the groups of which it has recorded answers."""
@@ -116,6 +123,8 @@ class RemoteWorker:
         """Have the worker end and forget episodes of one group."""
         for place in places:
             self._running.pop(place, None)
+            if (starting := self._starting.get(place.group)) is not None:
+                starting.members = [one for one in starting.members if one != EpisodeMember(place.episode, place.attempt)]
         self.tell(WorkerStop(places[0].group, tuple(EpisodeMember(place.episode, place.attempt) for place in places)))
 
     async def pack(self, group: int, episodes: Sequence[EpisodeId], newest: int) -> Group:
@@ -127,20 +136,28 @@ class RemoteWorker:
         """
         self.check()
         members = tuple(EpisodeMember(place.episode, place.attempt) for place in episodes)
+        begun = self._newest
+        self._packing[begun] += 1
         try:
             packed, _ = await self._client.ask(WorkerPack(group, members, newest), _PACK_S)
-        except TrajectoryRejected:
-            raise
-        except AsyncmoeError as error:
-            if not self.gone:
-                raise
+        except WaitTimeout as error:  # the connection is lost, or nobody answers
+            self.lose(str(error))
             raise TrajectoryRejected(LOST, self.gone) from error
+        finally:
+            self._packing[begun] -= 1
         assert isinstance(packed, WorkerPacked)
         if any(item.group != group or item.holder != self.joined.number for item in packed.items):
             raise InvariantBroken(f"{self.name} packed other trajectories than those of group {group}")
         place = packed.place
         where = None if place is None else Place(place.writer, place.segment, place.offset, place.length)
+        self._newest = self._newest if where is None else max(self._newest, where.segment)
         return Group(0, packed.items, {}, packed.attempt, where)
+
+    def abandon(self, why: str) -> None:
+        """Reject all episodes that run there, so that their groups start again elsewhere."""
+        for waiting in list(self._running.values()):
+            if not waiting.done():
+                waiting.set_exception(TrajectoryRejected(LOST, why))
 
     def over(self, group: int) -> None:
         """Have the worker forget a group."""
@@ -206,6 +223,8 @@ class RemoteWorker:
         await asyncio.sleep(0)
         while self._starting:
             group, starting = self._starting.popitem()
+            if not starting.members:
+                continue
             await self._quietly(WorkerStart(group, starting.prompt, tuple(starting.members)))
 
     async def _quietly(self, request: Request) -> None:

@@ -19,7 +19,7 @@ from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
-from asyncmoe.rollout.sampled_episodes import EpisodeNotes, to_bytes
+from asyncmoe.rollout.sampled_episodes import EpisodeNotes, cleaned, to_bytes
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.figures import figures_of
@@ -92,7 +92,9 @@ class RolloutWorker:
             return Fetched(request.keys), self._held.fetch(request)
         self.heard = time.monotonic()
         if isinstance(request, WorkerBegin):
-            return WorkerBegun(await asyncio.to_thread(self._begin, request))
+            begun = WorkerBegun(await asyncio.to_thread(self._begin, request))  # reads all that was recorded
+            self.heard = time.monotonic()
+            return begun
         if not self._begun:
             raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
         match request:
@@ -116,11 +118,15 @@ class RolloutWorker:
                 for group in request.groups:
                     self._forget(group)
             case WorkerRetain():
-                await self._held.retain(request.live)
+                await self._held.retain(request.live, request.below)
             case WorkerEnd():
                 self.over.set()
             case _:
                 raise ProtocolError(f"{type(request).__name__}: got it at a rollout worker, expected it at the controller")
+
+    def look(self) -> None:
+        """Notice whether this process stands still (`asyncmoe.rollout.engines.standstill`); call it twice a second."""
+        self._pool.look()
 
     async def close(self) -> None:
         """End all episodes, and close what is open."""
@@ -167,9 +173,10 @@ class RolloutWorker:
         except TrajectoryRejected as rejected:
             detail = str(rejected).removeprefix(f"{rejected.reason}: ")
             sampled = self._sampled(place, rejected)
-            ended = msgspec.structs.replace(ended, reason=rejected.reason, detail=detail[:_MOST_DETAIL], sampled=sampled)
-        except AsyncmoeError as error:
-            ended = msgspec.structs.replace(ended, reason=RUN_FAILED, detail=str(error)[:_MOST_DETAIL])
+            ended = msgspec.structs.replace(ended, reason=rejected.reason, detail=cleaned(detail[:_MOST_DETAIL]), sampled=sampled)
+        except Exception as error:  # noqa: BLE001  the controller raises it, and ends the run
+            text = str(error) if isinstance(error, AsyncmoeError) else f"{type(error).__name__}: {error}"
+            ended = EpisodeOutcome(place.group, place.episode, place.attempt, reason=RUN_FAILED, detail=cleaned(text[:_MOST_DETAIL]))
         if self._running.get(place) is not asyncio.current_task():
             return  # it was stopped while it ended
         del self._running[place]

@@ -275,7 +275,7 @@ class UpdateDriver:
         while count := self._unfinished():
             await self._later(update, until, f"{count} trajectories")
         self.pool.close()
-        while count := await self.pool.held(abort=self.interruption != "drain"):
+        while count := await self.pool.held():
             if self.interruption != "drain":
                 await self.fencing(update, lambda member: member.engine.client.abort())
             await self._later(update, until, f"{count} responses")

@@ -128,7 +128,9 @@ def main(result: Path, job: dict[str, Any]) -> None:
                     killed_with_an_object_written()
                 gpt.load_hf(built, Path(path))
                 found.append({"layout": layout, "version": version, **publish(sender, version)})
-                Path(f"{result}.{rank}").write_text(json.dumps(found))
+                written = Path(f"{result}.{rank}.partial")  # a kill leaves the one before whole
+                written.write_text(json.dumps(found))
+                written.replace(f"{result}.{rank}")
             sender.close()
         mesh.leave()
     if rank == 0:

@@ -147,18 +147,12 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) 
     return Chunks(transfer.source, transfer.destination, copies, np.array(firsts, np.int64), tuple(np.diff(edges).tolist()))
 
 
-def spread(chunks: Chunks, rounds: int) -> Chunks:
-    """Return a transfer with at least `rounds` messages, all of them but those of `chunks` empty: message i of n is number
-    ceil((i + 1) * rounds / n) - 1, the last of its share.
-    """
-    count = len(chunks)
-    if count >= rounds:
+def at_the_end(chunks: Chunks, rounds: int) -> Chunks:
+    """Return a transfer with at least `rounds` messages: those of `chunks` last, and empty ones before them."""
+    empty = rounds - len(chunks)
+    if empty <= 0:
         return chunks
-    places = -(-(np.arange(count) + 1) * rounds // count) - 1
-    nbytes = np.zeros(rounds, np.int64)
-    nbytes[places] = chunks.nbytes
-    done = np.searchsorted(places, np.arange(rounds), "right")
-    return replace(chunks, firsts=np.concatenate([[0], chunks.firsts[done]]), nbytes=tuple(nbytes.tolist()))
+    return replace(chunks, firsts=np.concatenate([np.zeros(empty, np.int64), chunks.firsts]), nbytes=(0,) * empty + chunks.nbytes)
 
 
 def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:

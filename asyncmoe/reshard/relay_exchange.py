@@ -13,7 +13,7 @@ from asyncmoe.errors import InvariantBroken, LayoutError
 from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.arrival import latest, spans
 from asyncmoe.reshard.carry import Take
-from asyncmoe.reshard.chunks import Chunks, spread
+from asyncmoe.reshard.chunks import Chunks, at_the_end
 from asyncmoe.reshard.exchange import BUCKET_BYTES, Exchanger, _device
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.memory import Array
@@ -169,9 +169,8 @@ class _Forwarding(Exchanger):
         return self._outgoing
 
     def _cut(self, chunks: Chunks, rounds: int) -> Chunks:
-        """Spread few messages over all rounds: what they consist of arrives in the course of all of them, and every message of a round
-        waits for what any of them lacks."""
-        return spread(chunks, rounds)
+        """Let few messages go last, when all that they consist of has arrived: a message delays all others of its round."""
+        return at_the_end(chunks, rounds)
 
     def _pack_round(self, number: int, moved: Moved) -> None:
         if number < len(self.needs):

@@ -22,6 +22,7 @@ from asyncmoe.errors import LayoutError, TransferError
 from asyncmoe.reshard import LayoutBuilder, Plan, RelayExchanger, relay
 from asyncmoe.reshard.layout import whole
 from asyncmoe.reshard.relay_exchange import needed_rounds
+from benchmarks.network.cases import case, plans
 
 
 @pytest.mark.parametrize("engines", [2, 3])
@@ -112,7 +113,7 @@ def test_nothing_is_passed_on_before_it_is_there_and_not_all_is_waited_for() -> 
     assert mine.index(2) < len(mine) - 1 - mine[::-1].index(1)  # the first forwarding before the last arrival
 
 
-def test_a_short_transfer_is_forwarded_in_the_course_of_all_rounds() -> None:
+def test_a_short_transfer_is_forwarded_in_the_last_rounds() -> None:
     """Its few messages would otherwise all be due in the first rounds, and hold up what is ready."""
     shapes = {"w": (4096, 64), "v": (400, 64)}
     source = LayoutBuilder(0, "int32")
@@ -202,3 +203,17 @@ def test_a_relay_of_equal_layouts_wants_a_transport_a_round() -> None:
     plans = relay({"t": (4,)}, [builder.build()], [builder.build().at(1), builder.build().at(2)])
     with pytest.raises(LayoutError, match="1 for 2 plans"):
         RelayExchanger(plans, [ThreadTransport(0, Wires())])
+
+
+def test_no_message_of_a_model_waits_long_after_its_turn() -> None:
+    """Replicas of an engine of two ranks also pass on the little that both ranks have, as norms, in few and small messages."""
+    one = case("2+4x2", 160)
+    for rank in range(one.trainers, one.world):
+        made = plans(one, relayed=True, ranks=[rank])
+        wires = [ThreadTransport(rank, Wires()) for _ in made]
+        with RelayExchanger(made, wires, bucket_bytes=512 << 10, threads=1) as exchanger:
+            assert exchanger._second is not None
+            arriving = max(len(chunks) for chunks in exchanger._first.incoming)
+            needs = exchanger._second.needs
+        late = [need / arriving - (number + 1) / len(needs) for number, need in enumerate(needs)]
+        assert max(late) < 0.05, f"rank {rank}: message {late.index(max(late))} of {len(needs)}"

@@ -168,7 +168,7 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
         "supervised_loss": abs(supervised.loss - job.reference["supervised"]["loss"]),
         "supervised_norm": abs(supervised.grad_norm / job.reference["supervised"]["grad_norm"] - 1),
     }
-    loss = policy_loss(job, job.config.objective)
+    loss = policy_loss(job.mesh, job.config.objective)
     policy = step.train_step(built, adam, job.microbatches("sequence_mean", proximal=True), loss, lr=0.0)
     found |= {
         "policy_gradients": relative_error(gradients(built), expected(built, job.path / "policy")),
@@ -248,8 +248,8 @@ def not_a_number(job: Job) -> dict[str, Any]:
     advantages = np.ones(len(case.LENGTHS), np.float32)
     advantages[3] = np.nan
     messages = []
-    loss = policy_loss(job, job.config.objective)
-    future = policy_loss(job, job.config.objective, case.VERSION - 1)
+    loss = policy_loss(job.mesh, job.config.objective)
+    future = policy_loss(job.mesh, job.config.objective, case.VERSION - 1)
     for attempt, given in ((loss, advantages), (PoisonedGradient(), advantages), (future, None)):
         try:
             step.train_step(built, adam, job.microbatches("token_mean", proximal=True, advantages=given), attempt, lr=case.LR)
@@ -271,7 +271,7 @@ def credited(job: Job) -> dict[str, Any]:
     mine = {i: known[i] for i in job.schedule.indices(job.mesh.dp_rank)}
     advantages = token_advantages([describe(t) for t in known.values()], mine, section)
     batches = job.microbatches("sequence_mean", proximal=True, advantages=advantages)
-    made = step.train_step(built, adam, batches, policy_loss(job, section), lr=0.0)
+    made = step.train_step(built, adam, batches, policy_loss(job.mesh, section), lr=0.0)
     return {
         "gradients": relative_error(gradients(built), expected(built, job.path / "credited")),
         "loss": abs(made.loss - job.reference["credited"]["loss"]),
@@ -291,11 +291,11 @@ def rejected(job: Job) -> dict[str, Any]:
     seen = []
     for weights, kept in ((None, section), (alone, section.model_copy(update={"correction": CorrectionSection(cap=1.1)}))):
         batches = job.microbatches("token_mean", proximal=True, weights=weights)
-        metrics = step.train_step(built, adam, batches, policy_loss(job, kept), lr=0.0)
+        metrics = step.train_step(built, adam, batches, policy_loss(job.mesh, kept), lr=0.0)
         seen.append((metrics, {name: value.clone() for name, value in gradients(built).items()}))
     (with_rule, got), (without, wanted) = seen
     before = snapshot(built)
-    later = policy_loss(job, section, case.VERSION + 1)
+    later = policy_loss(job.mesh, section, case.VERSION + 1)
     nothing = step.train_step(built, adam, job.microbatches("token_mean", proximal=True), later, lr=case.LR)
     return {
         "gradients": relative_error(got, iter(wanted.items())),
@@ -345,8 +345,8 @@ def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
     return seen
 
 
-def policy_loss(job: Job, section: ObjectiveSection, version: int = case.VERSION) -> losses.PolicyLoss:
-    over_ranks = partial(collectives.summed, group=job.mesh.cp_group) if job.mesh.cp > 1 else None
+def policy_loss(place: mesh.Mesh, section: ObjectiveSection, version: int = case.VERSION) -> losses.PolicyLoss:
+    over_ranks = partial(collectives.summed, group=place.cp_group) if place.cp > 1 else None
     return losses.PolicyLoss(section, case.TEMPERATURE, version, over_ranks=over_ranks)
 
 

@@ -33,17 +33,16 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer] | Joined])
     if mesh.tp * mesh.cp == 1:
         found = ask()
         return found.buffers if isinstance(found, Joined) else found
-    asks = _asks(mesh)
-    ours, failure = _asked(count, ask) if asks else (joined([]), None)
+    ours, failure = _asked(count, ask) if mesh.fetches else (joined([]), None)
     why = str(failure).encode() if failure is not None else b""
     lengths = [len(one) for one in ours.buffers] or [0] * count
     sizes = torch.tensor([*lengths, len(why)], dtype=torch.int64, device=mesh.device)
     _broadcast(mesh, sizes)
     *each, told = sizes.tolist()
     if told:
-        text = bytes(_spread(mesh, joined([why]) if asks else empty([told])).buffers[0])
+        text = bytes(_spread(mesh, joined([why]) if mesh.fetches else empty([told])).buffers[0])
         raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {text.decode()}")
-    return _spread(mesh, ours if asks else empty(each)).buffers
+    return _spread(mesh, ours if mesh.fetches else empty(each)).buffers
 
 
 def _asked(count: int, ask: Callable[[], Sequence[Buffer] | Joined]) -> tuple[Joined, AsyncmoeError | None]:
@@ -62,7 +61,7 @@ def _spread(mesh: Mesh, ours: Joined) -> Joined:
     for part in torch.split(torch.from_numpy(ours.whole), PART_BYTES):
         sent = part.to(mesh.device)  # on a CPU the part itself
         _broadcast(mesh, sent)
-        if sent is not part and not _asks(mesh):
+        if sent is not part and not mesh.fetches:
             part.copy_(sent)
     return ours
 
@@ -73,7 +72,3 @@ def _broadcast(mesh: Mesh, tensor: torch.Tensor) -> None:
 
 def _first(mesh: Mesh) -> int:
     return dist.get_global_rank(mesh.replica_group, 0)
-
-
-def _asks(mesh: Mesh) -> bool:
-    return mesh.tp_rank == 0 and mesh.cp_rank == 0

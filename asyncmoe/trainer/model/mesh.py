@@ -65,6 +65,11 @@ class Mesh:
         return self.reports and self.cp_rank == 0
 
     @property
+    def fetches(self) -> bool:
+        """True for one rank among those of a stage that train on the same trajectories (`replica_group`): it fetches them for all."""
+        return self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
     def grid(self) -> BatchGrid:
         """Constraints on micro-batches."""
         return BatchGrid(self.tp, self.pp if self.vpp > 1 else 1, self.cp)

@@ -167,7 +167,16 @@ class Learner:
         planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, self._width)
         nothing = np.zeros(len(chosen))
         made = [
-            pack(texts, indices, advantages=nothing, weights=nothing, grid=mesh.grid, packed=trainer.pack, rows=planned.rows)
+            pack(
+                texts,
+                indices,
+                advantages=nothing,
+                weights=nothing,
+                grid=mesh.grid,
+                packed=trainer.pack,
+                rows=planned.rows,
+                cp_rank=mesh.cp_rank,
+            )
             for indices in planned.ranks[mesh.dp_rank]
         ]
         found = logprobs_only(self._model, made, lengths, 1.0, self._replay)

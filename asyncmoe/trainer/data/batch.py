@@ -121,7 +121,7 @@ def pack(
     grid: BatchGrid,
     packed: bool,
     rows: int = 0,
-    cp_rank: int = 0,
+    cp_rank: int | None = None,
     proximal: Mapping[int, np.ndarray] | None = None,
     reference: Mapping[int, np.ndarray] | None = None,
     routing: Routing | None = None,
@@ -136,7 +136,7 @@ def pack(
         grid: the trainer's constraints.
         packed: separate the sequences by `cu_seqlens`.
         rows: minimum row count; a multiple of `grid.rows` (`Schedule.rows`).
-        cp_rank: the context-parallel rank whose rows are returned, of `grid.cp`.
+        cp_rank: the context-parallel rank whose rows are returned; needed if there are several.
         proximal, reference: float32[T_i] per trajectory, aligned with its tokens, as returned by `step.logprobs_only`.
         routing: the layers whose recorded experts are replayed; None: routers choose live.
     """
@@ -173,7 +173,11 @@ def pack(
         places=places_of(indices, lengths, grid),
         whole=rows,
     )
-    return whole if grid.cp == 1 else whole.part(zigzag.rows(bounds, grid.cp, cp_rank))
+    if grid.cp == 1:
+        return whole
+    if cp_rank is None:
+        raise InvariantBroken(f"pack: got no rank of {grid.cp} context-parallel ones, whose rows differ")
+    return whole.part(zigzag.rows(bounds, grid.cp, cp_rank))
 
 
 class _Flat:

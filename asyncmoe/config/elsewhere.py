@@ -87,6 +87,7 @@ KEYS: Mapping[str, str] = {
     "ppo_max_token_len_per_gpu": "trainer.tokens_per_microbatch",
     "tensor_model_parallel_size": "trainer.tp",
     "pipeline_model_parallel_size": "trainer.pp",
+    "context_parallel_size": "trainer.cp",
     "expert_model_parallel_size": "trainer.ep",
     "save_freq": "trainer.checkpoint_every",
     "save_interval": "trainer.checkpoint_every",

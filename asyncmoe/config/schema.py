@@ -306,10 +306,6 @@ class Config(Section):
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def trainer_data_parallel(self) -> int:
-        return self.trainer.ranks // (self.trainer.tp * self.trainer.pp)
-
 
 _IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
     "sync": {("queue", "staleness", "max_staleness"): 0},

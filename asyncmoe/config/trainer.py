@@ -72,14 +72,18 @@ class TrainerSection(Section):
     """The Megatron process group: parallel sizes, micro-batches, memory and checkpoints."""
 
     ranks: Positive = Field(
-        1, description="Trainer ranks, one process (and GPU) each; a multiple of tp * pp. Data-parallel size: ranks / (tp * pp)."
+        1, description="Trainer ranks, one process (and GPU) each; a multiple of tp * cp * pp. Data-parallel size: ranks / (tp * cp * pp)."
     )
     tp: Positive = Field(1, description="Tensor-parallel ranks; they also split the sequence between layers (sequence parallelism).")
     pp: Positive = Field(1, description="Pipeline-parallel stages.")
     ep: Positive = Field(
         1, description="Expert-parallel ranks: the experts of a layer are spread over them. Must divide the number of experts."
     )
-    cp: Positive = Field(1, description="Context parallelism; only 1 is supported.")
+    cp: Positive = Field(
+        1,
+        description="Context-parallel ranks: every sequence, padded to a multiple of 2 cp tokens, is divided among them. For sequences "
+        "whose activations do not fit one rank; on GPUs it needs Transformer Engine.",
+    )
     vpp: Positive = Field(1, description="Virtual pipeline parallelism: model chunks per stage, for Megatron's interleaved schedule.")
     first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; null: an equal share.")
     last_stage_layers: Positive | None = Field(None, description="Layers of the last pipeline stage; null: an equal share.")
@@ -149,18 +153,19 @@ class TrainerSection(Section):
     @property
     def dp(self) -> int:
         """Data-parallel ranks."""
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.cp * self.pp)
 
     @property
     def distributed_optimizer(self) -> bool:
-        """True if the optimizer's state is sharded: `optimizer.distributed`, or by default if there are several data-parallel ranks."""
-        return self.dp > 1 if self.optimizer.distributed is None else self.optimizer.distributed
+        """True if the optimizer's state is sharded: `optimizer.distributed`, or by default if several ranks hold the same weights."""
+        return self.dp * self.cp > 1 if self.optimizer.distributed is None else self.optimizer.distributed
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSection:
-        if self.ranks % (self.tp * self.pp):
+        if self.ranks % (self.tp * self.cp * self.pp):
             raise ValueError(
-                f"trainer.ranks: got {self.ranks}, expected a multiple of tp * pp = {self.tp * self.pp}; change trainer.ranks, tp or pp"
+                f"trainer.ranks: got {self.ranks}, expected a multiple of tp * cp * pp = {self.tp * self.cp * self.pp}; change "
+                "trainer.ranks, tp, cp or pp"
             )
         experts = self.expert_tp * self.ep * self.pp
         if self.ranks % experts:
@@ -169,11 +174,6 @@ class TrainerSection(Section):
             raise ValueError(
                 f"trainer.etp: got {self.expert_tp}, expected tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce "
                 "expert gradients over tp otherwise); leave etp out or raise ep"
-            )
-        if self.cp > 1:
-            raise ValueError(
-                f"trainer.cp: got {self.cp}, expected 1; context parallelism needs an attention that gathers keys and values from other "
-                "ranks, which the trainer does not have; raise trainer.tp for longer sequences"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"trainer.vpp: got {self.vpp}, expected 1 because trainer.pp is 1; raise trainer.pp or leave it out")

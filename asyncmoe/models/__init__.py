@@ -135,7 +135,7 @@ def trainer_parallel(config: Config) -> MegatronParallel:
         pp=trainer.pp,
         ep=trainer.ep,
         etp=trainer.expert_tp,
-        dp=config.trainer_data_parallel,
+        dp=config.trainer.dp * config.trainer.cp,
         vpp=trainer.vpp,
         first_layers=trainer.first_stage_layers,
         last_layers=trainer.last_stage_layers,

@@ -11,12 +11,13 @@ from asyncmoe.errors import ConfigError
 class MegatronParallel:
     """Sizes of Megatron's process grid, and a rank's position in it.
 
-    Ranks are numbered as in `megatron.core.parallel_state` with the default order "tp-cp-ep-dp-pp" and no context parallelism:
+    Ranks are numbered as in `megatron.core.parallel_state` with the default order "tp-cp-ep-dp-pp":
     tensor ranks are adjacent and pipeline stages are furthest apart. Experts use a separate grid over the ranks of a stage:
     expert-tensor ranks are adjacent, then expert ranks, then expert-data ranks.
 
     Attributes:
-        tp, pp, dp: tensor, pipeline and data parallel sizes; the world is their product.
+        tp, pp, dp: tensor, pipeline and data parallel sizes; the world is their product. Context-parallel ranks, between tensor and data
+            parallel ones, hold the same weights and count as data-parallel ones.
         ep, etp: expert and expert-tensor parallel sizes; their product divides tp * dp.
         te: use the parameter names of Transformer Engine's layers (grouped experts, norms fused into the next linear layer).
         vpp: model chunks per stage (Megatron's virtual_pipeline_model_parallel_size; 1: no interleaving).

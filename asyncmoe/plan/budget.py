@@ -212,11 +212,12 @@ def for_cpu(config: Config) -> bool:
 
 
 def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Training:
-    """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation."""
+    """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation, of which
+    a context-parallel rank has its part."""
     trainer, objective = config.trainer, config.objective
     dtype = ("float32" if cpu else "bfloat16") if trainer.dtype == "auto" else trainer.dtype
     microbatch = Microbatch(
-        rows=max(trainer.tokens_per_microbatch, config.environment.max_tokens or 0),
+        rows=-(-max(trainer.tokens_per_microbatch, config.environment.max_tokens or 0) // trainer.cp),
         recompute=trainer.recompute == "full",
         dtype=dtype,
         adapter=adapter_of(config, hf),

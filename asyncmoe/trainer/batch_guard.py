@@ -129,7 +129,7 @@ class AnomalyWatch:
         """
         if self._mesh.rank == 0:
             evidence.write_facts(self._config, step, items, findings, values, self.history)
-        if self._mesh.reports:  # of the ranks that hold a trajectory, one writes it
+        if self._mesh.reports_trajectories:  # of the ranks that hold a trajectory, one writes it
             evidence.write_arrays(self._config.run.dir, step, self._mesh.rank, mine)
         collectives.barrier()  # the first rank that ends has the others ended
         why = "; ".join(one.why for one in findings)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -166,7 +167,16 @@ class Learner:
         planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, self._width)
         nothing = np.zeros(len(chosen))
         made = [
-            pack(texts, indices, advantages=nothing, weights=nothing, grid=mesh.grid, packed=trainer.pack, rows=planned.rows)
+            pack(
+                texts,
+                indices,
+                advantages=nothing,
+                weights=nothing,
+                grid=mesh.grid,
+                packed=trainer.pack,
+                rows=planned.rows,
+                cp_rank=mesh.cp_rank,
+            )
             for indices in planned.ranks[mesh.dp_rank]
         ]
         found = logprobs_only(self._model, made, lengths, 1.0, self._replay)
@@ -205,7 +215,9 @@ class Learner:
         before, reference = self._logprobs(updates, microbatches, leased, trajectories, step)
         metrics, sampled = [], self._samples.of(leased.items)
         for i, update in enumerate(updates):
-            loss = PolicyLoss(config.objective, config.rollout.temperature, step, progress=i / len(updates), plugins=self._plugins)
+            over_ranks = partial(collectives.summed, group=mesh.cp_group) if mesh.cp > 1 else None
+            progress, temperature = i / len(updates), config.rollout.temperature
+            loss = PolicyLoss(config.objective, temperature, step, progress=progress, plugins=self._plugins, over_ranks=over_ranks)
             made = microbatches(update, before, reference)
             differs: Differs = lambda batch: None  # noqa: E731
             if sampled is not None:
@@ -257,13 +269,13 @@ class Learner:
         return before if recompute else None, reference if self._reference is not None else None
 
     def _drifted(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, step: int) -> float | None:
-        mine = trajectories if self._mesh.reports else {}
+        mine = trajectories if self._mesh.reports_trajectories else {}
         part = replay_drift.measure(list(mine.values()), [ours[i] for i in mine], step)
         return replay_drift.judge(collectives.everyones(part), step, self._config.verify.max_replay_drift)
 
     def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
         limits = self._config.verify
-        mine = trajectories if self._mesh.reports else {}
+        mine = trajectories if self._mesh.reports_trajectories else {}
         part = logprob_mismatch.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)
         whole = logprob_mismatch.merge(collectives.everyones(part), limits.show)
         if self._mesh.rank == 0:

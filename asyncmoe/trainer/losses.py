@@ -50,6 +50,7 @@ class PolicyLoss:
         progress: share of the batch's updates already made.
         plugins: the user's own parts that `section` names.
         observe: called with each micro-batch and what becomes of its rows.
+        over_ranks: as `objective.Rows.over_ranks`.
     """
 
     section: ObjectiveSection
@@ -58,6 +59,7 @@ class PolicyLoss:
     progress: float = 0.0
     plugins: Plugins = NO_PLUGINS
     observe: Callable[[MicroBatch, Fates], None] | None = None
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def sums(self) -> Mapping[str, tuple[int, ...]]:
@@ -96,8 +98,9 @@ class PolicyLoss:
             behaviour=batch.behaviour,
             versions=batch.versions,
             pure=batch.pure,
-            segments=objective.segments([count for _, _, count in batch.places], batch.rows).to(logprobs.device),
+            segments=batch.segments,
             sequences=len(batch.places),
+            over_ranks=self.over_ranks,
             proximal=batch.proximal,
             reference=batch.reference,
         )

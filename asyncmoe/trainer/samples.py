@@ -44,16 +44,19 @@ class _Rows:
 
     Attributes:
         positions: position in the batch and first row and row count of each trajectory.
-        mask: bool[T].
+        whole: number of rows of all context-parallel ranks together.
+        held: int64[T]; which of them this rank holds; None: all.
     """
 
     positions: _Places
-    mask: torch.Tensor
+    whole: int
+    held: torch.Tensor | None
 
     @classmethod
     def of(cls, members: Sequence[int], batch: MicroBatch) -> _Rows:
         """Return those of a micro-batch of an update; `members`: as `Update.members`."""
-        return cls(tuple((members[index], first, count) for index, first, count in batch.places), batch.mask)
+        positions = tuple((members[index], first, count) for index, first, count in batch.places)
+        return cls(positions, batch.whole, batch.held)
 
 
 @dataclass(frozen=True)
@@ -126,25 +129,32 @@ class BatchSamples:
         for rows, advantages, fates in self._seen:
             found = torch.stack([fates.logprobs, fates.proximal, fates.weight, advantages, _states(fates).float()])
             values = found.cpu().numpy()
-            for i, block, at in self._kept(rows):
-                flat[block.start] = records.digest_of(trajectories[i].tokens, trajectories[i].logprobs)
-                flat[block.start + 1 : block.start + 1 + _MISMATCH * block.count] = values[:, at].reshape(-1)
+            for i, block, begins, here, at in self._kept(rows, trajectories):
+                if begins:
+                    flat[block.start] = records.digest_of(trajectories[i].tokens, trajectories[i].logprobs)
+                of = flat[block.start + 1 : block.start + 1 + _MISMATCH * block.count].reshape(_MISMATCH, block.count)
+                of[:, here] = values[:, at]
         for rows, differs in self._differs.values():
             counts = differs.cpu().numpy()
-            for _, block, at in self._kept(rows):
-                flat[block.end - block.count : block.end] = counts[at]
+            for _, block, _, here, at in self._kept(rows, trajectories):
+                flat[block.end - block.count : block.end][here] = counts[at]
         return torch.from_numpy(flat)
 
     def _has(self, members: Sequence[int], batch: MicroBatch) -> bool:
         return any(members[index] in self.blocks for index, _, _ in batch.places)
 
-    def _kept(self, rows: _Rows) -> list[tuple[int, _Block, np.ndarray]]:
-        """Return position, block and rows (int64[block.count]) of each kept trajectory in a micro-batch."""
-        mask = rows.mask.cpu().numpy()
+    def _kept(self, rows: _Rows, trajectories: Mapping[int, Trajectory]) -> list[tuple[int, _Block, bool, np.ndarray, np.ndarray]]:
+        """Return position and block of each kept trajectory in a micro-batch, whether this rank has its first row, which of its values this
+        rank has (bool[block.count]), and in which of its rows (int64)."""
+        place = np.arange(rows.whole)
+        if rows.held is not None:
+            place, held = np.full(rows.whole, -1), rows.held.cpu().numpy()
+            place[held] = np.arange(len(held))
         found = []
-        for i, first, count in rows.positions:
+        for i, first, _ in rows.positions:
             if (block := self.blocks.get(i)) is not None:
-                found.append((i, block, ends(first + mask[first : first + count].nonzero()[0], block.head, block.tail)))
+                at = place[first + ends(trajectories[i].loss_mask.nonzero()[0], block.head, block.tail) - 1]
+                found.append((i, block, bool(place[first] >= 0), at >= 0, at[at >= 0]))
         return found
 
 

@@ -182,7 +182,7 @@ def logprobs_only(
         for places, result in zip(batches.places, results, strict=True):
             for index, first, count in places:
                 target = int(starts[index]) + 1
-                flat[target : target + count - 1] = result["logprobs"][first : first + count - 1]
+                flat[target : target + count - 1] = result["logprobs"][first : first + count - 1]  # 0 in other ranks' rows
     values = collectives.total(flat).cpu().numpy()
     return {index: values[starts[index] : starts[index + 1]] for index in range(len(lengths))}
 
@@ -257,7 +257,7 @@ def _loss_of(
     assert entropy is not None
     sums = sums | {
         "loss": value.detach().clone(),  # the schedule may scale the loss in place
-        "rows": torch.tensor(sum(count for _, _, count in batch.places)),
+        "rows": (batch.segments >= 0).sum(),
         "entropy": torch.where(batch.mask, entropy, 0.0).sum(),
     }
     return value, _no_tokens(logits), sums
@@ -267,7 +267,7 @@ def _logprobs_of(
     mesh: Mesh, temperature: float, batch: MicroBatch, rows: torch.Tensor | None, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     logprobs, _ = _targets(mesh, temperature, batch, rows, logits, batch.support)
-    return logprobs.sum(), _no_tokens(logits), {"logprobs": logprobs}
+    return logprobs.sum(), _no_tokens(logits), {"logprobs": batch.everywhere(logprobs)}
 
 
 def _targets(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
             grid=place.grid,
             packed=packed,
             rows=job.schedule.rows,
+            cp_rank=place.cp_rank,
             routing=replay.routing,
         )
         for indices in job.schedule.ranks[place.dp_rank]
@@ -106,7 +108,7 @@ def sampled(
     """What samples hold of all trajectories but the second, of the first and last `KEPT` / 2 sampled tokens."""
     every = tuple(range(len(known)))
     collected = BatchSamples([describe(t) for t in known.values()], [i for i in every if i != 1], KEPT, place.reports)
-    loss = losses.PolicyLoss(ObjectiveSection(), case.TEMPERATURE, case.VERSION, observe=collected.observer(every))
+    loss = replace(parity.policy_loss(built.mesh, ObjectiveSection()), observe=collected.observer(every))
     step.train_step(built, adam, batches, loss, lr=0.0, replay=replay, differs=collected.counter(every))
     flat = collectives.total(collected.values(known)).numpy()
     found = {}

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.credit import token_advantages
 from asyncmoe.trainer.data.schedule import Schedule, schedule
+from asyncmoe.trainer.model import collectives, mesh, optimizer
 from asyncmoe.trainer.model import gpt as model
-from asyncmoe.trainer.model import mesh, optimizer
 from tests.ranks import case
 
 COMPARED = ("clip_fraction", "tis_capped_fraction", "ratio_mean", "train_infer_kl")
@@ -83,6 +84,7 @@ class Job:
                 grid=self.mesh.grid,
                 packed=self.config.trainer.pack,
                 rows=self.schedule.rows,
+                cp_rank=self.mesh.cp_rank,
                 proximal=dict(enumerate(self.reference["proximal"])) if proximal else None,
             )
             for indices in self.schedule.ranks[self.mesh.dp_rank]
@@ -166,7 +168,7 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
         "supervised_loss": abs(supervised.loss - job.reference["supervised"]["loss"]),
         "supervised_norm": abs(supervised.grad_norm / job.reference["supervised"]["grad_norm"] - 1),
     }
-    loss = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
+    loss = policy_loss(job.mesh, job.config.objective)
     policy = step.train_step(built, adam, job.microbatches("sequence_mean", proximal=True), loss, lr=0.0)
     found |= {
         "policy_gradients": relative_error(gradients(built), expected(built, job.path / "policy")),
@@ -246,8 +248,8 @@ def not_a_number(job: Job) -> dict[str, Any]:
     advantages = np.ones(len(case.LENGTHS), np.float32)
     advantages[3] = np.nan
     messages = []
-    loss = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
-    future = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION - 1)
+    loss = policy_loss(job.mesh, job.config.objective)
+    future = policy_loss(job.mesh, job.config.objective, case.VERSION - 1)
     for attempt, given in ((loss, advantages), (PoisonedGradient(), advantages), (future, None)):
         try:
             step.train_step(built, adam, job.microbatches("token_mean", proximal=True, advantages=given), attempt, lr=case.LR)
@@ -269,7 +271,7 @@ def credited(job: Job) -> dict[str, Any]:
     mine = {i: known[i] for i in job.schedule.indices(job.mesh.dp_rank)}
     advantages = token_advantages([describe(t) for t in known.values()], mine, section)
     batches = job.microbatches("sequence_mean", proximal=True, advantages=advantages)
-    made = step.train_step(built, adam, batches, losses.PolicyLoss(section, case.TEMPERATURE, case.VERSION), lr=0.0)
+    made = step.train_step(built, adam, batches, policy_loss(job.mesh, section), lr=0.0)
     return {
         "gradients": relative_error(gradients(built), expected(built, job.path / "credited")),
         "loss": abs(made.loss - job.reference["credited"]["loss"]),
@@ -289,11 +291,11 @@ def rejected(job: Job) -> dict[str, Any]:
     seen = []
     for weights, kept in ((None, section), (alone, section.model_copy(update={"correction": CorrectionSection(cap=1.1)}))):
         batches = job.microbatches("token_mean", proximal=True, weights=weights)
-        metrics = step.train_step(built, adam, batches, losses.PolicyLoss(kept, case.TEMPERATURE, case.VERSION), lr=0.0)
+        metrics = step.train_step(built, adam, batches, policy_loss(job.mesh, kept), lr=0.0)
         seen.append((metrics, {name: value.clone() for name, value in gradients(built).items()}))
     (with_rule, got), (without, wanted) = seen
     before = snapshot(built)
-    later = losses.PolicyLoss(section, case.TEMPERATURE, case.VERSION + 1)
+    later = policy_loss(job.mesh, section, case.VERSION + 1)
     nothing = step.train_step(built, adam, job.microbatches("token_mean", proximal=True), later, lr=case.LR)
     return {
         "gradients": relative_error(got, iter(wanted.items())),
@@ -343,6 +345,11 @@ def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
     return seen
 
 
+def policy_loss(place: mesh.Mesh, section: ObjectiveSection, version: int = case.VERSION) -> losses.PolicyLoss:
+    over_ranks = partial(collectives.summed, group=place.cp_group) if place.cp > 1 else None
+    return losses.PolicyLoss(section, case.TEMPERATURE, version, over_ranks=over_ranks)
+
+
 def unclipped(config: Config) -> Config:
     adam = config.trainer.optimizer.model_copy(update={"clip_grad": 1e9})
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": adam})})
@@ -354,13 +361,15 @@ def logits_error(job: Job, built: model.Model, batches: list[MicroBatch]) -> flo
     def keep(rows: MicroBatch, _: torch.Tensor | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         parts = [torch.empty_like(logits) for _ in range(job.mesh.tp)]
         dist.all_gather(parts, logits.contiguous(), group=job.mesh.tp_group)
-        return logits.sum(), torch.zeros([], dtype=torch.int), {"logits": torch.cat(parts, dim=2)[0].clone()}
+        return logits.sum(), torch.zeros([], dtype=torch.int), {"logits": rows.everywhere(torch.cat(parts, dim=2)[0])}
 
     results, _ = step._run(built, batches, keep, forward_only=True, sampled_only=False)
     errors = [0.0]
     for rows, kept in zip(batches, results, strict=False):
+        here = rows.everywhere(torch.ones(rows.rows))
         for index, first, count in rows.places:
-            errors.append(float((kept["logits"][first : first + count] - job.reference["logits"][index]).abs().max()))
+            differs = (kept["logits"][first : first + count] - job.reference["logits"][index]).abs().amax(dim=1)
+            errors.append(float((differs * here[first : first + count]).max()))
     assert len(errors) > 1 or not job.mesh.last_stage or not any(rows.places for rows in batches)
     return max(errors)
 

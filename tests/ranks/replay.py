@@ -77,6 +77,7 @@ def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temper
             grid=place.grid,
             packed=config.trainer.pack,
             rows=planned.rows,
+            cp_rank=place.cp_rank,
             routing=replay.routing,
         )
         for indices in planned.ranks[place.dp_rank]

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.ranks
 LAYOUTS = {
     1: ["tp=1", "tp=1,recompute=full"],
     2: ["tp=2,recompute=full", "pp=2", "pp=2,vpp=2,recompute=full", "ep=2,recompute=selective"],
-    4: ["tp=2,ep=2", "pp=2,ep=2,recompute=full"],
+    4: ["tp=2,ep=2", "pp=2,ep=2,recompute=full", "tp=2,cp=2,ep=2"],
 }
 COMBINED = {
-    2: ["tp=2", "pp=2,recompute=full", "pp=2,vpp=2"],
-    4: ["pp=2,ep=2", "tp=2,pp=2,recompute=full", "tp=2,pp=2,vpp=2"],
+    2: ["tp=2", "pp=2,recompute=full", "pp=2,vpp=2", "cp=2,recompute=full"],
+    4: ["pp=2,ep=2", "cp=4", "cp=2,pp=2", "tp=2,pp=2,recompute=full", "tp=2,pp=2,vpp=2"],
 }
 """Of parts that the others have too."""
 

@@ -25,8 +25,16 @@ LAYOUTS = {
     "pp2xep2": (4, "pp=2,ep=2"),
     "pp2xtp2": (4, "tp=2,pp=2"),
     "pp2xvpp2xep2": (4, "pp=2,vpp=2,ep=2"),
+    "cp2": (2, "cp=2"),
+    "cp2xep2": (2, "cp=2,ep=2"),
+    "cp4": (4, "cp=4"),
+    "cp2xdp2": (4, "cp=2,tp=1"),
+    "cp2xtp2": (4, "tp=2,cp=2"),
+    "cp2xpp2": (4, "cp=2,pp=2"),
+    "cp2xpp2xvpp2": (4, "cp=2,pp=2,vpp=2"),
+    "cp2xtp2xep2": (4, "tp=2,cp=2,ep=2"),
 }
-COMBINED = {"dp2", "pp2-uneven", "tp2xetp2", "pp2xtp2", "pp2xvpp2xep2"}
+COMBINED = {"cp2", "cp4", "cp2xdp2", "cp2xpp2", "cp2xpp2xvpp2", "cp2xtp2", "dp2", "pp2-uneven", "tp2xetp2", "pp2xtp2", "pp2xvpp2xep2"}
 """Of parts that other layouts have too."""
 layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]

@@ -25,7 +25,7 @@ shapes = st.fixed_dictionaries(
         "dp": st.integers(1, 6),
         "tokens_per_microbatch": st.integers(8, 400),
         "pack": st.booleans(),
-        "grid": st.builds(BatchGrid, tp=st.sampled_from([1, 2, 4, 8]), stages=st.sampled_from([1, 2, 3])),
+        "grid": st.builds(BatchGrid, tp=st.sampled_from([1, 2, 4, 8]), stages=st.sampled_from([1, 2, 3]), cp=st.sampled_from([1, 1, 2, 3])),
         "width": st.sampled_from([0, 1, 50, 10_000]),
     }
 )
@@ -44,13 +44,14 @@ def test_schedule_invariants(shape: dict) -> None:
     assert {len(rank) for rank in plan.ranks} == {plan.microbatches}
     assert plan.microbatches >= 1
     assert plan.microbatches % shape["grid"].stages == 0
-    most = max(1, *(tokens(m, lengths) for rank in plan.ranks for m in rank))
-    assert plan.rows == (0 if shape["grid"].stages == 1 else most + -most % shape["grid"].tp)
+    padded, multiple = [shape["grid"].of(length) for length in lengths], shape["grid"].rows
+    most = max(1, *(tokens(m, padded) for rank in plan.ranks for m in rank))
+    assert plan.rows == (0 if shape["grid"].stages == 1 else most + -most % multiple)
     for rank in plan.ranks:
         for microbatch in rank:
             if shape["pack"] and len(microbatch) > 1:
-                rows = tokens(microbatch, lengths)
-                assert rows + -rows % shape["grid"].tp <= shape["tokens_per_microbatch"]
+                rows = tokens(microbatch, padded)
+                assert rows + -rows % multiple <= shape["tokens_per_microbatch"]
             assert shape["pack"] or len(microbatch) <= 1
 
 
@@ -224,6 +225,35 @@ def test_sequences_cover_all_rows(case: tuple[dict[int, Trajectory], list[int], 
     assert bounds == sorted(set(bounds))
     assert [b for b in bounds[:-1] if b < sum(len(known[i]) for i in indices)] == [place[1] for place in batch.places]
     assert batch.max_seqlen == max(b - a for a, b in pairwise(bounds))
+
+
+@given(batches(), st.sampled_from([2, 3, 4]))
+def test_context_parallel_ranks_hold_every_token_once_with_all_that_belongs_to_it(
+    case: tuple[dict[int, Trajectory], list[int], int, bool], cp: int
+) -> None:
+    known, indices, tp, packed = case
+    count = 10 + len(known)
+    both = {"advantages": np.arange(count) + 1.0, "weights": np.arange(count) / 7 + 1}
+    whole = pack(known, indices, **both, grid=BatchGrid(), packed=True)
+    seen = np.zeros(whole.rows, np.int64)
+    for rank in range(cp):
+        part = pack(known, indices, **both, grid=BatchGrid(tp, cp=cp), packed=packed, cp_rank=rank)
+        assert part.rows % tp == 0
+        assert part.rows * cp == part.whole
+        assert part.held is not None
+        assert [index for index, _, _ in part.places] == indices
+        real = part.segments >= 0
+        firsts = torch.tensor([first for _, first, _ in whole.places] or [0])
+        at = firsts[part.segments[real]] + part.positions[0, real]
+        seen[at] += 1
+        assert torch.equal(part.tokens[:, real], whole.tokens[:, at])
+        for name in ("targets", "mask", "behaviour", "versions", "pure", "advantages", "weights", "segments"):
+            assert torch.equal(getattr(part, name)[real], getattr(whole, name)[at])
+        assert not part.mask[~real].any()
+        starts = torch.tensor([first for _, first, _ in part.places] or [0])
+        assert torch.equal(part.held[real], starts[part.segments[real]] + part.positions[0, real])
+        assert part.everywhere(part.mask.float()).sum() == part.mask.sum()
+    assert (seen == (whole.segments >= 0).numpy()).all()
 
 
 @pytest.mark.parametrize("packed", [True, False])

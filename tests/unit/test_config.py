@@ -95,7 +95,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("queue.capacity", 127, "127", "at least a step's batch"),
         ("trainer", None, "None", "a section"),
         ("trainer", [1], "[1]", "a section"),
-        ("trainer.tp", 2, "1", "a multiple of tp * pp = 2"),
+        ("trainer.tp", 2, "1", "a multiple of tp * cp * pp = 2"),
         ("engines.ep", 2, "2", "a divisor of engines.tp = 1"),
         ("rollout.group_size", 1, "1", "at least 2"),
         ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
@@ -383,7 +383,8 @@ def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
-        ({"ranks": 2, "cp": 2}, ["trainer.cp: got 2, expected 1", "gathers keys and values", "raise trainer.tp"]),
+        ({"ranks": 3, "cp": 2}, ["trainer.ranks: got 3, expected a multiple of tp * cp * pp = 2", "change trainer.ranks, tp, cp or pp"]),
+        ({"ranks": 4, "cp": 0}, ["trainer.cp", "a number above 0"]),
         ({"vpp": 2}, ["trainer.vpp: got 2, expected 1", "trainer.pp is 1"]),
         ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
         ({"last_stage_layers": 1}, ["trainer.last_stage_layers: got 1", "trainer.pp is 1"]),

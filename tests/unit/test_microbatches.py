@@ -52,7 +52,7 @@ def made(count: list[int] | None = None) -> MicroBatches:
         return batch.pack(known, parts[number], advantages=np.zeros(at), weights=np.ones(at), grid=GRID, packed=True)
 
     rows = [batch.rows_of(lengths, GRID) for lengths in LENGTHS]
-    return MicroBatches(make, rows, [batch.places_of(part, lengths) for part, lengths in zip(parts, LENGTHS, strict=True)])
+    return MicroBatches(make, rows, [batch.places_of(part, lengths, GRID) for part, lengths in zip(parts, LENGTHS, strict=True)])
 
 
 def test_rows_and_places_are_known_before_anything_is_packed() -> None:

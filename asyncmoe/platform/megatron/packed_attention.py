@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
@@ -22,6 +23,7 @@ except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform.megatron import context_attention
 
 Kernel = Literal["varlen", "each"]
 _FLASH_HEAD = 256
@@ -35,6 +37,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     Args:
         cu_seqlens: int32[n + 1], on the model's device; starts of the packed sequences, then T; padding is a sequence of its own.
+            Context-parallel ranks count the rows of all of them together, and sequences include their padding.
         bounds: the same numbers on the host.
         longest: length of the longest sequence.
     """
@@ -48,9 +51,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Replaces Megatron's `DotProductAttention` in a layer spec.
 
     Without `packed_seq_params`: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d]. With `packed_seq_params`,
-    which must be `PackedSequences`: [T, heads, d] -> [T, heads * d]; rows attend within their own sequence, so the cost is the sum of the
-    squared lengths. Values may be narrower than keys, as in latent attention: they are padded with zeros, because only the kernel that
-    stores all scores takes narrower values on every device.
+    which must be `PackedSequences`: [T, heads, d] -> [T, heads * d], of T / n rows on each of n context-parallel ranks
+    (`asyncmoe.platform.zigzag`); rows attend within their own sequence, so the cost is the sum of the squared lengths. Values may be
+    narrower than keys, as in latent attention: they are padded with zeros, because only the kernel that stores all scores takes narrower
+    values on every device.
     """
 
     def __init__(
@@ -64,9 +68,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1 or config.attention_dropout or attention_dropout or config.window_size is not None:
-            raise InvariantBroken("PackedAttention has no context parallelism, dropout or sliding window")
+        if config.attention_dropout or attention_dropout or config.window_size is not None:
+            raise InvariantBroken("PackedAttention has no dropout or sliding window")
         self.scale = softmax_scale
+        self._ranks: Any = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -85,11 +90,15 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if width < query.shape[-1]:
             value = F.pad(value, (0, query.shape[-1] - width))
         if packed_seq_params is None:
+            if self._ranks is not None:
+                raise InvariantBroken("context parallelism divides packed sequences only")
             return self._attend(query, key, value)[..., :width].flatten(2)
-        bounds = packed_seq_params.bounds
-        if bounds[0] != 0 or bounds[-1] != query.shape[0]:
-            raise InvariantBroken(f"cu_seqlens: got {bounds[0]} to {bounds[-1]}, expected 0 to {query.shape[0]}, padding included")
-        if kernel(query.device.type, query.dtype, query.shape[-1]) == "varlen":
+        bounds, rows = packed_seq_params.bounds, query.shape[0] * (1 if self._ranks is None else self._ranks.size())
+        if bounds[0] != 0 or bounds[-1] != rows:
+            raise InvariantBroken(f"cu_seqlens: got {bounds[0]} to {bounds[-1]}, expected 0 to {rows}, padding included")
+        if self._ranks is not None:
+            out = context_attention.attend(query, key, value, bounds, self.scale, self._ranks)
+        elif kernel(query.device.type, query.dtype, query.shape[-1]) == "varlen":
             out = packed(query, key, value, packed_seq_params, self.scale)
         else:
             blocks = [self._attend(query[a:b, None], key[a:b, None], value[a:b, None])[:, 0] for a, b in pairwise(bounds)]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform.megatron.patch import gone, module
+from asyncmoe.platform.zigzag import positions
 
 _NAME = "_apply_rotary_pos_emb_thd"
 
@@ -36,16 +36,8 @@ def install() -> None:
 def _by_position(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any, cp_group: Any, **kwargs: Any) -> torch.Tensor:
         """Rotate t [T, heads, d] by freqs [longest, 1, 1, d] -> [T, heads, d]."""
-        if cp_group.size() != 1:
-            raise InvariantBroken("packed sequences: context parallelism is not supported")
-        return apply(t.unsqueeze(1), freqs[positions(cu_seqlens, t.shape[0])], *args, **kwargs).squeeze(1)
+        here = positions(cu_seqlens, t.shape[0], cp_group.size(), cp_group.rank())
+        return apply(t.unsqueeze(1), freqs[here], *args, **kwargs).squeeze(1)
 
     packed.__module__ = __name__
     return packed
-
-
-def positions(cu_seqlens: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return int64[rows], each row's position in its sequence, from cu_seqlens int32[n + 1], which runs from 0 to `rows`."""
-    every = torch.arange(rows, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens, every, right=True) - 1
-    return every - cu_seqlens[sequence]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform import zigzag
 from asyncmoe.trainer.data import replay_data
 from asyncmoe.trainer.data.replay_data import Experts, Support
 from asyncmoe.trainer.data.schedule import BatchGrid
@@ -24,7 +26,8 @@ class MicroBatch:
     """The rows of one forward pass: T rows, a multiple of the tensor-parallel size.
 
     Row t holds a token and the data of its target, the next token in the same trajectory; a trajectory's last row has no target (`mask`
-    False). Trajectories lie one after another, followed by padding.
+    False). Trajectories lie one after another, followed by padding. Context-parallel ranks hold T rows each (`part`); the data of a target
+    are in the token's row on whatever rank the target itself is.
 
     Attributes:
         tokens: int64[1, T].
@@ -40,10 +43,14 @@ class MicroBatch:
         reference: float32[T] or None; log-probability of the target under the reference policy, over the whole vocabulary.
         cu_seqlens: int32[n + 1] or None; starts of the packed sequences, then T; padding is a sequence of its own. None: one sequence with
             padding at its end, which no earlier row sees.
+            Context-parallel ranks always have it, and it counts the rows of all of them together, `whole` in number.
         max_seqlen: length of the longest sequence.
+        segments: int64[T]; which of the trajectories in `places` the row belongs to, -1 for padding.
         experts: recorded experts of every row, if routing is kept.
         support: the ids the targets were sampled from, if any were recorded.
-        places: where each trajectory is.
+        places: where each trajectory is, among the rows of all context-parallel ranks together.
+        whole: number of these rows.
+        held: int64[T]; which of these rows this rank holds; None: all.
     """
 
     tokens: torch.Tensor
@@ -59,13 +66,28 @@ class MicroBatch:
     reference: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     max_seqlen: int
+    segments: torch.Tensor
     experts: Experts | None
     support: Support | None
     places: tuple[Place, ...]
+    whole: int
+    held: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
         return self.tokens.shape[1]
+
+    def part(self, rows: torch.Tensor) -> MicroBatch:
+        """Return the given rows, int64, ascending within each sequence: what one context-parallel rank holds."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            if name in _BY_ROW and value is not None:
+                values[name] = value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows)
+        return MicroBatch(**values | {"held": rows})
+
+    def everywhere(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values [T, ...] of this rank's rows among those of all context-parallel ranks, [whole, ...]; 0 for other ranks' rows."""
+        return values if self.held is None else values.new_zeros(self.whole, *values.shape[1:]).index_copy_(0, self.held, values)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on another device."""
@@ -75,15 +97,18 @@ class MicroBatch:
         return MicroBatch(**values | moved)
 
 
-def places_of(indices: Sequence[int], lengths: Sequence[int]) -> tuple[Place, ...]:
+_BY_ROW = frozenset({f.name for f in fields(MicroBatch)} - {"cu_seqlens", "max_seqlen", "places", "whole", "held"})
+
+
+def places_of(indices: Sequence[int], lengths: Sequence[int], grid: BatchGrid) -> tuple[Place, ...]:
     """Return where trajectories of some indices and lengths lie in a micro-batch."""
-    starts = np.cumsum([0, *lengths]).tolist()
+    starts = np.cumsum([0, *map(grid.of, lengths)]).tolist()
     return tuple(zip(indices, starts[:-1], lengths, strict=True))
 
 
 def rows_of(lengths: Sequence[int], grid: BatchGrid, rows: int = 0) -> int:
     """Return the rows of a micro-batch of trajectories of some lengths; `rows` as for `pack`."""
-    total = max(sum(lengths), rows, 1)
+    total = max(sum(map(grid.of, lengths)), rows, 1)
     return total + -total % grid.rows
 
 
@@ -96,6 +121,7 @@ def pack(
     grid: BatchGrid,
     packed: bool,
     rows: int = 0,
+    cp_rank: int | None = None,
     proximal: Mapping[int, np.ndarray] | None = None,
     reference: Mapping[int, np.ndarray] | None = None,
     routing: Routing | None = None,
@@ -110,6 +136,7 @@ def pack(
         grid: the trainer's constraints.
         packed: separate the sequences by `cu_seqlens`.
         rows: minimum row count; a multiple of `grid.rows` (`Schedule.rows`).
+        cp_rank: the context-parallel rank whose rows are returned; needed if there are several.
         proximal, reference: float32[T_i] per trajectory, aligned with its tokens, as returned by `step.logprobs_only`.
         routing: the layers whose recorded experts are replayed; None: routers choose live.
     """
@@ -120,12 +147,13 @@ def pack(
         if trajectory.loss_mask[0]:
             raise InvariantBroken(f"pack: the first token of {trajectory.key} is marked as sampled, but nothing precedes it")
     lengths = [len(t) for t in chosen]
-    starts = [0, *np.cumsum(lengths).tolist()]
-    rows = rows_of(lengths, grid, rows)
+    starts = [0, *np.cumsum([grid.of(length) for length in lengths]).tolist()]
+    rows, packed = rows_of(lengths, grid, rows), packed or grid.cp > 1
+    bounds = [*starts, rows] if rows > starts[-1] else starts
 
     flat = _Flat(rows, starts, lengths)
     mask = flat.next([t.loss_mask for t in chosen], np.bool_)
-    return MicroBatch(
+    whole = MicroBatch(
         tokens=flat.here([t.tokens for t in chosen], np.int64)[None],
         positions=flat.here([np.arange(n) for n in lengths], np.int64)[None],
         targets=flat.next([t.tokens for t in chosen], np.int64),
@@ -137,12 +165,19 @@ def pack(
         weights=flat.each([float(weights[i]) for i in indices], np.float32) * mask,
         proximal=None if proximal is None else flat.next([proximal[i] for i in indices], np.float32) * mask,
         reference=None if reference is None else flat.next([reference[i] for i in indices], np.float32) * mask,
-        cu_seqlens=torch.tensor([*starts, rows] if rows > starts[-1] else starts, dtype=torch.int32) if packed else None,
-        max_seqlen=max([*lengths, rows - starts[-1]]) if packed else rows,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
+        max_seqlen=max(b - a for a, b in pairwise(bounds)) if packed else rows,
+        segments=flat.each(range(len(chosen)), np.int64, -1),
         experts=None if routing is None else replay_data.experts(chosen, starts, rows, routing),
         support=replay_data.support(chosen, starts, rows),
-        places=places_of(indices, lengths),
+        places=places_of(indices, lengths, grid),
+        whole=rows,
     )
+    if grid.cp == 1:
+        return whole
+    if cp_rank is None:
+        raise InvariantBroken(f"pack: got no rank of {grid.cp} context-parallel ones, whose rows differ")
+    return whole.part(zigzag.rows(bounds, grid.cp, cp_rank))
 
 
 class _Flat:
@@ -165,9 +200,9 @@ class _Flat:
             out[start : stop - 1] = array[1:]
         return torch.from_numpy(out)
 
-    def each(self, values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
-        """All rows of a trajectory get its value."""
-        out = np.zeros(self.rows, dtype)
+    def each(self, values: Sequence[float], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
+        """All rows of a trajectory get its value, others `nothing`."""
+        out = np.full(self.rows, nothing, dtype)
         for (start, stop), value in zip(self.spans, values, strict=True):
             out[start:stop] = value
         return torch.from_numpy(out)

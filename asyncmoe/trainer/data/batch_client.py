@@ -98,13 +98,14 @@ def microbatches(
             grid=mesh.grid,
             packed=config.trainer.pack,
             rows=planned.rows,
+            cp_rank=mesh.cp_rank,
             proximal=None if proximal is None else {i: proximal[members[i]] for i in indices},
             reference=None if reference is None else {i: reference[members[i]] for i in indices},
             routing=routing,
         )
 
     rows = [batch.rows_of(of, mesh.grid, planned.rows) for of in lengths]
-    return MicroBatches(make, rows, [batch.places_of(indices, of) for indices, of in zip(mine, lengths, strict=True)])
+    return MicroBatches(make, rows, [batch.places_of(indices, of, mesh.grid) for indices, of in zip(mine, lengths, strict=True)])
 
 
 def mine(update: Update, mesh: Mesh) -> list[int]:
@@ -157,7 +158,8 @@ def fetch(
     masks: bool = True,
     ahead: Prefetcher | None = None,
 ) -> dict[int, Trajectory]:
-    """Fetch the trajectories at the given positions of a leased batch, once for a tensor-parallel group. Collective over the group.
+    """Fetch the trajectories at the given positions of a leased batch, once for the ranks that train on them (`Mesh.replica_group`).
+    Collective over these.
 
     Args:
         wanted, layers, masks: the same on all ranks of the group.

@@ -16,7 +16,7 @@ class MicroBatches:
 
     Args:
         make: packs the micro-batch of a number; called in a thread, one call at a time in each iteration.
-        rows: rows of each micro-batch.
+        rows: rows of each micro-batch, of all context-parallel ranks together (`MicroBatch.whole`).
         places: `MicroBatch.places` of each.
     """
 
@@ -28,7 +28,7 @@ class MicroBatches:
         """Return micro-batches that are packed already in this form."""
         if isinstance(batches, MicroBatches):
             return batches
-        return cls(batches.__getitem__, [one.rows for one in batches], [one.places for one in batches])
+        return cls(batches.__getitem__, [one.whole for one in batches], [one.places for one in batches])
 
     def shared(self, readers: int) -> list[Iterator[MicroBatch]]:
         """Return iterators that read at their own pace. Each micro-batch is packed once, and kept until the last reader has had it."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform.zigzag import padded
 
 Indices = tuple[int, ...]
 
@@ -21,6 +22,7 @@ class BatchGrid:
 
     Attributes:
         tp: tensor-parallel ranks, which hold equal consecutive parts of the rows.
+        cp: context-parallel ranks, which hold equal parts of every sequence (`asyncmoe.platform.zigzag`); tp divides each rank's part.
         stages: pipeline stages if model chunks interleave; 1 if every stage holds one chunk. Megatron's interleaved schedule deals out
             micro-batches in rounds of one per stage and does not announce row counts to the receiving stage, so all micro-batches have
             the same row count.
@@ -28,11 +30,16 @@ class BatchGrid:
 
     tp: int = 1
     stages: int = 1
+    cp: int = 1
 
     @property
     def rows(self) -> int:
         """A micro-batch's row count is a multiple of this."""
-        return self.tp
+        return self.tp * padded(1, self.cp)
+
+    def of(self, length: int) -> int:
+        """Return the rows of a trajectory of `length` tokens."""
+        return padded(length, self.cp)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
         raise InvariantBroken(f"schedule: got lengths {[n for n in lengths if n <= 0]} and dp {dp}, expected positive numbers")
     bound, multiple = tokens_per_microbatch - tokens_per_microbatch % grid.rows, dp * grid.stages
     costs = [cost(length, width) for length in lengths]
+    lengths = [grid.of(length) for length in lengths]
     bins: list[Indices] = _bins(lengths, costs, multiple, bound) if pack else [(index,) for index in range(len(lengths))]
     bins += [()] * (-len(bins) % multiple)
     bins = bins or [()] * multiple

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel group fetches; the others get it from that rank.
+"""One rank of a tensor- and context-parallel group fetches; the others get it from that rank.
 
 All ranks of such a group train on the same trajectories with the same layers, so the controller sends them once a group. Megatron's group
 takes tensors in device memory only if there are GPUs; bytes then pass through it in parts.
@@ -21,7 +21,7 @@ PART_BYTES = 64 << 20
 
 
 def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer] | Joined]) -> Sequence[Buffer]:
-    """Return what `ask` returns on the group's first rank. Collective over the tensor-parallel group.
+    """Return what `ask` returns on the group's first rank. Collective over `Mesh.replica_group`.
 
     Args:
         count: number of buffers, the same on all ranks.
@@ -30,19 +30,19 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer] | Joined])
     Raises:
         AsyncmoeError: what `ask` raised, on the first rank; on the others a `ProtocolError` with its text.
     """
-    if mesh.tp == 1:
+    if mesh.tp * mesh.cp == 1:
         found = ask()
         return found.buffers if isinstance(found, Joined) else found
-    ours, failure = _asked(count, ask) if mesh.tp_rank == 0 else (joined([]), None)
+    ours, failure = _asked(count, ask) if mesh.fetches else (joined([]), None)
     why = str(failure).encode() if failure is not None else b""
     lengths = [len(one) for one in ours.buffers] or [0] * count
     sizes = torch.tensor([*lengths, len(why)], dtype=torch.int64, device=mesh.device)
     _broadcast(mesh, sizes)
     *each, told = sizes.tolist()
     if told:
-        text = bytes(_spread(mesh, joined([why]) if mesh.tp_rank == 0 else empty([told])).buffers[0])
+        text = bytes(_spread(mesh, joined([why]) if mesh.fetches else empty([told])).buffers[0])
         raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {text.decode()}")
-    return _spread(mesh, ours if mesh.tp_rank == 0 else empty(each)).buffers
+    return _spread(mesh, ours if mesh.fetches else empty(each)).buffers
 
 
 def _asked(count: int, ask: Callable[[], Sequence[Buffer] | Joined]) -> tuple[Joined, AsyncmoeError | None]:
@@ -61,14 +61,14 @@ def _spread(mesh: Mesh, ours: Joined) -> Joined:
     for part in torch.split(torch.from_numpy(ours.whole), PART_BYTES):
         sent = part.to(mesh.device)  # on a CPU the part itself
         _broadcast(mesh, sent)
-        if mesh.tp_rank and sent is not part:
+        if sent is not part and not mesh.fetches:
             part.copy_(sent)
     return ours
 
 
 def _broadcast(mesh: Mesh, tensor: torch.Tensor) -> None:
-    dist.broadcast(tensor, _first(mesh), group=mesh.tp_group)
+    dist.broadcast(tensor, _first(mesh), group=mesh.replica_group)
 
 
 def _first(mesh: Mesh) -> int:
-    return dist.get_global_rank(mesh.tp_group, 0)
+    return dist.get_global_rank(mesh.replica_group, 0)

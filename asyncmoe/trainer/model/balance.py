@@ -42,10 +42,7 @@ class Balance:
     def counting(self, batch: MicroBatch) -> Iterator[None]:
         """Count the experts of a training micro-batch during its forward pass. Experts of padding do not count, and recomputation in the
         backward pass does not count again."""
-        real = torch.zeros(batch.rows, dtype=torch.bool, device=batch.tokens.device)
-        for _, first, count in batch.places:
-            real[first : first + count] = True
-        self._real = real.chunk(self._parts)[self._part]
+        self._real = (batch.segments >= 0).chunk(self._parts)[self._part]
         yield
         self._real = None
 
@@ -55,7 +52,8 @@ class Balance:
 
     def update(self) -> None:
         """Raise the biases of experts with fewer tokens than their layer's mean, and lower the biases of experts with more. Collective over
-        all ranks: tensor-parallel ranks have parts of the rows, stages their layers, data-parallel ranks their micro-batches."""
+        all ranks: tensor- and context-parallel ranks have parts of the rows, stages their layers, data-parallel ranks their
+        micro-batches."""
         experts = collectives.total(torch.tensor(self._experts), dist.ReduceOp.MAX)  # a stage may have no router
         tokens = torch.zeros(self._layers, int(experts), dtype=torch.float64, device=experts.device)
         for layer, counts in self._tokens.items():

@@ -57,6 +57,29 @@ def total(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.Reduce
     return result
 
 
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of all ranks' tensors in a group, differentiable: the ranks' losses, which all depend on it, add up."""
+    made: torch.Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _added(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _added(gradients[0], ctx.group), None
+
+
+def _added(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result, group=group)
+    return result
+
+
 def everyones(mine: T) -> list[T]:
     """Return every rank's object, by rank. Objects must be picklable."""
     said = [mine] * dist.get_world_size()

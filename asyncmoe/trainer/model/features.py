@@ -35,4 +35,5 @@ def run_features(hf: Mapping[str, Any], config: Config, parallel: MegatronParall
         float32=float32,
         distributed=config.trainer.distributed_optimizer,
         published_every=config.sync.every,
+        cp=config.trainer.cp,
     )

@@ -57,6 +57,7 @@ def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dt
     interleaved = mesh.vpp > 1
     given: dict[str, Any] = {
         "tensor_model_parallel_size": mesh.tp,
+        "context_parallel_size": mesh.cp,
         "pipeline_model_parallel_size": mesh.pp,
         "virtual_pipeline_model_parallel_size": mesh.vpp if interleaved else None,
         "num_layers_in_first_pipeline_stage": mesh.first_layers,

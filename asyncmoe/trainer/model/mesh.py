@@ -25,9 +25,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's position. Ranks follow Megatron's order: tensor-parallel fastest, then data, pipeline slowest; expert parallelism
-    spans tensor and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and `last_layers` are the layer
-    counts of the outer pipeline stages; None: an equal share."""
+    """This process's position. Ranks follow Megatron's order: tensor-parallel fastest, then context, data, and pipeline slowest; expert
+    parallelism spans tensor, context and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and
+    `last_layers` are the layer counts of the outer pipeline stages; None: an equal share."""
 
     rank: int
     world: int
@@ -46,6 +46,8 @@ class Mesh:
     backend: str
     first_layers: int | None = None
     last_layers: int | None = None
+    cp: int = 1
+    cp_rank: int = 0
 
     @property
     def last_stage(self) -> bool:
@@ -58,23 +60,45 @@ class Mesh:
         return self.last_stage and self.tp_rank == 0
 
     @property
+    def reports_trajectories(self) -> bool:
+        """As `reports` for what is counted by trajectory: context-parallel ranks hold parts of the same ones."""
+        return self.reports and self.cp_rank == 0
+
+    @property
+    def fetches(self) -> bool:
+        """True for one rank among those of a stage that train on the same trajectories (`replica_group`): it fetches them for all."""
+        return self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
     def grid(self) -> BatchGrid:
         """Constraints on micro-batches."""
-        return BatchGrid(self.tp, self.pp if self.vpp > 1 else 1)
+        return BatchGrid(self.tp, self.pp if self.vpp > 1 else 1, self.cp)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
         return group
 
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = groups.get_context_parallel_group()
+        return group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks of this stage that train on the same trajectories: tensor- and context-parallel ones."""
+        group: dist.ProcessGroup = groups.get_tensor_and_context_parallel_group()
+        return group
+
     def parallel(self, te: bool) -> MegatronParallel:
-        """Return the parallel sizes for `asyncmoe.models`; `te`: the model is built from Transformer Engine's modules."""
+        """Return the parallel sizes for `asyncmoe.models`, to which context-parallel ranks are data-parallel ones: they hold the same
+        weights. `te`: the model is built from Transformer Engine's modules."""
         return MegatronParallel(
             tp=self.tp,
             pp=self.pp,
             ep=self.ep,
             etp=self.etp,
-            dp=self.dp,
+            dp=self.dp * self.cp,
             te=te,
             vpp=self.vpp,
             first_layers=self.first_layers,
@@ -111,6 +135,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         trainer.tp,
         trainer.pp,
         trainer.vpp if trainer.vpp > 1 else None,
+        context_parallel_size=trainer.cp,
         expert_model_parallel_size=trainer.ep,
         expert_tensor_parallel_size=trainer.expert_tp,
         distributed_timeout_minutes=trainer.timeout_s / 60,  # Megatron's hint says int, but it only makes a timedelta of it
@@ -134,6 +159,8 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         backend=backend,
         first_layers=trainer.first_stage_layers,
         last_layers=trainer.last_stage_layers,
+        cp=trainer.cp,
+        cp_rank=groups.get_context_parallel_rank(),
     )
 
 

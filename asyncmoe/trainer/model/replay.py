@@ -204,7 +204,7 @@ def _take_over(router: Any) -> RecordedRouter:
 
 
 def _shares(routing: Routing, counts: torch.Tensor) -> dict[int, float]:
-    """Tensor-parallel ranks hold parts of the rows, pipeline stages their layers, data-parallel ranks their micro-batches, so the sum over
-    all ranks counts each row of a layer once."""
+    """Tensor- and context-parallel ranks hold parts of the rows, pipeline stages their layers, data-parallel ranks their micro-batches, so
+    the sum over all ranks counts each row of a layer once."""
     total = collectives.total(counts).tolist()
     return {layer: differ / rows for layer, (differ, rows) in zip(routing.layers, total, strict=True) if rows}

@@ -42,6 +42,7 @@ class RunFeatures:
         float32: weights are float32.
         distributed: the optimizer state is sharded.
         published_every: optimizer steps between published versions.
+        cp: context-parallel ranks.
     """
 
     dp: int
@@ -54,6 +55,7 @@ class RunFeatures:
     float32: bool
     distributed: bool
     published_every: int
+    cp: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
     engine = not lacking and wanted.transformer_impl != "local"
     if wanted.transformer_impl == "transformer_engine" and lacking:
         raise _refusal("transformer_impl", "transformer_engine", "local", lacking)
+    if run.cp > 1 and kernels.cuda and not engine:
+        why = lacking or "trainer.megatron.transformer_impl is local"
+        raise ConfigError("trainer.cp", got=run.cp, expected=f"1 because {why}: on a GPU its attention divides sequences", hint=_WITHOUT)
     off: list[tuple[str, str]] = []
     if not engine:
         off.append(("transformer_impl=transformer_engine", lacking or _SAID))
@@ -116,6 +121,7 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
 
 
 _SAID = "disabled by the configuration"
+_WITHOUT = "leave trainer.cp out, or install Transformer Engine (make setup GPU=1) and leave transformer_impl out"
 
 
 def _refusal(name: str, got: str, expected: str, why: str) -> ConfigError:

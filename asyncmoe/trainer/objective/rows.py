@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,8 @@ gradient is zero."""
 class Rows:
     """One micro-batch as a policy loss sees it: flat over T rows, each about one token (`batch.MicroBatch`).
 
-    Sequences are complete. Values in rows outside `mask` are ignored, even NaN; a NaN inside `mask` makes the loss NaN.
+    Sequences are complete, or `over_ranks` completes sums over them. Values in rows outside `mask` are ignored, even NaN; a NaN inside
+    `mask` makes the loss NaN.
     """
 
     mask: torch.Tensor
@@ -47,6 +48,9 @@ class Rows:
     """float32[T]; log-probability under the trainer before the batch's first update. None: not computed (see `proximal_logprobs`)."""
     reference: torch.Tensor | None = None
     """float32[T]; log-probability under the reference policy. None: there is no reference policy."""
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Adds a tensor up over the context-parallel ranks, which hold parts of every sequence; differentiable. None: this rank holds whole
+    sequences."""
 
     def clamped(self) -> Rows:
         """Return a copy with zeros outside `mask` and log-probabilities clamped to `LOGPROB_LIMIT`."""
@@ -62,7 +66,8 @@ class Rows:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` [T] over the sampled rows of each sequence: float64[sequences + 1]; the last entry, for padding, is 0."""
         total = torch.zeros(self.sequences + 1, dtype=torch.float64, device=values.device)
-        return total.index_add_(0, self._places, torch.where(self.mask, values, 0).double())
+        total = total.index_add_(0, self._places, torch.where(self.mask, values, 0).double())
+        return total if self.over_ranks is None else self.over_ranks(total)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Average `values` [T] over the sampled rows of each sequence, rejected or not: float64[sequences + 1]; 0 without sampled rows."""

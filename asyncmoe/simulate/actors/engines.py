@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from asyncmoe.rollout.engines.scheduling import choose
 from asyncmoe.simulate.actors.waiting import OrderedWaiting, waiting_of
 from asyncmoe.simulate.actors.workers import SimulatedWorkers
 from asyncmoe.simulate.decoding import Spans
@@ -32,7 +33,14 @@ class SimulatedEngines:
         self._state, self._clock, self._groups, self._hand_over = state, state.clock, groups, sampled
         self._size, self._batch = plant.group_size, plant.batch
         self._fleet: Fleet[SimulatedResponse] = Fleet(
-            plant.engines.count, plant.engines.max_running, plant.step, plant.engines.prefill_s, plant.context_costs, plant.slow_engines
+            plant.engines.count,
+            plant.engines.max_running,
+            plant.step,
+            plant.engines.prefill_s,
+            plant.context_costs,
+            plant.slow_engines,
+            plant.max_concurrent,
+            self._begun,
         )
         self._with_contexts = plant.context_costs is not None
         self._workers, self._started = SimulatedWorkers(state), 0
@@ -165,29 +173,44 @@ class SimulatedEngines:
         return 1 + bisect_left(range(2, bound + 1), True, key=lambda count: not law.may_start(ledger, count * self._size, version))
 
     def _place(self) -> None:
-        fleet, waiting, version = self._fleet, self._waiting, self._state.version
+        fleet, waiting = self._fleet, self._waiting
         if not waiting or self._drained is not None or self._clock.paused:
             return
         now = self._clock.engine_time
-        while waiting and fleet.free:
+        while waiting and fleet.has_room:
             response = waiting.popleft()
-            group = response.group
-            if group.lost:
+            if response.group.lost:
                 continue
-            response.version = version
-            if version < group.oldest:
-                group.oldest = version
-            context, fresh = self._context(response) if self._with_contexts else (0.0, 0.0)
-            fleet.place(response, response.turns[response.turn], now, context, fresh)
+            number = fleet.choose(self._chosen(response))
+            context, fresh = self._context(response, fleet.cache(number)) if self._with_contexts else (0.0, 0.0)
+            response.engine = number
+            fleet.place(response, response.turns[response.turn], now, context, fresh, number)
 
-    def _context(self, response: SimulatedResponse) -> tuple[float, float]:
-        """Return the tokens before a turn, and how many of them no prefix cache has."""
+    def _begun(self, response: SimulatedResponse) -> None:
+        """Note the version that samples the first token of a turn."""
+        response.version = version = self._state.version
+        if version < response.group.oldest:
+            response.group.oldest = version
+
+    def _chosen(self, response: SimulatedResponse) -> int | None:
+        """Return the engine for a response's turn, as the live pool chooses; None: the one with the fewest requests."""
+        engines = self._state.plant.engines
+        if engines.balance == "least_loaded":
+            return None
+        last = str(response.engine) if response.turn else ""
+        return int(choose(self._fleet.loads(), str(response.group.number), engines.balance, engines.affinity_slack, last))
+
+    def _context(self, response: SimulatedResponse, cache: int) -> tuple[float, float]:
+        """Return the tokens before a turn, and how many of them the prefix cache does not have; from now on it has them."""
         plant, group = self._state.plant, response.group
-        if response.turn:
-            context = plant.prompt_tokens + response.sampled + plant.tool_tokens * response.turn
-            return context, context - plant.engines.prefix_hits * (context - plant.tool_tokens)
-        known, group.prefilled = group.prefilled, True
-        return plant.prompt_tokens, plant.prompt_tokens * (1 - plant.engines.prefix_hits if known else 1)
+        context = plant.prompt_tokens + response.sampled + plant.tool_tokens * response.turn
+        if response.turn and response.cache == cache:
+            known = context - plant.tool_tokens
+        else:
+            known = plant.prompt_tokens if cache in group.caches else 0
+        response.cache = cache
+        group.caches |= {cache}
+        return context, context - plant.engines.prefix_hits * known
 
     def _next_turn(self, response: SimulatedResponse) -> None:
         self._waiting.append(response)
@@ -231,5 +254,5 @@ class SimulatedEngines:
 def _sampled(spans: Spans, clock: float) -> float:
     """Tokens of a turn that were sampled until a reading of its engine's clock."""
     start, end = spans[0]
-    tokens = (clock if clock < end else end) - start
+    tokens = max(0.0, (clock if clock < end else end) - start)
     return tokens + sum(max(0.0, min(clock, end) - start) for start, end in spans[1:]) if len(spans) > 1 else tokens

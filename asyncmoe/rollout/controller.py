@@ -15,6 +15,7 @@ from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, named
+from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend, kept
 from asyncmoe.rollout.engines.engine import EngineProcess
@@ -336,6 +337,7 @@ class Controller:
             max_rejected=rollout.max_rejected_share,
             journal=self._journaling.journal,
             elsewhere=self._fleet,
+            rounds=Rounds(rollout.groups_per_step, rollout.tail_batching),
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
         try:

@@ -14,7 +14,6 @@ from asyncmoe.simulate.actors.queue import SimulatedQueue
 from asyncmoe.simulate.decoding import StepTime
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Mode, Plant
-from asyncmoe.simulate.rounds import TailRounds
 from asyncmoe.simulate.simulation import Simulation, simulate
 from asyncmoe.simulate.state import SimulatedGroup, SimulatedResponse
 from asyncmoe.simulate.workload import Episode, Workload, parse
@@ -84,20 +83,6 @@ def test_tail_batching_trains_no_group_twice_and_forgets_none(
     assert not put_off & (set(queued) | under_way | again)
     if not found.rejected:
         assert set(drawn) == set(queued) | put_off | under_way | again
-
-
-def test_a_long_round_starts_what_was_put_off_in_its_order_and_alone() -> None:
-    rounds: TailRounds[int] = TailRounds(4, 1.5)
-    assert rounds.begin() == ([], 2)
-    rounds.deferred.extend([10, 11])
-    assert [rounds.note_complete() for _ in range(4)] == [False, False, False, True]
-    assert rounds.begin() == ([], 2)
-    rounds.deferred.extend([12, 13, 14])
-    assert rounds.begin() == ([10, 11, 12, 13], 0)
-    assert rounds.begin() == ([], 2)
-    assert list(rounds.deferred) == [14]
-    plain: TailRounds[int] = TailRounds(4, 1.0)
-    assert plain.begin() == ([], 0)
 
 
 def test_most_rounds_have_a_short_tail() -> None:

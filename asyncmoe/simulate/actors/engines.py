@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout.engines.scheduling import choose
 from asyncmoe.simulate.actors.waiting import OrderedWaiting, waiting_of
 from asyncmoe.simulate.actors.workers import SimulatedWorkers
 from asyncmoe.simulate.decoding import Spans
 from asyncmoe.simulate.fleet import Fleet
-from asyncmoe.simulate.rounds import TailRounds
 from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
 from asyncmoe.simulate.trace import Reading
 from asyncmoe.simulate.workload import Episode
@@ -45,7 +45,7 @@ class SimulatedEngines:
         self._with_contexts = plant.context_costs is not None
         self._workers, self._started = SimulatedWorkers(state), 0
         self._waiting = waiting_of(plant)
-        self._rounds: TailRounds[list[Episode]] = TailRounds(plant.groups_per_step, plant.tail_batching)
+        self._rounds: Rounds[list[Episode]] = Rounds(plant.groups_per_step, 1.0 if state.mode == "async" else plant.tail_batching)
         self._round: list[SimulatedGroup] = []
         self._again: deque[tuple[list[Episode], int]] = deque()
         self._drained: Callable[[], None] | None = None
@@ -63,26 +63,36 @@ class SimulatedEngines:
         state = self._state
         if count := self._may_start():
             state.ledger = state.ledger.start(count * self._size)
-            spare = 0
-            if state.mode != "async" and count * self._size == self._batch:
-                again, spare = self._rounds.begin()
-                self._again.extend((episodes, 0) for episodes in again)
-                self._round.clear()
-            if spare:
-                state.ledger = state.ledger.start_spare(spare * self._size)
-            self._start(count + spare)
+            if not self._rounds.is_off:
+                count += self._begin_or_go_on(count)
+            self._start(count)
         self._place()
+
+    def _begin_or_go_on(self, count: int) -> int:
+        """Let the round start so many groups; return how many spare ones start besides."""
+        if not self._rounds.is_over:
+            self._rounds = self._rounds.start(count)
+            return 0
+        self._rounds, again = self._rounds.begin(count)
+        self._again.extend((episodes, 0) for episodes in again)
+        self._round.clear()
+        if spare := self._rounds.spare:
+            self._state.ledger = self._state.ledger.start_spare(spare * self._size)
+        return spare
 
     def completed(self) -> None:
         """Note that a group is complete; with tail batching, put off the others of a round that needs no more."""
-        if not self._rounds.note_complete() or not self._state.ledger.spare:
+        if self._rounds.is_off:
             return
-        for group in self._round:
-            if group.left and not group.lost:
-                self._cancel(group)
-                self._state.ledger = self._state.ledger.discard_spare(self._size)
-                self._state.trace.dropped["deferred"] += self._size
-                self._rounds.deferred.append(group.episodes)
+        self._rounds = self._rounds.complete_one()
+        if not self._rounds.is_over or not self._rounds.spare:
+            return
+        late = [group for group in self._round if group.left and not group.lost]
+        for group in late:
+            self._cancel(group)
+            self._state.ledger = self._state.ledger.discard_spare(self._size)
+            self._state.trace.dropped["deferred"] += self._size
+        self._rounds = self._rounds.put_off([group.episodes for group in late])
         self._check_drained()
 
     def next_event(self) -> float:
@@ -115,7 +125,11 @@ class SimulatedEngines:
     def reject(self, group: SimulatedGroup, reason: str) -> None:
         """Cancel a group. If an engine's failure is the reason, it starts over with the same episodes, at most twice."""
         self._cancel(group)
-        self._state.ledger = self._state.ledger.reject(self._size)
+        spared = False
+        if not self._rounds.is_off:
+            self._rounds, spared = self._rounds.lose_one()
+        ledger = self._state.ledger
+        self._state.ledger = ledger.reject_spare(self._size) if spared else ledger.reject(self._size)
         self._state.trace.rejected[reason] += self._size
         if reason == "engine_died" and group.attempt + 1 < _ATTEMPTS:
             self._again.append((group.episodes, group.attempt + 1))
@@ -152,7 +166,7 @@ class SimulatedEngines:
             group = SimulatedGroup(episodes, attempt, self._started)
             self._started += 1
             self._waiting.extend(group.members)
-            if self._rounds.factor > 1:
+            if not self._rounds.is_off:
                 self._round.append(group)
 
     def _may_start(self) -> int:

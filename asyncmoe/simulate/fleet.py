@@ -64,6 +64,7 @@ class Fleet(Generic[R]):
         self._by_load: list[set[int]] = [set(range(engines)), *(set() for _ in range(slots))]
         self._lowest = 0
         self._down: set[int] = set()
+        self._leaving: set[int] = set()
         self._caches = list(range(engines))
         self._stamp = [0] * engines
         self._next: list[tuple[float, int, int]] = []
@@ -101,7 +102,7 @@ class Fleet(Generic[R]):
     @property
     def has_room(self) -> bool:
         """Whether a request may be placed."""
-        return self.free > 0 and len(self._down) < len(self._engines)
+        return self.free > 0 and len(self._down) + len(self._leaving) < len(self._engines)
 
     def choose(self, number: int | None = None) -> int:
         """Return the engine of a request that is placed next, which must have room; None: the one with the fewest requests."""
@@ -175,7 +176,25 @@ class Fleet(Generic[R]):
 
     def serves(self, number: int) -> bool:
         """True if the engine accepts requests."""
-        return number not in self._down
+        return number not in self._down and number not in self._leaving
+
+    def leave(self, number: int) -> None:
+        """Give a serving engine no more requests; it finishes those that it has, and is out of service then."""
+        load = self._load(number)
+        self._by_load[load].remove(number)
+        (self._leaving if load else self._down).add(number)
+        self.free -= 0 if self._limited else self._slots
+
+    def join(self, number: int, now: float) -> None:
+        """Put an engine that has left, or is leaving, into service."""
+        if number not in self._leaving:
+            self.restore(number, now)
+            return
+        self._leaving.remove(number)
+        load = self._load(number)
+        self._by_load[load].add(number)
+        self._lowest = min(self._lowest, load)
+        self.free += 0 if self._limited else self._slots
 
     def kill(self, number: int, now: float) -> list[R]:
         """Take a serving engine out of service; return its requests, which are lost."""
@@ -228,12 +247,16 @@ class Fleet(Generic[R]):
     def _left(self, number: int, now: float) -> None:
         """Note that a request has left an engine; the next one that waits there gets its slot."""
         load = self._load(number)
-        self._by_load[load + 1].remove(number)
-        self._by_load[load].add(number)
-        if load < self._lowest:
-            self._lowest = load
         self.free += 1
         self.in_flight -= 1
+        if number not in self._leaving:
+            self._by_load[load + 1].remove(number)
+            self._by_load[load].add(number)
+            if load < self._lowest:
+                self._lowest = load
+        elif not load:
+            self._leaving.remove(number)
+            self._down.add(number)
         if number in self._queues:
             if self._engines[number].load < self._slots and self._queues[number]:
                 self._add(number, self._queues[number].popleft(), now)

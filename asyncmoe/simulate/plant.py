@@ -18,7 +18,7 @@ from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
 from asyncmoe.simulate.contexts import ContextCosts
 from asyncmoe.simulate.decoding import StepTime
-from asyncmoe.simulate.plant_parts import PlantEngines, PlantFailures, PlantScoring, PlantSync, PlantTrainer, PlantWorkers
+from asyncmoe.simulate.plant_parts import PlantEngines, PlantFailures, PlantScaling, PlantScoring, PlantSync, PlantTrainer, PlantWorkers
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -60,6 +60,7 @@ class Plant(Section):
     engines: PlantEngines = PlantEngines()
     trainer: PlantTrainer = PlantTrainer()
     sync: PlantSync = PlantSync()
+    scaling: PlantScaling = PlantScaling()
     workers: PlantWorkers = PlantWorkers()
     scoring: PlantScoring = PlantScoring()
     failures: PlantFailures = PlantFailures()
@@ -79,6 +80,10 @@ class Plant(Section):
             raise ValueError(
                 f"queue_capacity: got {self.queue_capacity}, expected at least a step's batch of groups_per_step * group_size = "
                 f"{self.batch}; leave it out or raise it"
+            )
+        if self.scaling.first is not None and self.scaling.first > self.engines.count:
+            raise ValueError(
+                f"scaling.first: got {self.scaling.first}, expected at most engines.count = {self.engines.count}; lower it, or raise that"
             )
         return self
 

@@ -119,6 +119,26 @@ class PlantSync(Section):
         return self
 
 
+class PlantScaling(Section):
+    """Engines that come and go with the queue (`asyncmoe/rollout/engines/autoscale.py`): off by default. A run advises so with these bounds
+    of the queue and of patience, as `engines_advised`."""
+
+    first: Positive | None = Field(None, description="Engines that serve at first; engines.count is the most. null: all serve, always.")
+    least: Positive = Field(1, description="Engines that serve at least.")
+    low: NonNegativeFloat = Field(0.75, description="Batches in the queue below which an engine is missing, if the engines are full.")
+    high: PositiveFloat = Field(1.5, description="Batches in the queue from which on an engine is too many.")
+    patience_s: PositiveFloat = Field(60.0, description="Seconds for which a reason must hold.")
+    start_s: NonNegativeFloat = Field(60.0, description="Seconds until an engine that is started serves.")
+
+    @model_validator(mode="after")
+    def _check(self) -> PlantScaling:
+        if self.low >= self.high:
+            raise ValueError(f"scaling.low: got {self.low:g}, expected less than scaling.high = {self.high:g}; lower it")
+        if self.first is not None and self.first < self.least:
+            raise ValueError(f"scaling.first: got {self.first}, expected at least scaling.least = {self.least}; raise it")
+        return self
+
+
 class PlantWorkers(Section):
     """The rollout processes that receive what engines sample; each serves its responses one after the other."""
 

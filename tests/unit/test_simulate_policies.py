@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from asyncmoe.errors import ConfigError
+from asyncmoe.simulate import command
 from asyncmoe.simulate.actors.queue import SimulatedQueue
 from asyncmoe.simulate.decoding import StepTime
 from asyncmoe.simulate.fleet import Fleet
@@ -236,3 +239,51 @@ def test_requests_beyond_the_slots_wait_at_their_engine_and_all_finish(limit: in
             done.append(found[0])
     assert sorted(done) == sorted(range(len(asked)))
     assert set(begun) == set(done)
+
+
+SLOW = SMALL.having(
+    {"engines.count": 8, "trainer.step_s": 8.0, "max_staleness": 2, "steps": 60, "scaling.patience_s": 10.0, "scaling.start_s": 5.0}
+)
+
+
+@pytest.mark.parametrize("first", [1, 8])
+def test_engines_come_and_go_until_the_trainer_is_just_not_waiting(first: int) -> None:
+    """Eight engines wait for this trainer, one does not keep up; from either side as fast as with eight, on fewer."""
+    workload = parse("lognormal:median=200")
+    every = simulate(SLOW, workload, skip=30)
+    found = simulate(SLOW.having({"scaling.first": first}), workload, skip=30)
+    assert every.engines_present == pytest.approx(8)
+    assert found.engines_present < 0.8 * every.engines_present
+    assert found.tokens / found.step_s > 0.9 * every.tokens / every.step_s
+    ledger = dict(found.ledger)
+    assert ledger.pop("started") == sum(ledger.values())
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), first=st.integers(1, 8), failing=st.sampled_from([None, 200.0]), limit=st.sampled_from([None, 20]))
+def test_engines_that_leave_finish_what_they_have(seed: int, first: int, failing: float | None, limit: int | None) -> None:
+    plant = SLOW.having(
+        {
+            "scaling.first": first,
+            "scaling.patience_s": 2.0,
+            "seed": seed,
+            "steps": 20,
+            "max_concurrent": limit,
+            "failures.engine_mtbf_s": failing,
+            "failures.engine_restart_s": 3.0,
+        }
+    )
+    found = simulate(plant, parse("search:icc=0.5"))
+    ledger = dict(found.ledger)
+    assert ledger.pop("started") == sum(ledger.values())
+    assert 1 - 1e-9 <= found.engines_present <= 8 + 1e-9
+    if failing is None:
+        assert not found.rejected, "nothing is lost with an engine that leaves"
+
+
+def test_a_sweep_looks_for_a_fixed_number_of_engines() -> None:
+    with pytest.raises(ConfigError, match=r"scaling\.first: got 2, expected null with --sweep"):
+        command.run(SMALL.having({"scaling.first": 2}), "all", (1,))
+    for wrong, why in (({"scaling.first": 5}, "at most engines.count = 4"), ({"scaling.low": 2.0}, "less than scaling.high")):
+        with pytest.raises(ValidationError, match=why):
+            SMALL.having(wrong)

@@ -95,6 +95,33 @@ class SimulatedEngines:
         self._rounds = self._rounds.put_off([group.episodes for group in late])
         self._check_drained()
 
+    @property
+    def requests(self) -> int:
+        """Requests at engines, or waiting for one."""
+        return self._fleet.in_flight + len(self._waiting)
+
+    @property
+    def serving(self) -> int:
+        """Engines that get requests."""
+        return sum(map(self._fleet.serves, range(self._state.plant.engines.count)))
+
+    def leave(self, number: int) -> None:
+        """Have an engine finish what it has and serve no more."""
+        self._fleet.leave(number)
+
+    def leave_one(self) -> int | None:
+        """Have the last of the engines that serve leave, unless it is the only one; return its number."""
+        serving = [number for number in range(self._state.plant.engines.count) if self._fleet.serves(number)]
+        if len(serving) < 2:
+            return None
+        self.leave(serving[-1])
+        return serving[-1]
+
+    def join(self, number: int) -> None:
+        """Have an engine that has left serve again."""
+        self._fleet.join(number, self._clock.engine_time)
+        self._place()
+
     def next_event(self) -> float:
         """Return the time at which the next turn is complete, or a request is preempted; inf if there is none."""
         return self._clock.at_engine_time(self._fleet.next_event())

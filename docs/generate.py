@@ -107,8 +107,8 @@ Agents, whose turns find their prefix only on the engine that has it: tokens a s
 
 `engines.count=16 engines.max_running=32 groups_per_step=64 prompt_tokens=2000 tool_tokens=600 engines.order=fifo engines.prefix_hits=0.9
 engines.prefill_s=0.005 engines.prefill_token_s=4e-5 engines.context_s=2e-8 trainer.step_s=5 sync.seconds=1 sync.pause_s=0.1
-max_staleness=2 steps=24`. This policy helps most, and in async most of all. Search's tokens are 1.5 versions old on average instead of 1.4 (tools':
-1.1, as before), because engines that are faster for the same trainer run further ahead of it.
+max_staleness=2 steps=24`. This policy helps most, and in async most of all. The tokens of search are 1.5 versions old on average instead of
+1.4 (those of tools 1.1, as before), because engines that are faster for the same trainer run further ahead of it.
 
 Engines that come and go (`groups_per_step=8 group_size=4 engines.max_running=8 trainer.step_s=8 max_staleness=2`, lognormal with median
 200): from one or eight engines at first the run comes to two, which sample within 2 % of what eight do, that were idle for a third of the

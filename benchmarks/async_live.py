@@ -131,7 +131,7 @@ async def _rate(engine: EngineProcess, config: Config, drawn: Drawn, slots: int)
 
 
 def run(config: Config, sizes: PoolSizes) -> RunRecords:
-    """`asyncmoe run` on `Cores.halves`, with an engine that is slowed down as soon as it takes requests."""
+    """`asyncmoe run` on `Cores.halves`, with engines that are slowed down as soon as they take requests."""
     cores = Cores.halves()
     path = config.run.dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -149,10 +149,10 @@ def run(config: Config, sizes: PoolSizes) -> RunRecords:
 
 
 async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores) -> None:
-    """Place the trainer as soon as there is one, and slow the engine down as soon as it answers."""
+    """Place the trainer as soon as there is one, and slow the engines down as soon as they answer."""
     placed, ready = 0, list[RunningEngine]()
     until = time.monotonic() + config.engines.start_timeout_s
-    while not ready:
+    while len(ready) < config.engines.count:
         if child.returncode is not None:
             return
         placed = placed or cores.place_trainer(child.pid)
@@ -162,7 +162,8 @@ async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores
         ready = [engine for engine in below(psutil.Process(child.pid)) if await _answers(engine)]
     if not placed:
         raise EngineError(f"{config.run.dir.name}: an engine but no trainer process after {config.engines.start_timeout_s:.0f} s at most")
-    ready[0].slow_down(seconds)
+    for engine in ready:
+        engine.slow_down(seconds)
 
 
 async def _answers(engine: RunningEngine) -> bool:

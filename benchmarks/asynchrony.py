@@ -93,26 +93,17 @@ def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
             "simulated_over_live": simulated / figures["step_s"],
         }
     measured_rates = {"before": asdict(first), "after": asdict(last)}
-    found: dict[str, Any] = _rounded({"drawn": WORKLOADS[name], "scale": SCALES[name], "engine_rates": measured_rates, "modes": modes})
+    found: dict[str, Any] = rounded({"drawn": WORKLOADS[name], "scale": SCALES[name], "engine_rates": measured_rates, "modes": modes})
     return found
 
 
 def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: float, sync_s: float, pause_s: float) -> float:
     """Seconds of a step by `asyncmoe.simulate`, from nothing but what was measured apart: the engine's rates, t_train and the sync."""
-    few = sizes.slots // 8
-    t_few, t_all = few / rates.few, sizes.slots / rates.decoding
-    # A step of the workload is longer by a pass over prompts, if any of the slots' responses ended in the step before.
-    prefill_s = max(0.0, sizes.slots / rates.working - t_all) / (1 - math.exp(-sizes.slots / rates.tokens))
-    # t = t0 (1 + B / b0) through both points; a step that does not grow with the batch has a b0 far away.
-    slope = max((t_all - t_few) / (sizes.slots - few), 1e-9)
-    t0 = t_all - slope * sizes.slots
     plant = Plant().having(
         {
             "engines.count": 1,
             "engines.max_running": sizes.slots,
-            "engines.step_s": t0,
-            "engines.step_batch": t0 / slope,
-            "engines.prefill_s": prefill_s,
+            **engine_keys(rates, sizes.slots),
             "trainer.gpus": 1,
             "groups_per_step": sizes.groups,
             "group_size": sizes.group_size,
@@ -128,14 +119,27 @@ def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: f
     return simulate(plant, scaled, mode, sizes.skip).step_s
 
 
+def engine_keys(rates: Rates, slots: int) -> dict[str, float]:
+    """Return the times of an engine with so many slots as keys of a plant."""
+    few = slots // 8
+    t_few, t_all = few / rates.few, slots / rates.decoding
+    # A step of the workload is longer by a pass over prompts, if any of the slots' responses ended in the step before.
+    prefill_s = max(0.0, slots / rates.working - t_all) / (1 - math.exp(-slots / rates.tokens))
+    # t = t0 (1 + B / b0) through both points; a step that does not grow with the batch has a b0 far away.
+    slope = max((t_all - t_few) / (slots - few), 1e-9)
+    t0 = t_all - slope * slots
+    return {"engines.step_s": t0, "engines.step_batch": t0 / slope, "engines.prefill_s": prefill_s}
+
+
 def _scaled(tokens: Quantile, name: str) -> Quantile:
     return lambda z: np.minimum(MOST_TOKENS, tokens(z) * SCALES[name])
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return nested values with floats of four decimals."""
     if isinstance(value, float):
         return round(value, 4)
-    return {key: _rounded(v) for key, v in value.items()} if isinstance(value, dict) else value
+    return {key: rounded(v) for key, v in value.items()} if isinstance(value, dict) else value
 
 
 def table(found: dict[str, Any]) -> str:

@@ -328,6 +328,19 @@ def async_(
     typer.echo(asynchrony.table(results))
 
 
+@bench.command("policies")
+def policies_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Names of cases; default: all.")] = None,
+) -> None:
+    """Runs with and without each scheduling policy: tokens/s and staleness, next to the simulator with each run's records."""
+    from benchmarks import policies
+
+    results = policies.run(case or tuple(policies.CASES))
+    _show(results, json_path)
+    typer.echo(policies.table(results))
+
+
 @bench.command("interruption")
 def interruption_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.simulate.workload import Episode as Lengths
@@ -16,9 +17,12 @@ class Drawn:
         workload: as for `asyncmoe simulate`.
         group_size: members of a group.
         tokens: a turn's lengths are multiplied by it (at least one token).
+        given: tokens of the prompt besides the task's, the group's own; 0: none.
+        observed: tokens of a tool's answer; 0: a short one.
     """
 
-    def __init__(self, workload: str, group_size: int, seed: int = 0, tokens: float = 1.0) -> None:
+    def __init__(self, workload: str, group_size: int, seed: int = 0, tokens: float = 1.0, given: int = 0, observed: int = 0) -> None:
+        self._given, self._observed = given, observed
         self._groups = parse(workload).groups(group_size, seed)
         self._drawn: list[list[Lengths]] = []
         self._tokens = tokens
@@ -27,14 +31,15 @@ class Drawn:
         """See `Environment`. The reward is as good as random, so that there is something to train on."""
         turns, tools = self._lengths(episode.place.group, episode.place.episode)
         agent = episode.agent()
-        agent.see(episode.prompt.tokens)
+        group, prompt = Random(episode.place.group), episode.prompt.tokens
+        agent.see((*prompt, *group.choices(prompt, k=self._given)))
         said = 0
         for number, tokens in enumerate(turns):
             response = await agent.respond(max_new_tokens=max(1, round(tokens * self._tokens)), stop=())
             said += sum(response.tokens)
             if number < len(tools):
                 await asyncio.sleep(tools[number])
-                agent.see("ok")
+                agent.see(tuple(group.choices(prompt, k=self._observed)) or "ok")
         return float(said % 2)
 
     def _lengths(self, group: int, member: int) -> Lengths:

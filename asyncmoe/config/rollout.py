@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
+from asyncmoe.config.fields import FINITE, NUMBER, Decay, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Balance = Literal["least_loaded", "prefix_affine"]
@@ -78,6 +78,12 @@ class RolloutSection(Section):
         "cancelled. This cuts the tail of response lengths, and biases training towards short responses.",
     )
 
+    tail_batching: Annotated[float, Field(ge=1, le=4), FINITE, NUMBER] = Field(
+        1.0,
+        description="For run.mode sync and one_step_off: prompts that a batch starts, as a multiple of groups_per_step. When "
+        "groups_per_step of them are complete, the others are cancelled, and sampled again in a batch of their own once they are as many. "
+        "This cuts the tail of response lengths without leaving a prompt out, and samples some tokens for nothing. 1: off.",
+    )
     max_rejected_share: Share = Field(
         0.25,
         description="The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because "

@@ -137,6 +137,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_tail_batching(self) -> Config:
+        """Refuse rounds where there are none."""
+        because = (
+            "run.mode is async, which has no rounds whose tail could be cut; set it to 1"
+            if self.run.mode == "async"
+            else "queue.admission is trajectory, and a round starts whole groups; set one of them to its default"
+            if self.queue.admission == "trajectory"
+            else ""
+        )
+        if self.rollout.tail_batching > 1 and because:
+            raise ValueError(f"rollout.tail_batching: got {self.rollout.tail_batching:g}, expected 1 because {because}")
+        return self
+
+    @model_validator(mode="after")
     def _check_staging(self) -> Config:
         """Refuse staging of deltas where there are none."""
         because = (

@@ -146,7 +146,7 @@ class BoundedQueue:
 
     def started(self, count: int, spare: int = 0) -> None:
         """Record the start of `count` episodes and `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
-        if not self.can_start(count):
+        if count and not self.can_start(count):
             raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self.ledger}")
         self._accounts = self._accounts.start(count, spare)
 
@@ -155,14 +155,19 @@ class BoundedQueue:
         self._accounts = self._accounts.reject(count, spare, reason)
         self._changes.wake()
 
-    def discarded(self, count: int, reason: str) -> None:
-        """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
-        self._accounts = self._accounts.discard(count, reason)
+    def discarded(self, count: int, reason: str, *, spare: bool = False) -> None:
+        """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`.
+
+        Args:
+            spare: another group, which has no places, takes theirs.
+        """
+        self._accounts = self._accounts.discard_spare(count, reason) if spare else self._accounts.discard(count, reason)
         self._changes.wake()
 
-    def spared(self, count: int) -> None:
-        """Record that `count` spare episodes were cancelled because their group is complete; they count as dropped, "oversampled"."""
-        self._accounts = self._accounts.discard_spare(count, "oversampled")
+    def spared(self, count: int, reason: str = "oversampled") -> None:
+        """Record that `count` spare episodes were cancelled because enough others are complete; they count as dropped under `reason`."""
+        self._accounts = self._accounts.discard_spare(count, reason)
+        self._changes.wake()
 
     def take_requeued(self) -> list[Start]:
         """Return the groups requeued since the last call, in order; the caller starts them again."""

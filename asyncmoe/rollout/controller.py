@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,10 @@ from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, named
+from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend, kept
+from asyncmoe.rollout.engines.autoscale import SCALING, Advice, EngineLoad, advise
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
@@ -162,6 +165,7 @@ class Controller:
         succession: Succession | None = None,
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
+        self._advice = Advice()
         self._task, self._scorer, self._loaded = loaded.task, loaded.scorer, loaded
         self._curriculum = parts.curriculum_of(loaded)
         recording = models.recording(config, models.hf_config_of(config))
@@ -336,6 +340,7 @@ class Controller:
             max_rejected=rollout.max_rejected_share,
             journal=self._journaling.journal,
             elsewhere=self._fleet,
+            rounds=Rounds(rollout.groups_per_step, rollout.tail_batching),
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
         try:
@@ -385,7 +390,18 @@ class Controller:
                 len(self._pool.serving),
                 self._lifecycle.lost(),
                 self._lifecycle.missing(),
+                self._advised(queue.stats().depth),
             )
+
+    def _advised(self, depth: int) -> int | None:
+        """Return the number of engines that the run should have; None with rollout workers, whose requests wait elsewhere."""
+        if self._fleet is not None:
+            return None
+        rollout, serving = self._config.rollout, len(self._pool.serving)
+        slots = (self._config.engines.max_running or rollout.max_concurrent) * max(serving, 1)
+        load = EngineLoad(time.monotonic(), depth / rollout.batch, self._pool.requests / slots, serving)
+        self._advice = advise(self._advice, load, SCALING)
+        return self._advice.engines
 
     async def _published(self, version: int) -> None:
         assert self._session.queue is not None

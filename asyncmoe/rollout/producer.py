@@ -6,8 +6,8 @@ higher attempt; after any other reason it is dropped, unless the reason is in `s
 user wants it restarted). Two settings soften this: spare responses (`oversample`) take the places of rejected responses, and if the
 capacity law admits single trajectories (`unit`), a member whose failure would restart its group is restarted alone.
 
-`asyncmoe.queue.start_order` decides what starts next, and `asyncmoe.queue.group_state` when a group is whole; this module only carries out
-their decisions.
+`asyncmoe.queue.start_order` decides what starts next, `asyncmoe.queue.group_state` when a group is whole, and `asyncmoe.queue.rounds` which
+groups are put off; this module only carries out their decisions.
 """
 
 from __future__ import annotations
@@ -15,73 +15,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Protocol
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.rejections import Rejections
+from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.flights import Elsewhere, Flight, FlightRounds, Members, PutOff
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Curriculum, Prompt, Task
-from asyncmoe.rollout.workers.outcome import LOST, RemoteTrajectory
+from asyncmoe.rollout.workers.outcome import LOST
 from asyncmoe.telemetry.samples.records import Fate
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-Members = Sequence[Trajectory | RemoteTrajectory]
-"""The result of one episode: one trajectory per agent."""
 Episode = Callable[[Prompt, EpisodeId], Awaitable[Members]]
 _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout", LOST})
 _TAKES_MANY = frozenset({"engine_died", LOST})
 """Reasons for which one loss can take more groups with it than are hopeless."""
 _ATTEMPTS = 3
 EQUAL = "equal_rewards"
+DEFERRED = "deferred"
 _HOPELESS = 64
 """Consecutive rejected groups that end the run."""
 _NOTHING_TO_LEARN = 1024
 """Consecutive groups of equal rewards that end the run."""
-
-
-class Elsewhere(Protocol):
-    """Rollout workers, which hold what their episodes bring."""
-
-    async def pack(self, group: int, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Return the group of these episodes, checked; `newest`: version that may have sampled a token. Raises TrajectoryRejected."""
-        ...
-
-    def drop(self, episodes: Sequence[EpisodeId]) -> None:
-        """End and forget the episodes of a group that is given up or starts again."""
-        ...
-
-
-@dataclass(eq=False)
-class _Flight:
-    """One group in progress and the tasks of its members."""
-
-    group: Start
-    prompt: Prompt
-    state: Gathering
-    restarted: bool = False
-    dropped: bool = False
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    places: list[EpisodeId] = field(default_factory=list)
-    ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected]] = field(default_factory=asyncio.Queue)
-
-    async def stop(self) -> None:
-        """Cancel the running members, and wait until they have ended."""
-        running = {task for task in self.tasks if not task.done()}
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
 
 
 class Producer:
@@ -101,6 +65,7 @@ class Producer:
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
         journal: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
         elsewhere: holds what `episode` brings; None: this process does.
+        rounds: has groups start in rounds, of which the slowest are put off; needs `unit` group. None: no rounds.
     """
 
     def __init__(
@@ -119,6 +84,7 @@ class Producer:
         max_rejected: float = 1.0,
         journal: Unjournaled | None = None,
         elsewhere: Elsewhere | None = None,
+        rounds: Rounds[Start] | None = None,
     ) -> None:
         self._elsewhere = elsewhere
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
@@ -129,7 +95,8 @@ class Producer:
         if self._curriculum is not None:
             line = Line(self._curriculum.first(first_group), unit, group_size, oversample)
             self._line = line if self._journal.keeps else line.again(*map(Start, self._curriculum.open))
-        self._flights: dict[Start, _Flight] = {}
+        self._flights: dict[Start, Flight] = {}
+        self._rounds = FlightRounds(rounds or Rounds(1))
         self._in_a_row = self._equal_in_a_row = 0
         self._rejections = Rejections(max_rejected)
 
@@ -142,23 +109,53 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    await self._queue.wait_can_start(self._line.places)
-                    self._line, admit = self._line.again(*self._queue.take_requeued()).take()
-                    self._start(admit, tasks)
+                    await self._wait_can_start()
+                    self._line = self._line.again(*self._queue.take_requeued())
+                    if self._rounds.now.is_off:
+                        self._start_next(tasks)
+                    else:
+                        self._start_in_round(tasks)
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         # Raise outside the handler, so that the exception keeps its own cause and context.
         raise first
 
+    async def _wait_can_start(self) -> None:
+        """Wait until a group, or a member of one, may start."""
+        while True:
+            await self._queue.wait_can_start(self._line.places)
+            if not self._rounds.are_full:
+                return
+            await self._rounds.moved()
+
+    def _start_in_round(self, tasks: asyncio.TaskGroup) -> None:
+        """Start a group in a place that was returned, or all groups of the next round: each complete one then finds a place."""
+        if not self._rounds.now.is_over:
+            self._rounds.now = self._rounds.now.start()
+            self._start_next(tasks)
+            return
+        admitted = sum(self._queue.can_start(count * self._size) for count in range(1, self._rounds.now.needed + 1))
+        self._rounds.now, again = self._rounds.now.begin(admitted)
+        self._line = self._line.again(*again)
+        places, spare = self._rounds.now.places, self._rounds.now.spare
+        for number in range(places + spare):
+            self._start_next(tasks, has_place=number < places)
+
+    def _start_next(self, tasks: asyncio.TaskGroup, has_place: bool = True) -> None:
+        self._line, admit = self._line.take()
+        places, spare = (admit.count, admit.spare) if has_place else (0, admit.count + admit.spare)
+        self._queue.started(places, spare)
+        self._start(admit, tasks)
+
     def _start(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
-        self._queue.started(admit.count, admit.spare)
         flight = self._flights.get(admit.group)
         if flight is None:
             if self._curriculum is not None:
                 self._curriculum.draw(admit.group.number)
             self._journal.begun(admit.group)
-            flight = _Flight(admit.group, self._task.prompt(admit.group.number), Gathering(self._size))
+            flight = Flight(admit.group, self._task.prompt(admit.group.number), Gathering(self._size))
             self._flights[admit.group] = flight
+            self._rounds.add(flight)
             tasks.create_task(self._group(flight))
         flight.state = flight.state.admit(admit.count, admit.spare)
         for member in admit.members:
@@ -166,7 +163,7 @@ class Producer:
             flight.places.append(place)
             flight.tasks.add(tasks.create_task(self._member(flight, place)))
 
-    async def _member(self, flight: _Flight, place: EpisodeId) -> None:
+    async def _member(self, flight: Flight, place: EpisodeId) -> None:
         try:
             outcome: Members | TrajectoryRejected = await self._episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
@@ -175,26 +172,33 @@ class Producer:
             self._samples.ended(place, outcome if isinstance(outcome, TrajectoryRejected) else _here(outcome))
         flight.ended.put_nowait((place, outcome))
 
-    async def _group(self, flight: _Flight) -> None:
+    async def _group(self, flight: Flight) -> None:
         try:
             episodes = await self._episodes(flight)
+            if flight.round_end == "put_off":
+                raise PutOff
             trajectories = [trajectory for episode in episodes for trajectory in episode]
             if self._curriculum is not None:
                 rewards = [fmean(trajectory.reward for trajectory in episode) for episode in episodes]
                 self._curriculum.measured(flight.group.number, rewards)
             if self._filter_equal and nothing_to_learn(trajectories):
-                self._queue.discarded(self._size, EQUAL)
+                self._queue.discarded(self._size, EQUAL, spare=self._rounds.lose(flight))
                 self._close(flight, "dropped", EQUAL)
                 self._drop(flight)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
+                self._complete(flight)
                 await self._put(flight, trajectories)
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
+        except PutOff:
+            await self._sample(flight, "dropped", DEFERRED)
         except TrajectoryRejected as rejected:
             self._drop(flight)
-            self._queue.rejected(flight.state.places, rejected.reason, flight.state.spare)
+            places, spare = flight.state.places, flight.state.spare
+            places, spare = (0, places + spare) if self._rounds.lose(flight) else (places, spare)
+            self._queue.rejected(places, rejected.reason, spare)
             if not flight.restarted:
                 self._close(flight, "rejected", rejected.reason)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
@@ -206,7 +210,15 @@ class Producer:
             self._in_a_row = 0
             self._rejections = self._rejections.note("")
 
-    async def _put(self, flight: _Flight, trajectories: Members) -> None:
+    def _complete(self, flight: Flight) -> None:
+        """Count a group as complete; if its round needs no more, put off what the round has left, to be sampled again in a later one."""
+        for late in self._rounds.complete(flight):
+            self._queue.spared(late.state.places + late.state.spare, DEFERRED)
+            self._journal.again(late.deferred, DEFERRED)
+            self._drop(late)
+            late.ended.put_nowait(None)
+
+    async def _put(self, flight: Flight, trajectories: Members) -> None:
         if self._elsewhere is None:
             await self._queue.put_group(_here(trajectories))
             return
@@ -220,7 +232,7 @@ class Producer:
             raise
         await self._queue.put(group)
 
-    def _restart(self, flight: _Flight, attempt: int, rejected: TrajectoryRejected) -> None:
+    def _restart(self, flight: Flight, attempt: int, rejected: TrajectoryRejected) -> None:
         """Have a group start again that failed in this attempt, unless it has failed too often."""
         group = flight.group
         failures = group.failures + attempt - group.attempt + 1
@@ -231,29 +243,32 @@ class Producer:
             self._line = self._line.again(again)
             self._journal.again(again, rejected.reason)
 
-    def _drop(self, flight: _Flight) -> None:
+    def _drop(self, flight: Flight) -> None:
         """Have what holds the episodes forget them, once: the next attempt may have some of the same names."""
         if self._elsewhere is not None and not flight.dropped:
             self._elsewhere.drop(flight.places)
         flight.dropped = True
 
-    def _close(self, flight: _Flight, state: str, reason: str) -> None:
+    def _close(self, flight: Flight, state: str, reason: str) -> None:
         """Give up a group. Groups in the queue are closed by whoever trains or drops them."""
         self._journal.ended(flight.group.number, state, reason)
         if self._curriculum is not None:
             self._curriculum.closed(flight.group.number)
 
-    async def _sample(self, flight: _Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
+    async def _sample(self, flight: Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
         if self._samples is not None:
             group, version = flight.group, self._queue.version
             await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
 
-    async def _episodes(self, flight: _Flight) -> list[Members]:
+    async def _episodes(self, flight: Flight) -> list[Members]:
         """Wait until the group is whole; return its episodes in order. Raise TrajectoryRejected if the group fails."""
         finished: list[Members] = []
         try:
             while not flight.state.whole:
-                place, outcome = await flight.ended.get()
+                ended = await flight.ended.get()
+                if ended is None or flight.round_end == "put_off":
+                    raise PutOff
+                place, outcome = ended
                 if isinstance(outcome, TrajectoryRejected):
                     self._failed(flight, place, outcome)
                 else:
@@ -262,12 +277,12 @@ class Producer:
         finally:
             del self._flights[flight.group]
             await flight.stop()
-        if flight.state.spare:
+        if flight.state.spare and flight.round_end != "put_off":
             self._queue.spared(flight.state.spare)
             flight.state = flight.state.close()
         return sorted(finished, key=lambda episode: episode[0].episode)
 
-    def _failed(self, flight: _Flight, place: EpisodeId, rejected: TrajectoryRejected) -> None:
+    def _failed(self, flight: Flight, place: EpisodeId, rejected: TrajectoryRejected) -> None:
         """Count a failed member, and restart it or its group if the reason permits. Raise `rejected` if the group fails with it."""
         group = flight.group
         failures = group.failures + place.attempt - group.attempt + 1
@@ -280,6 +295,7 @@ class Producer:
             self._queue.rejected(1, rejected.reason)
         else:
             self._line = self._line.forget(group)
+            self._rounds.lose(flight)
             if worth_it:
                 self._restart(flight, place.attempt, rejected)
             else:

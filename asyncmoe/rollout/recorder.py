@@ -51,9 +51,11 @@ class Recorder:
         serving: int = 0,
         lost: int = 0,
         missing: int = 0,
+        advised: int | None = None,
     ) -> None:
         """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
-        name; `serving`, `lost` and `missing` are numbers of engines. A comparison of `probes` is in one record, the first after it."""
+        name; `serving`, `lost`, `missing` and `advised` are numbers of engines. A comparison of `probes` is in one record, the first after
+        it."""
         probes = probes or ProbeTotals()
         last = None if probes.last is None or probes.versions == self._probed else probes.last
         self._probed = probes.versions
@@ -78,6 +80,7 @@ class Recorder:
                 engines_serving=serving,
                 engines_lost=lost,
                 engines_missing=missing,
+                engines_advised=advised,
                 probed_tokens=probes.tokens,
                 probed_versions=probes.versions,
                 probes_missed=probes.missed,

@@ -46,9 +46,15 @@ def _contexts(plant: Plant) -> str:
 
 
 def _policies(plant: Plant) -> str:
-    if plant.tail_batching == 1 and plant.engines.order == "arrival":
+    engines = plant.engines
+    if plant.scaling.first is not None:
+        return "engines come and go (scaling): the laws and the synchronous baselines take engines.count of them, or what is left of them"
+    if plant.tail_batching == 1 and engines.order == "arrival" and engines.balance == "least_loaded":
         return ""
-    return "tail_batching and engines.order hold for the synchronous baseline too; without them it is slower, and speed-ups are larger"
+    return (
+        "tail_batching, engines.order and engines.balance hold for the synchronous baseline too; without them it is slower, and speed-ups "
+        "are larger"
+    )
 
 
 def _lost(run: SimulatedRun) -> str:

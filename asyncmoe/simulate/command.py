@@ -56,11 +56,13 @@ def run(plant: Plant, mode: str, bounds: Sequence[int]) -> Comparison | Sweep:
     """Return a sweep over `bounds` of the staleness, or a comparison of modes if there are none.
 
     Raises:
-        ConfigError: an unknown mode, or a workload file that is not a list of lengths.
+        ConfigError: an unknown mode, a workload file that is not a list of lengths, or a sweep with engines that come and go.
         DataError: `sync.plan` is not a plan.
         InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
     """
     wanted, drawn = modes(mode), parse(plant.workload)
+    if bounds and plant.scaling.first is not None:
+        raise ConfigError("scaling.first", got=plant.scaling.first, expected="null with --sweep, which looks for a fixed number of engines")
     if plant.sync.plan is not None:
         plant = plant.having({"sync.seconds": sync_seconds(plant.sync.plan), "sync.plan": None})
     return sweep(plant, drawn, bounds) if bounds else compare(plant, drawn, wanted)

@@ -63,12 +63,15 @@ def read_recorded(run_dir: Path) -> RecordedRun:
 
 
 def _groups(path: Path) -> Iterator[list[SampledMember]]:
-    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`."""
+    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`.
+
+    A group that tail batching put off has only its shortest; it counts when it was sampled again.
+    """
     for record in readable(path, _record, []):
         if isinstance(record, Begin) and record.format > FORMAT:
             expected = f"at most {FORMAT}, from an asyncmoe that is not newer than this one"
             raise DataError(str(path), got=f"format {record.format}", expected=expected)
-        if isinstance(record, SampledGroup):
+        if isinstance(record, SampledGroup) and record.reason != "deferred":
             whole = [one for one in record.members if one.digest is not None and _sampled(one)]
             if whole:
                 yield whole
@@ -115,10 +118,15 @@ def _sizes(config: Config) -> dict[str, Any]:
         "groups_per_step": config.rollout.groups_per_step,
         "group_size": config.rollout.group_size,
         "max_staleness": config.queue.staleness.max_staleness,
+        "max_concurrent": config.rollout.max_concurrent,
         "engines.count": config.engines.count,
         "engines.gpus": config.engines.tp,
         "engines.kv_tokens": config.engines.max_total_tokens,
         "engines.max_running": config.engines.max_running,
+        "tail_batching": config.rollout.tail_batching,
+        "engines.balance": config.rollout.balance,
+        "engines.affinity_slack": config.rollout.affinity_slack,
+        "engines.order": config.rollout.order,
         "trainer.gpus": config.trainer.ranks,
         "sync.landing": "drain" if config.rollout.interruption == "drain" else None,
         "sync.recompute": True if config.rollout.interruption == "retract" else None,

@@ -74,6 +74,7 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     for mode, row in found.rows.items():
         grid.add_column(f"{mode}, max_staleness {row.outcome.max_staleness}", justify="right")
     rows = [(row, row.outcome) for row in found.rows.values()]
+    present = [f"{o.engines_present:.1f}" for _, o in rows] if found.plant["scaling"]["first"] is not None else []
     for label, values in (
         ("step", [number(o.step_s, "s") for _, o in rows]),
         ("speed-up, same pools", [_gain(r.speedup, o.lost) for r, o in rows]),
@@ -81,6 +82,7 @@ def _comparison_table(found: Comparison, console: Console) -> None:
         ("speed-up, one pool", [_gain(r.speedup_one_pool, o.lost) for r, o in rows]),
         ("trainer idle", [percent(o.trainer_idle) for _, o in rows]),
         ("engines idle", [percent(o.engine_idle) for _, o in rows]),
+        *([("engines present", present)] if present else []),
         ("engines' rate, of the most", [percent(o.engine_rate) for _, o in rows]),
         ("mean age of a token", [f"{sum(a * s for a, s in o.ages.items()):.2f}" for _, o in rows]),
         ("oldest", [str(o.oldest_age) for _, o in rows]),

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.simulate.actors.engines import SimulatedEngines
 from asyncmoe.simulate.actors.queue import SimulatedQueue
+from asyncmoe.simulate.actors.scaling import SimulatedScaling
 from asyncmoe.simulate.actors.scorer import SimulatedScorer
 from asyncmoe.simulate.actors.sync import SimulatedSync
 from asyncmoe.simulate.actors.trainer import SimulatedTrainer
@@ -64,6 +65,7 @@ class Simulation:
         self._queue = SimulatedQueue(state)
         self._trainer = SimulatedTrainer(state, self._queue, self._stepped, self._dropped)
         self._sync = SimulatedSync(state, self._engines, self._served)
+        self._scaling = SimulatedScaling(state, self._engines)
         self._warm = min(2 * (state.law.max_staleness + 1), plant.steps // 2) if skip is None else skip
         self._since = Reading()
 
@@ -125,4 +127,5 @@ class Simulation:
         now = self._state.trace.now
         now.seconds = self._state.clock.now
         self._engines.read(now)
+        now.engine_seconds = self._scaling.engine_seconds()
         return Reading(**vars(now))

@@ -22,15 +22,16 @@ class SimulatedGroup:
         oldest: version of the group's first sampled token.
         tokens: tokens of complete turns, by version.
         lost: the group has been rejected.
-        prefilled: an engine has had the prompt.
+        caches: engines that have had the prompt (`Fleet.cache`).
     """
 
-    __slots__ = ("attempt", "episodes", "left", "lost", "members", "number", "oldest", "prefilled", "tokens")
+    __slots__ = ("attempt", "caches", "episodes", "left", "lost", "members", "number", "oldest", "tokens")
 
     def __init__(self, episodes: list[Episode], attempt: int, number: int) -> None:
         self.episodes, self.attempt, self.number = episodes, attempt, number
         self.members = [SimulatedResponse(self, episode) for episode in episodes]
-        self.left, self.lost, self.prefilled = len(episodes), False, False
+        self.left, self.lost = len(episodes), False
+        self.caches: frozenset[int] = frozenset()
         self.oldest: float = math.inf
         self.tokens: dict[int, float] = {}
 
@@ -45,12 +46,14 @@ class SimulatedResponse:
     Attributes:
         version: version served when its current turn was sent.
         sampled: tokens of its complete turns.
+        engine, cache: engine of its last turn, and its `Fleet.cache` then; -1: none.
     """
 
-    __slots__ = ("group", "sampled", "tools", "turn", "turns", "version")
+    __slots__ = ("cache", "engine", "group", "sampled", "tools", "turn", "turns", "version")
 
     def __init__(self, group: SimulatedGroup, episode: Episode) -> None:
         self.group, self.turn, self.version, self.sampled = group, 0, 0, 0
+        self.engine = self.cache = -1
         self.turns, self.tools = episode
 
 

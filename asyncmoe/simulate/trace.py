@@ -23,6 +23,7 @@ class Reading:
     preemptions: int = 0
     recomputed: float = 0.0
     trained_tokens: int = 0
+    engine_seconds: float = 0.0
 
 
 @dataclass
@@ -56,7 +57,8 @@ class SimulatedRun:
         wait_s: seconds per step in which the trainer had nothing to train on.
         tokens: tokens trained per step.
         trainer_idle: share of the time in which the trainer did not train.
-        engine_idle: share of the engines' time in which they had no request or were paused.
+        engine_idle: share of the present engines' time in which they had no request or were paused.
+        engines_present: engines that served or started, on average.
         engine_rate: tokens sampled, as a share of the tokens that engines sample with every slot taken.
         ages: share of the trained tokens by age in versions.
         oldest_age: largest age of a trained token.
@@ -80,6 +82,7 @@ class SimulatedRun:
     tokens: float
     trainer_idle: float
     engine_idle: float
+    engines_present: float
     engine_rate: float
     preemptions: float
     recomputed: float
@@ -115,7 +118,8 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
         wait_s=(now.waiting - since.waiting) / steps,
         tokens=(now.trained_tokens - since.trained_tokens) / steps,
         trainer_idle=max(0.0, 1 - (now.training - since.training) / window),
-        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines.count)),
+        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (now.engine_seconds - since.engine_seconds)),
+        engines_present=(now.engine_seconds - since.engine_seconds) / window,
         engine_rate=(now.sampled - since.sampled) / (window * plant.full_rate),
         preemptions=(now.preemptions - since.preemptions) / steps,
         recomputed=(now.recomputed - since.recomputed) / steps,

@@ -86,6 +86,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     engines_serving: Annotated[int, Metric("Engines that get requests, at the moment.", "engines")] = 0
     engines_lost: Annotated[int, Metric("Engines that died or were fenced since the controller started.", "engines")] = 0
     engines_missing: Annotated[int, Metric("Of those, engines that have not started again.", "engines")] = 0
+    engines_advised: Annotated[
+        int | None,
+        Metric("Engines that the run should have, by the batches in the queue and the requests that wait for engines.", "engines"),
+    ] = None
     # Engines and trainer at the same version (verify.probe_every)
     probed_tokens: Annotated[int, Metric("Probe tokens that an engine and the trainer scored with the same version.", "tokens")] = 0
     probed_versions: Annotated[int, Metric("Versions compared on probe tokens.", "versions")] = 0

@@ -22,6 +22,7 @@ from asyncmoe.errors import ConfigError, DataError, InvariantBroken, TrajectoryR
 from asyncmoe.journal.rows import Draw
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout import journaling
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
@@ -64,6 +65,7 @@ class Case:
     curriculum: bool
     unit: Any
     oversample: int
+    tail: float
     started: list[tuple[int, str]] = field(default_factory=list)
     trained: dict[int, tuple[str, ...]] = field(default_factory=dict)
     leased: dict[int, Any] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class Case:
         )
         queue.set_version(self.step)
         options: Any = {"oversample": self.oversample, "unit": self.unit, "filter_equal": True, "journal": held.journal}
+        options["rounds"] = Rounds(GROUPS, self.tail)
         task: Any = drawn or Numbers()
         producer = Producer(queue, task, self._episode, SIZE, held.first_group, **options)
         tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
@@ -158,10 +161,13 @@ class Case:
     drawn=st.booleans(),
     unit=st.sampled_from(["group", "trajectory"]),
     spare=st.integers(0, 1),
+    tail=st.sampled_from([1.0, 1.0, 1.5]),
 )
-def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(seed: int, kills: int, drawn: bool, unit: str, spare: int) -> None:
+def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(
+    seed: int, kills: int, drawn: bool, unit: str, spare: int, tail: float
+) -> None:
     draw = random.Random(seed)
-    case = Case(draw, drawn, unit, spare)
+    case = Case(draw, drawn, unit if tail == 1 else "group", spare, tail)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "run"
         for _ in range(kills):

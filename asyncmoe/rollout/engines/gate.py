@@ -26,6 +26,11 @@ class Gate:
         self._open = asyncio.Event()
         self._open.set()
 
+    @property
+    def present(self) -> int:
+        """Number of requests that are inside or wait."""
+        return self.inside + len(self._waiting)
+
     def resize(self, limit: int) -> None:
         """Admit at most `limit` requests from now on; requests inside stay."""
         self._limit = limit

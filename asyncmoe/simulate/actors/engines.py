@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from asyncmoe.queue.rounds import Rounds
+from asyncmoe.rollout.engines.scheduling import choose
 from asyncmoe.simulate.actors.waiting import OrderedWaiting, waiting_of
 from asyncmoe.simulate.actors.workers import SimulatedWorkers
 from asyncmoe.simulate.decoding import Spans
 from asyncmoe.simulate.fleet import Fleet
-from asyncmoe.simulate.rounds import TailRounds
 from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
 from asyncmoe.simulate.trace import Reading
 from asyncmoe.simulate.workload import Episode
@@ -32,12 +33,19 @@ class SimulatedEngines:
         self._state, self._clock, self._groups, self._hand_over = state, state.clock, groups, sampled
         self._size, self._batch = plant.group_size, plant.batch
         self._fleet: Fleet[SimulatedResponse] = Fleet(
-            plant.engines.count, plant.engines.max_running, plant.step, plant.engines.prefill_s, plant.context_costs, plant.slow_engines
+            plant.engines.count,
+            plant.engines.max_running,
+            plant.step,
+            plant.engines.prefill_s,
+            plant.context_costs,
+            plant.slow_engines,
+            plant.max_concurrent,
+            self._begun,
         )
         self._with_contexts = plant.context_costs is not None
         self._workers, self._started = SimulatedWorkers(state), 0
         self._waiting = waiting_of(plant)
-        self._rounds: TailRounds[list[Episode]] = TailRounds(plant.groups_per_step, plant.tail_batching)
+        self._rounds: Rounds[list[Episode]] = Rounds(plant.groups_per_step, 1.0 if state.mode == "async" else plant.tail_batching)
         self._round: list[SimulatedGroup] = []
         self._again: deque[tuple[list[Episode], int]] = deque()
         self._drained: Callable[[], None] | None = None
@@ -55,27 +63,64 @@ class SimulatedEngines:
         state = self._state
         if count := self._may_start():
             state.ledger = state.ledger.start(count * self._size)
-            spare = 0
-            if state.mode != "async" and count * self._size == self._batch:
-                again, spare = self._rounds.begin()
-                self._again.extend((episodes, 0) for episodes in again)
-                self._round.clear()
-            if spare:
-                state.ledger = state.ledger.start_spare(spare * self._size)
-            self._start(count + spare)
+            if not self._rounds.is_off:
+                count += self._begin_or_go_on(count)
+            self._start(count)
         self._place()
+
+    def _begin_or_go_on(self, count: int) -> int:
+        """Let the round start so many groups; return how many spare ones start besides."""
+        if not self._rounds.is_over:
+            self._rounds = self._rounds.start(count)
+            return 0
+        self._rounds, again = self._rounds.begin(count)
+        self._again.extend((episodes, 0) for episodes in again)
+        self._round.clear()
+        if spare := self._rounds.spare:
+            self._state.ledger = self._state.ledger.start_spare(spare * self._size)
+        return spare
 
     def completed(self) -> None:
         """Note that a group is complete; with tail batching, put off the others of a round that needs no more."""
-        if not self._rounds.note_complete() or not self._state.ledger.spare:
+        if self._rounds.is_off:
             return
-        for group in self._round:
-            if group.left and not group.lost:
-                self._cancel(group)
-                self._state.ledger = self._state.ledger.discard_spare(self._size)
-                self._state.trace.dropped["deferred"] += self._size
-                self._rounds.deferred.append(group.episodes)
+        self._rounds = self._rounds.complete_one()
+        if not self._rounds.is_over or not self._rounds.spare:
+            return
+        late = [group for group in self._round if group.left and not group.lost]
+        for group in late:
+            self._cancel(group)
+            self._state.ledger = self._state.ledger.discard_spare(self._size)
+            self._state.trace.dropped["deferred"] += self._size
+        self._rounds = self._rounds.put_off([group.episodes for group in late])
         self._check_drained()
+
+    @property
+    def requests(self) -> int:
+        """Requests at engines, or waiting for one."""
+        return self._fleet.in_flight + len(self._waiting)
+
+    @property
+    def serving(self) -> int:
+        """Engines that get requests."""
+        return sum(map(self._fleet.serves, range(self._state.plant.engines.count)))
+
+    def leave(self, number: int) -> None:
+        """Have an engine finish what it has and serve no more."""
+        self._fleet.leave(number)
+
+    def leave_one(self) -> int | None:
+        """Have the last of the engines that serve leave, unless it is the only one; return its number."""
+        serving = [number for number in range(self._state.plant.engines.count) if self._fleet.serves(number)]
+        if len(serving) < 2:
+            return None
+        self.leave(serving[-1])
+        return serving[-1]
+
+    def join(self, number: int) -> None:
+        """Have an engine that has left serve again."""
+        self._fleet.join(number, self._clock.engine_time)
+        self._place()
 
     def next_event(self) -> float:
         """Return the time at which the next turn is complete, or a request is preempted; inf if there is none."""
@@ -107,7 +152,11 @@ class SimulatedEngines:
     def reject(self, group: SimulatedGroup, reason: str) -> None:
         """Cancel a group. If an engine's failure is the reason, it starts over with the same episodes, at most twice."""
         self._cancel(group)
-        self._state.ledger = self._state.ledger.reject(self._size)
+        spared = False
+        if not self._rounds.is_off:
+            self._rounds, spared = self._rounds.lose_one()
+        ledger = self._state.ledger
+        self._state.ledger = ledger.reject_spare(self._size) if spared else ledger.reject(self._size)
         self._state.trace.rejected[reason] += self._size
         if reason == "engine_died" and group.attempt + 1 < _ATTEMPTS:
             self._again.append((group.episodes, group.attempt + 1))
@@ -144,7 +193,7 @@ class SimulatedEngines:
             group = SimulatedGroup(episodes, attempt, self._started)
             self._started += 1
             self._waiting.extend(group.members)
-            if self._rounds.factor > 1:
+            if not self._rounds.is_off:
                 self._round.append(group)
 
     def _may_start(self) -> int:
@@ -165,29 +214,44 @@ class SimulatedEngines:
         return 1 + bisect_left(range(2, bound + 1), True, key=lambda count: not law.may_start(ledger, count * self._size, version))
 
     def _place(self) -> None:
-        fleet, waiting, version = self._fleet, self._waiting, self._state.version
+        fleet, waiting = self._fleet, self._waiting
         if not waiting or self._drained is not None or self._clock.paused:
             return
         now = self._clock.engine_time
-        while waiting and fleet.free:
+        while waiting and fleet.has_room:
             response = waiting.popleft()
-            group = response.group
-            if group.lost:
+            if response.group.lost:
                 continue
-            response.version = version
-            if version < group.oldest:
-                group.oldest = version
-            context, fresh = self._context(response) if self._with_contexts else (0.0, 0.0)
-            fleet.place(response, response.turns[response.turn], now, context, fresh)
+            number = fleet.choose(self._chosen(response))
+            context, fresh = self._context(response, fleet.cache(number)) if self._with_contexts else (0.0, 0.0)
+            response.engine = number
+            fleet.place(response, response.turns[response.turn], now, context, fresh, number)
 
-    def _context(self, response: SimulatedResponse) -> tuple[float, float]:
-        """Return the tokens before a turn, and how many of them no prefix cache has."""
+    def _begun(self, response: SimulatedResponse) -> None:
+        """Note the version that samples the first token of a turn."""
+        response.version = version = self._state.version
+        if version < response.group.oldest:
+            response.group.oldest = version
+
+    def _chosen(self, response: SimulatedResponse) -> int | None:
+        """Return the engine for a response's turn, as the live pool chooses; None: the one with the fewest requests."""
+        engines = self._state.plant.engines
+        if engines.balance == "least_loaded":
+            return None
+        last = str(response.engine) if response.turn else ""
+        return int(choose(self._fleet.loads(), str(response.group.number), engines.balance, engines.affinity_slack, last))
+
+    def _context(self, response: SimulatedResponse, cache: int) -> tuple[float, float]:
+        """Return the tokens before a turn, and how many of them the prefix cache does not have; from now on it has them."""
         plant, group = self._state.plant, response.group
-        if response.turn:
-            context = plant.prompt_tokens + response.sampled + plant.tool_tokens * response.turn
-            return context, context - plant.engines.prefix_hits * (context - plant.tool_tokens)
-        known, group.prefilled = group.prefilled, True
-        return plant.prompt_tokens, plant.prompt_tokens * (1 - plant.engines.prefix_hits if known else 1)
+        context = plant.prompt_tokens + response.sampled + plant.tool_tokens * response.turn
+        if response.turn and response.cache == cache:
+            known = context - plant.tool_tokens
+        else:
+            known = plant.prompt_tokens if cache in group.caches else 0
+        response.cache = cache
+        group.caches |= {cache}
+        return context, context - plant.engines.prefix_hits * known
 
     def _next_turn(self, response: SimulatedResponse) -> None:
         self._waiting.append(response)
@@ -231,5 +295,5 @@ class SimulatedEngines:
 def _sampled(spans: Spans, clock: float) -> float:
     """Tokens of a turn that were sampled until a reading of its engine's clock."""
     start, end = spans[0]
-    tokens = (clock if clock < end else end) - start
+    tokens = max(0.0, (clock if clock < end else end) - start)
     return tokens + sum(max(0.0, min(clock, end) - start) for start, end in spans[1:]) if len(spans) > 1 else tokens

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import aiohttp
 import psutil
@@ -30,7 +30,7 @@ from benchmarks.small_scale.case import SmallCase, Told, figures
 ROLES = ("controller", "trainer", "launcher", "stand_by", "engine")
 """Of processes. "launcher": the supervisor, the keeper of engines, torchrun. "stand_by": processes that load their programs once and wait,
 in case another is lost; what that takes belongs to no step."""
-_PARTS = (("sglang", "engine"), ("torch.distributed", "launcher"), ("asyncmoe.trainer", "trainer"), (" rollout ", "controller"))
+_PARTS = (("sglang", "engine"), ("torchrun", "launcher"), ("torch.distributed", "launcher"), ("asyncmoe.trainer", "trainer"), (" rollout ", "controller"))
 _LIMIT_S = 1500.0
 _QUIET_S, _QUIET = 1.0, 0.1
 """The engine is idle if it takes less than this share of a core so long."""
@@ -104,7 +104,7 @@ def _steps(run: LiveRun, case: SmallCase) -> list[Told]:
 @contextmanager
 def _stopped(run: LiveRun) -> Iterator[None]:
     """Within the context no rank trains, so that the queue fills up and the engine becomes idle."""
-    ranks = [one for one in run.processes() if role(one.cmdline(), one.environ()) == "trainer" and "torch.distributed" not in one.cmdline()]
+    ranks = [one for one in run.processes() if role(one.cmdline(), one.environ()) == "trainer"]
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
     try:

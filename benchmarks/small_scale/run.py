@@ -146,7 +146,8 @@ def table(found: dict[str, Any]) -> str:
             lines.append(f"{name + ' ' + arm:<18}{spent}{one['samples_per_s']:11.1f}{one['tokens']:8.1f}{reached:>9}")
             for alone in (kind for kind in ("raw", "bare") if kind in one):
                 made = one[alone]
-                lines.append(f"{'  engine, ' + alone:<18}{'':>44}{made['cpu_ms']:11.2f}{'':>11}{made['samples_per_s']:11.1f}{made['tokens']:8.1f}")
+                rate = f"{made['samples_per_s']:11.1f}{made['tokens']:8.1f}"
+                lines.append(f"{'  engine, ' + alone:<18}{'':>44}{made['cpu_ms']:11.2f}{'':>11}{rate}")
     if not found["trl"].startswith("trl"):
         lines.append(f"TRL is left out: {found['trl']}")
     return "\n".join(lines)

@@ -138,7 +138,9 @@ def test_sequences_of_all_lengths_attend_as_defined(lengths: list[int], zero: bo
     made = core()(*vs, packed_seq_params=attention.PackedSequences(torch.tensor(bounds, dtype=torch.int32), bounds, max(lengths)))
     wanted = expected(*vs, None, bounds)
     upstream = torch.randn_like(wanted)
-    for got, want in zip((made, *torch.autograd.grad(made, vs, upstream)), (wanted, *torch.autograd.grad(wanted, vs, upstream)), strict=True):
+    for got, want in zip(
+        (made, *torch.autograd.grad(made, vs, upstream)), (wanted, *torch.autograd.grad(wanted, vs, upstream)), strict=True
+    ):
         assert torch.allclose(got, want, atol=1e-5)
 
 

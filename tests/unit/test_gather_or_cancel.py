@@ -32,7 +32,7 @@ def test_whoever_waits_can_be_cancelled(count: int) -> None:
             finally:
                 ended.append(True)
 
-        waiting = asyncio.create_task(together([forever() for _ in range(count)]))
+        waiting = asyncio.ensure_future(together([forever() for _ in range(count)]))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         waiting.cancel()

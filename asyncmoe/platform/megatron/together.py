@@ -1,4 +1,4 @@
-"""Short packed sequences laid out as batches: one call of a kernel for many sequences, where a call for each would cost more than its work."""
+"""Short packed sequences laid out as batches: one call of a kernel for many, where a call for each would cost more than its work."""
 
 from __future__ import annotations
 

@@ -30,7 +30,13 @@ from benchmarks.small_scale.case import SmallCase, Told, figures
 ROLES = ("controller", "trainer", "launcher", "stand_by", "engine")
 """Of processes. "launcher": the supervisor, the keeper of engines, torchrun. "stand_by": processes that load their programs once and wait,
 in case another is lost; what that takes belongs to no step."""
-_PARTS = (("sglang", "engine"), ("torchrun", "launcher"), ("torch.distributed", "launcher"), ("asyncmoe.trainer", "trainer"), (" rollout ", "controller"))
+_PARTS = (
+    ("sglang", "engine"),
+    ("torchrun", "launcher"),
+    ("torch.distributed", "launcher"),
+    ("asyncmoe.trainer", "trainer"),
+    (" rollout ", "controller"),
+)
 _LIMIT_S = 1500.0
 _QUIET_S, _QUIET = 1.0, 0.1
 """The engine is idle if it takes less than this share of a core so long."""

@@ -109,7 +109,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         spread = [together.spread(x, place, laid.rows) for x in (query, key, value)]
         sizes = [count * longest for count, longest in laid.shapes]
         made = []
-        for (count, longest), *part in zip(laid.shapes, *(x.split(sizes) for x in spread), strict=True):
+        for (count, longest), *part in zip(laid.shapes, *(torch.split(x, sizes) for x in spread), strict=True):
             q, k, v = (x.unflatten(0, (count, longest)).transpose(0, 1) for x in part)
             made.append(self._attend(q, k, v).transpose(0, 1).flatten(0, 1))
         return together.taken(made[0] if len(made) == 1 else torch.cat(made), place)

@@ -285,6 +285,21 @@ def samples_(
     typer.echo(samples.table(results))
 
 
+@bench.command("peers")
+def peers_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="short or long, answers of 6 or of 64 tokens; default: both.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="ours_1, ours_2 (ranks), trl_1 or trl_2 (threads); default: all.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of each arm; default: 60.", min=5)] = None,
+) -> None:
+    """CPU time of a sample on a tiny model, by role, next to the engine alone and to TRL (make bench-trl); seconds to a reward."""
+    from benchmarks.small_scale import run
+
+    results = run.run(case or (), arm or (), steps)
+    _show(results, json_path)
+    typer.echo(run.table(results))
+
+
 @bench.command("sandbox")
 def sandbox_(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,

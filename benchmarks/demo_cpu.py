@@ -14,6 +14,7 @@ import psutil
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
+from benchmarks.small_scale.ours import ROLES, role
 
 _LIMIT_S = 500.0
 _LEAST = 10
@@ -65,11 +66,9 @@ def demo(folder: Path, steps: int = 40) -> dict[str, Any]:
 
 def _cpu(pid: int) -> dict[str, float]:
     """CPU seconds so far of the processes that a run started, by role."""
-    found = {"controller": 0.0, "trainer": 0.0, "engine": 0.0, "": 0.0}
+    found = dict.fromkeys(ROLES, 0.0)
     for child in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            words, spent = " ".join(child.cmdline()), child.cpu_times()
-            roles = (("sglang", "engine"), ("torch.distributed", ""), ("asyncmoe.trainer", "trainer"), (" rollout ", "controller"))
-            role = next((role for part, role in roles if part in words), "")
-            found[role] += spent.user + spent.system
+            spent = child.cpu_times()
+            found[role(child.cmdline(), child.environ())] += spent.user + spent.system
     return found

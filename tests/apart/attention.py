@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from inspect import signature
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncmoe.platform import megatron
 
@@ -19,7 +23,7 @@ from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 
 from asyncmoe.errors import InvariantBroken  # noqa: E402
 from asyncmoe.platform.megatron import packed_attention as attention  # noqa: E402
-from asyncmoe.platform.megatron import rope  # noqa: E402
+from asyncmoe.platform.megatron import rope, together  # noqa: E402
 from asyncmoe.trainer.model import layers  # noqa: E402, F401  layers installs the angles
 
 BOUNDS = [0, 5, 6, 13]
@@ -41,17 +45,19 @@ def sequences(device: torch.device | str = "cpu", bounds: list[int] = BOUNDS) ->
     return attention.PackedSequences(torch.tensor(bounds, dtype=torch.int32, device=device), bounds, 7)
 
 
-def vectors(heads: int, groups: int, width: int, of_values: int) -> list[torch.Tensor]:
+def vectors(heads: int, groups: int, width: int, of_values: int, rows: int = BOUNDS[-1]) -> list[torch.Tensor]:
     torch.manual_seed(0)
     sizes = ((heads, width), (groups, width), (groups, of_values))
-    return [torch.randn(BOUNDS[-1], *size, requires_grad=True) for size in sizes]
+    return [torch.randn(rows, *size, requires_grad=True) for size in sizes]
 
 
-def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+def expected(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, bounds: Sequence[int] = BOUNDS
+) -> torch.Tensor:
     """By the definition, with all scores."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     blocks = []
-    for first, last in pairwise(BOUNDS):
+    for first, last in pairwise(bounds):
         q, k, v = (x[first:last].transpose(0, 1) for x in (query, key, value))
         scores = q @ k.transpose(1, 2) * (scale or query.shape[-1] ** -0.5)
         masked = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
@@ -91,14 +97,61 @@ def test_rows_see_their_own_sequence(kind: str, sizes: tuple[int, ...], scale: f
         monkeypatch.setattr(attention, "kernel", lambda *_: "varlen")
         monkeypatch.setattr(attention, "varlen_attn", stand_in if kind == "varlen" else older)
         monkeypatch.setattr(attention, "arguments", lambda: ARGUMENTS if kind == "varlen" else {"scale", "window_size"})
-    given = vectors(*sizes)
-    made = core(scale)(*given, packed_seq_params=sequences())
-    wanted = expected(*given, scale)
+    vs = vectors(*sizes)
+    made = core(scale)(*vs, packed_seq_params=sequences())
+    wanted = expected(*vs, scale)
     upstream = torch.randn_like(wanted)
     for got, want in zip(
-        (made, *torch.autograd.grad(made, given, upstream)), (wanted, *torch.autograd.grad(wanted, given, upstream)), strict=True
+        (made, *torch.autograd.grad(made, vs, upstream)), (wanted, *torch.autograd.grad(wanted, vs, upstream)), strict=True
     ):
         assert torch.allclose(got, want, atol=1e-5)
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 700)), min_size=1, max_size=12)
+
+
+@given(LENGTHS)
+def test_batches_hold_every_row_once(lengths: list[int]) -> None:
+    bounds = [0, *accumulate(lengths)]
+    laid = together.batches(bounds, 512)
+    assert sum(count for count, _ in laid.shapes) == len(lengths)
+    assert len(set(laid.place.tolist())) == bounds[-1], "places are distinct"
+    starts = list(accumulate((count * longest for count, longest in laid.shapes), initial=0))
+    assert starts.pop() == laid.rows
+    for first, last in pairwise(bounds):
+        place = laid.place[first:last]
+        assert place.tolist() == list(range(place[0], place[0] + last - first)), "a sequence stays together"
+        at = bisect_right(starts, place[0]) - 1
+        count, longest = laid.shapes[at]
+        assert (place[0] - starts[at]) % longest == 0, "and begins a row of its batch"
+        assert count == 1 or longest <= 512
+        assert longest <= max(32, (last - first) / 0.8), "with little padding"
+
+
+@settings(max_examples=15)
+@given(LENGTHS, st.booleans())
+def test_sequences_of_all_lengths_attend_as_defined(lengths: list[int], zero: bool) -> None:
+    bounds = [0, *accumulate(lengths)]
+    if zero:
+        bounds.insert(1, 0)  # an empty sequence
+    vs = vectors(2, 1, 8, 8, bounds[-1])
+    made = core()(*vs, packed_seq_params=attention.PackedSequences(torch.tensor(bounds, dtype=torch.int32), bounds, max(lengths)))
+    wanted = expected(*vs, None, bounds)
+    upstream = torch.randn_like(wanted)
+    for got, want in zip(
+        (made, *torch.autograd.grad(made, vs, upstream)), (wanted, *torch.autograd.grad(wanted, vs, upstream)), strict=True
+    ):
+        assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_short_sequences_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for each costs more than its work."""
+    calls = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given, **named: calls.append(given[0].shape) or real(*given, **named))
+    bounds = list(range(0, 641, 10))
+    core()(*vectors(2, 2, 8, 8, 640), packed_seq_params=attention.PackedSequences(torch.tensor(bounds), bounds, 10))
+    assert calls == [(64, 2, 10, 8)]
 
 
 def test_values_narrower_than_keys_keep_no_scores() -> None:

@@ -15,7 +15,7 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout import scoring
-from asyncmoe.rollout.scoring import Sample, Score, Taught, Teaches
+from asyncmoe.rollout.scoring import Sample, Score, Taught, teaches
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver", {"level": 3})
@@ -268,7 +268,7 @@ def test_what_can_be_seen_of_it_from_outside() -> None:
     async def run() -> None:
         made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         assert isinstance(made, Taught)
-        assert isinstance(made, Teaches)
+        assert teaches(made)
         with pytest.raises(TrajectoryRejected):
             await made.teach(SAMPLE)
         stats = scoring.stats(made)

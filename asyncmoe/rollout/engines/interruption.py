@@ -83,8 +83,10 @@ async def respond(
         asked = np.concatenate((prefix, np.array(front, np.int32)))
         known = max(len(prefix) - 1, 0)  # the last token has not passed through the model
         most = min(room, piece or room)
-        request = replace(request, partial=most < room)
-        answer = await (answers or pool).generate(asked, replace(sampling, max_new_tokens=most), known, request=request, listener=listener)
+        # Most responses are one request as it was given; a copy of both would cost them more than all else here.
+        request = request if request.partial == (most < room) else replace(request, partial=most < room)
+        sampled = sampling if sampling.max_new_tokens == most else replace(sampling, max_new_tokens=most)
+        answer = await (answers or pool).generate(asked, sampled, known, request=request, listener=listener)
         answered = with_packed_routes(answer.generation, sampling.recording.routing, len(asked) + len(answer.generation.tokens) - 1 - known)
         if listener is not None and listener.kept is not None:
             keep = listener.kept - (sampling.max_new_tokens - room)

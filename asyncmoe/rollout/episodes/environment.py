@@ -173,9 +173,11 @@ class Agent:
     @property
     def sampled(self) -> tuple[bool, ...]:
         """For each of `tokens`, True if the policy sampled it."""
-        sizes = [size for turn in self.turns for size in (len(turn.given), len(turn.generation.tokens))]
-        made = np.repeat(np.tile([False, True], len(self.turns)), sizes)
-        return (*made.tolist(), *(False,) * len(self._given))
+        made: list[bool] = []
+        for turn in self.turns:
+            made += [False] * len(turn.given)
+            made += [True] * len(turn.generation.tokens)
+        return (*made, *(False,) * len(self._given))
 
     @property
     def text(self) -> str:
@@ -287,7 +289,10 @@ class Agent:
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, self._sampling.max_new_tokens)
         if wanted <= 0:
             raise self._failed(ERROR, f"respond: got max_new_tokens {wanted}, expected at least 1")
-        return replace(self._sampling, max_new_tokens=min(wanted, room), stop=self._sampling.stop if stop is None else tuple(stop))
+        most, ends = min(wanted, room), self._sampling.stop if stop is None else tuple(stop)
+        if (most, ends) == (self._sampling.max_new_tokens, self._sampling.stop):
+            return self._sampling
+        return replace(self._sampling, max_new_tokens=most, stop=ends)
 
     def _failed(self, reason: str, detail: str) -> TrajectoryRejected:
         self.failure = self.failure or TrajectoryRejected(reason, f"agent {self.name}: {detail}")

@@ -29,7 +29,7 @@ from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, E
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
-from asyncmoe.rollout.scoring import Sample, Score, Scorer, Teaches
+from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -157,17 +157,22 @@ async def _worth(given: list[float] | None, agents: list[Agent], prompt: Prompt,
     """
     if given is None:
         last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
-        asked = [agent for agent in agents if steps or isinstance(scorer, Teaches) or agent is last[agent.number]]
+        every = steps or teaches(scorer)
+        asked = [agent for agent in agents if every or agent is last[agent.number]]
         scores = await together([scorer.score(_sample(agent, prompt)) for agent in asked])
         found = {agent.name: score for agent, score in zip(asked, scores, strict=True)}
         # A tree is worth what its last response is worth: that is where the conversation ended.
         worth = [found[last[agent.number].name] for agent in agents]
-        unseen = Score(0.0)
-        return [replace(found.get(a.name, unseen), reward=one.reward, why=one.why) for a, one in zip(agents, worth, strict=True)]
-    if not isinstance(scorer, Teaches):
-        return [Score(reward) for reward in given]
-    taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
-    return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
+        return [_as(found.get(agent.name), one) for agent, one in zip(agents, worth, strict=True)]
+    if teaches(scorer):
+        taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
+        return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
+    return [Score(reward) for reward in given]
+
+
+def _as(own: Score | None, tree: Score) -> Score:
+    """Return a path's own score with the reward of its tree."""
+    return own if own is tree else replace(own or Score(0.0), reward=tree.reward, why=tree.why)
 
 
 def _sample(agent: Agent, prompt: Prompt) -> Sample:

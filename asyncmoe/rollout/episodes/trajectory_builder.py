@@ -142,6 +142,8 @@ def assemble(
 
 def _without(values: np.ndarray, forked: int, blank: float) -> np.ndarray:
     """Return `values` with its first `forked` ones blank. An answer may have too few values, which the queue refuses."""
+    if not forked:
+        return values
     return np.concatenate([np.full(min(forked, len(values)), blank, values.dtype), values[forked:]])
 
 

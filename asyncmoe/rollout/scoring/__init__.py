@@ -25,7 +25,7 @@ from asyncmoe.rollout.scoring.http import HttpJudge
 from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits, Stats
 from asyncmoe.rollout.scoring.parse_score import Decode
 from asyncmoe.rollout.scoring.teacher import Taught
-from asyncmoe.rollout.scoring.types import Judge, Sample, Score, Scorer, Teaches
+from asyncmoe.rollout.scoring.types import Judge, Sample, Score, Scorer, Teaches, teaches
 from asyncmoe.rollout.scoring.workers import InWorkers
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "scorer_kind",
     "stages",
     "stats",
+    "teaches",
     "untaught",
     "write_log",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -76,13 +76,17 @@ class Scorer(Protocol):
         ...
 
 
-@runtime_checkable
 class Teaches(Protocol):
     """A scorer with a teacher. The teacher is called even if the environment supplies the reward."""
 
     async def teach(self, sample: Sample) -> np.ndarray | None:
         """Return only `Score.teacher`. Raises as `Scorer.score`."""
         ...
+
+
+def teaches(scorer: Scorer) -> TypeGuard[Teaches]:
+    """Return whether a scorer has a teacher; `isinstance` looks the protocol up anew for every sample."""
+    return hasattr(scorer, "teach")
 
 
 class Judge(Protocol):

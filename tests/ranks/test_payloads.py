@@ -15,7 +15,9 @@ from tests.redis_server import LocalRedis, needed
 pytestmark = [pytest.mark.ranks, needed()]
 
 
-@pytest.mark.parametrize("layout", ["tp=2", pytest.param("tp=1", marks=pytest.mark.thorough), pytest.param("pp=2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "layout", ["tp=2", pytest.param("tp=1", marks=pytest.mark.thorough), pytest.param("pp=2", marks=pytest.mark.thorough)]
+)
 def test_a_run_is_the_same_to_the_bit_with_its_trajectories_in_redis(tmp_path: Path, layout: str) -> None:
     make_model(tmp_path / "hf", MadeModel(), seed=0)
     server = LocalRedis(tmp_path / "redis", {"maxmemory-policy": "noeviction"})
@@ -31,4 +33,5 @@ def test_a_run_is_the_same_to_the_bit_with_its_trajectories_in_redis(tmp_path: P
         assert redis["steps"] == ours["steps"]  # losses, norms and all other figures of each update
         assert redis["weights"] == ours["weights"]
         assert len({str(step) for step in ours["steps"]}) == 4
-    assert found[0][0]["fetches"] and not found[0][1]["fetches"], "the controller sent nothing"
+    assert found[0][0]["fetches"]
+    assert not found[0][1]["fetches"], "the controller sent nothing"

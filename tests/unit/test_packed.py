@@ -51,7 +51,9 @@ def read(asked: Asked, pieces: dict[str, Buffer]) -> list[Buffer]:
 def test_a_part_comes_out_as_the_queue_would_send_it(one: Trajectory, kept: tuple[int, ...] | None, masks: bool) -> None:
     frames = encode(one)
     pieces = packed.packed(STORED, KEY, frames)
-    assert [bytes(frame) for frame in read(Asked(STORED, KEY, kept, masks), pieces)] == [bytes(frame) for frame in part(frames, kept, masks)]
+    assert [bytes(frame) for frame in read(Asked(STORED, KEY, kept, masks), pieces)] == [
+        bytes(frame) for frame in part(frames, kept, masks)
+    ]
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,4 +1,4 @@
-"""A queue whose trajectories lie in a real Redis server that is killed, stopped, emptied: nothing is trained twice, and the counts add up."""
+"""A queue whose trajectories lie in a real Redis server that is killed, stopped, emptied: nothing is trained twice, the counts add up."""
 
 from __future__ import annotations
 
@@ -72,40 +72,43 @@ def test_a_lost_worker_takes_nothing_with_it_that_is_in_the_store(tmp_path: Path
     asyncio.run(run())
 
 
+async def harm(own: LocalRedis, draw: random.Random) -> None:
+    """Do one thing after another to a server, at random moments."""
+    while True:
+        await asyncio.sleep(draw.uniform(0.02, 0.3))
+        what = draw.choice(["kill", "suspend", "empty", "delete", "exchange"])
+        if what == "kill":
+            await asyncio.to_thread(own.kill)
+            await asyncio.sleep(draw.uniform(0, 0.2))
+            await asyncio.to_thread(own.start)
+        elif what == "suspend":
+            own.signal(signal.SIGSTOP)
+            await asyncio.sleep(draw.uniform(0, 0.3))
+            own.signal(signal.SIGCONT)
+        else:
+            await asyncio.to_thread(damage, own, draw, what)
+
+
+def damage(own: LocalRedis, draw: random.Random, what: str) -> None:
+    with own.client() as client:
+        groups = sorted(client.scan_iter("asyncmoe:*:payload:*"))
+        if what == "empty":
+            client.flushall()
+        elif what == "delete" and groups:
+            client.delete(draw.choice(groups))
+        elif groups:
+            client.copy(draw.choice(groups), draw.choice(groups), replace=True)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 12))])
 def test_whatever_happens_to_the_server_nothing_is_trained_twice_and_the_counts_add_up(tmp_path: Path, seed: int) -> None:
     """Killed and started again without what it held, suspended, emptied, groups deleted or exchanged, workers lost; at random moments."""
     own = LocalRedis(tmp_path / "redis", {"maxmemory-policy": "noeviction"})
     draw = random.Random(seed)
 
-    async def harm() -> None:
-        while True:
-            await asyncio.sleep(draw.uniform(0.02, 0.3))
-            what = draw.choice(["kill", "suspend", "empty", "delete", "exchange"])
-            if what == "kill":
-                await asyncio.to_thread(own.kill)
-                await asyncio.sleep(draw.uniform(0, 0.2))
-                await asyncio.to_thread(own.start)
-            elif what == "suspend":
-                own.signal(signal.SIGSTOP)
-                await asyncio.sleep(draw.uniform(0, 0.3))
-                own.signal(signal.SIGCONT)
-            else:
-                await asyncio.to_thread(damage, what)
-
-    def damage(what: str) -> None:
-        with own.client() as client:
-            groups = sorted(client.scan_iter("asyncmoe:*:payload:*"))
-            if what == "empty":
-                client.flushall()
-            elif what == "delete" and groups:
-                client.delete(draw.choice(groups))
-            elif groups:
-                client.copy(draw.choice(groups), draw.choice(groups), replace=True)
-
     async def run() -> None:
         async with Cluster(tmp_path, workers=2, engines=4, seed=seed, **stored(own)) as cluster:
-            harming = asyncio.create_task(harm())
+            harming = asyncio.create_task(harm(own, draw))
             try:
                 for step in range(12):
                     if draw.random() < 0.15:
@@ -165,9 +168,7 @@ def test_a_server_that_stays_unusable_ends_the_run_with_one_line(
 
 
 def queue_of(groups: StoredGroups, **more: Any) -> BoundedQueue:
-    return BoundedQueue(
-        capacity=4 * SIZE, batch=BATCH, group_size=SIZE, max_staleness=9, keep=groups.keep, on_freed=groups.over, **more
-    )
+    return BoundedQueue(capacity=4 * SIZE, batch=BATCH, group_size=SIZE, max_staleness=9, keep=groups.keep, on_freed=groups.over, **more)
 
 
 async def leased(queue: BoundedQueue) -> tuple[Any, dict[str, Any]]:
@@ -192,7 +193,8 @@ def test_the_controller_holds_no_frames_and_reads_what_is_gone_from_its_journal(
         queue = queue_of(groups, journal=journal)
         answer, made = await leased(queue)
         wanted = tuple(item.key for item in answer.items)
-        assert queue.fetch_ahead(wanted) is None and not queue._lanes["rl"].frames(0)
+        assert queue.fetch_ahead(wanted) is None
+        assert not queue._lanes["rl"].frames(0)
         with server.client() as client:
             client.flushall()
         await queue.recall(0, wanted)
@@ -216,7 +218,7 @@ def test_without_a_journal_what_is_gone_ends_the_run_with_one_line(tmp_path: Pat
         assert groups is not None
         queue = queue_of(groups)
         answer, _ = await leased(queue)
-        with pytest.raises(DataError, match=r"got no journal, expected one, because what held .* has lost them") as failed:
+        with pytest.raises(DataError, match=r"got no journal, expected one, because the rollout worker or the store that held it is lost") as failed:
             await queue.recall(0, [answer.items[0].key])
         assert "\n" not in str(failed.value)
         await groups.close()

@@ -37,10 +37,10 @@ def run(sizes: QueueCase | None = None, rounds: int = 3, shapes: Sequence[str] =
     """All ways in turn, `rounds` times, for each shape.
 
     Ways: "local", the controller's Unix socket; "local_share", the same when a rank asks for its share of a step at once and holds all of
-    it, as the trainer does; "tcp", its TCP socket with CURVE; "redis_payloads", the same queue with queue.payloads=redis, over TCP
-    without a key; "redis", a stream with a consumer group, likewise; "ray", an actor that hands out references to objects of the same
-    frames. What comes out is decoded and every digest checked, in each. Putting and taking do not overlap here: `put` is one process that
-    fills the queue, the rest is two ranks that drain it.
+    it, as the trainer does; "tcp", its TCP socket with CURVE; "redis_payloads" and "ray_payloads", the same queue with queue.payloads,
+    Redis over TCP without a key; "redis", a stream with a consumer group, likewise; "ray", an actor that hands out references to objects
+    of the same frames. What comes out is decoded and every digest checked, in each. Putting and taking do not overlap here: `put` is one
+    process that fills the queue, the rest is two ranks that drain it.
 
     Returns:
         for each shape "bytes" of a trajectory and, by way, medians of the rounds: trajectories_per_s, GBps, requests_per_s of the drain;
@@ -68,8 +68,9 @@ def run(sizes: QueueCase | None = None, rounds: int = 3, shapes: Sequence[str] =
             for way in ("local", "local_share", "tcp"):
                 asked = replace(sizes, ask=sizes.batch // RANKS) if way == "local_share" else sizes
                 measured.setdefault(way, []).append(asyncio.run(_ours(made, SHAPES[name], asked, way != "tcp")))
-            if peers and not queue_peers.absent("redis"):
-                measured.setdefault("redis_payloads", []).append(queue_stores.through_redis(made, SHAPES[name], sizes, _ours))
+            for peer, through in queue_stores.WAYS.items():
+                if peers and not queue_peers.absent(peer):
+                    measured.setdefault(f"{peer}_payloads", []).append(through(made, SHAPES[name], sizes, _ours))
             for way, peer in queue_peers.PEERS.items():
                 why = queue_peers.absent(way) if peers else "not asked for"
                 if why:

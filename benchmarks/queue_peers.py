@@ -88,12 +88,8 @@ def through_ray(made: Frames, sizes: QueueCase) -> dict[str, float]:
     The processor time is the workers' alone: Ray's own processes are not counted.
     """
     import numpy as np
-    import ray
 
-    size = sum(memoryview(frame).nbytes for frame in made[0])
-    store = sizes.steps * sizes.batch * size * 5 // 4 + (256 << 20)
-    ray.init(num_cpus=RANKS + 1, object_store_memory=store, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
+    with ray_node(sum(memoryview(frame).nbytes for frame in made[0]), sizes) as ray:
         queue = ray.remote(_Queue).remote()
         workers = [ray.remote(_Worker).remote(queue) for _ in range(RANKS)]
         ray.get([worker.ready.remote() for worker in workers], timeout=_WORK_S)
@@ -104,10 +100,21 @@ def through_ray(made: Frames, sizes: QueueCase) -> dict[str, float]:
         put_s = time.monotonic() - begin
         share = sizes.steps * sizes.batch // RANKS
         took = [Took(**one) for one in ray.get([worker.work.remote(share, sizes.ask) for worker in workers], timeout=_WORK_S)]
-    finally:
-        ray.shutdown()
     expect_all(took, sizes)
     return figures(took, 0.0, put_s)
+
+
+@contextmanager
+def ray_node(size: int, sizes: QueueCase) -> Iterator[Any]:
+    """Yield the module, connected to a cluster of this process, which has room for all trajectories of `size` bytes."""
+    import ray
+
+    store = sizes.steps * sizes.batch * size * 5 // 4 + (256 << 20)
+    ray.init(num_cpus=RANKS + 1, object_store_memory=store, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 class _Queue:

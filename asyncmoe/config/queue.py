@@ -11,7 +11,7 @@ from asyncmoe.config.journal import check_address
 
 StalenessRule = Literal["drop", "requeue", "downweight"]
 Unit = Literal["group", "trajectory"]
-Payloads = Literal["workers", "redis"]
+Payloads = Literal["workers", "redis", "ray"]
 
 
 class StalenessSection(Section):
@@ -74,8 +74,9 @@ class QueueSection(Section):
     payloads: Payloads = Field(
         "workers",
         description="Where the trajectories of finished groups lie until they are trained; the trainer's ranks fetch them from there. "
-        "workers: the memory of the controller, or of the rollout worker that sampled them. redis: a Redis server, queue.redis; "
-        "needs the extra redis. What a store has lost is read from the journal.",
+        "workers: the memory of the controller, or of the rollout worker that sampled them. redis: a Redis server, queue.redis; needs the "
+        "extra redis. ray: objects of the Ray cluster that RAY_ADDRESS names, by default the machine's; needs the extra ray. What a store "
+        "has lost is read from the journal.",
     )
     redis: str | None = Field(
         None,

@@ -50,7 +50,9 @@ class Unjournaled:
         Raises:
             DataError: its payload is damaged, or there is no journal.
         """
-        raise DataError(f"group {group.number}", got="no journal", expected="one, because the rollout worker or the store that held it is lost")
+        raise DataError(
+            f"group {group.number}", got="no journal", expected="one, because the rollout worker or the store that held it is lost"
+        )
 
     def ended(self, number: int, state: str, reason: str) -> None:
         """A group is "dropped" or "rejected", and does not start again."""

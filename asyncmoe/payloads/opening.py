@@ -20,6 +20,10 @@ def open_store(section: QueueSection, *, patient: bool = True) -> GroupStore | N
     if section.payloads == "workers":
         return None
     installed.need(section.payloads, f"queue.payloads={section.payloads}")
+    if section.payloads == "ray":
+        from asyncmoe.payloads.in_ray import RayGroups
+
+        return RayGroups.open(section)
     from asyncmoe.payloads.in_redis import RedisGroups
 
     return RedisGroups.open(section, patient=patient)

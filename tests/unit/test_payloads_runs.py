@@ -218,7 +218,9 @@ def test_without_a_journal_what_is_gone_ends_the_run_with_one_line(tmp_path: Pat
         assert groups is not None
         queue = queue_of(groups)
         answer, _ = await leased(queue)
-        with pytest.raises(DataError, match=r"got no journal, expected one, because the rollout worker or the store that held it is lost") as failed:
+        with pytest.raises(
+            DataError, match=r"got no journal, expected one, because the rollout worker or the store that held it is lost"
+        ) as failed:
             await queue.recall(0, [answer.items[0].key])
         assert "\n" not in str(failed.value)
         await groups.close()

@@ -13,7 +13,7 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from tests.ranks import launch
 from tests.redis_server import LocalRedis, needed
-from tests.unit.ray_head import RayHead
+from tests.unit.ray_head import cluster
 
 pytestmark = pytest.mark.ranks
 MORE = [pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp=1", "pp=2")]
@@ -45,10 +45,6 @@ def test_a_run_is_the_same_to_the_bit_with_its_trajectories_in_redis(tmp_path: P
 
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("ray") is None, reason="without the package ray")
-def test_a_run_is_the_same_to_the_bit_with_its_trajectories_in_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = RayHead()
-    monkeypatch.setenv("RAY_ADDRESS", head.address)
-    try:
+def test_a_run_is_the_same_to_the_bit_with_its_trajectories_in_ray(tmp_path: Path) -> None:
+    with cluster():
         same_to_the_bit(tmp_path, "tp=1", {"payloads": "ray"})
-    finally:
-        head.end()

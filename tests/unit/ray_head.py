@@ -1,65 +1,34 @@
-"""A Ray cluster of this machine that ends with its process, for tests."""
+"""A Ray cluster of this process, for tests."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import psutil
+import pytest
 
-_HOST = "127.0.0.2"
-"""Ray takes 127.0.0.1 for the address of no node."""
-_PATIENT = {"RAY_gcs_server_request_timeout_seconds": "300", "RAY_raylet_start_wait_time_s": "300"}
-_START_S = 240.0
+_PATIENT = {"RAY_gcs_server_request_timeout_seconds": "300", "RAY_raylet_start_wait_time_s": "300", "RAY_USAGE_STATS_ENABLED": "0"}
+"""For a machine that does much else."""
 
 
-class RayHead:
-    """One node.
+@contextmanager
+def cluster() -> Iterator[Any]:
+    """Yield the module, connected; other processes find the cluster by RAY_ADDRESS."""
+    import ray
 
-    Attributes:
-        address: for RAY_ADDRESS.
-    """
-
-    def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a Unix socket's path has 107 characters at most
-        with socket.socket() as probe:
-            probe.bind((_HOST, 0))
-            port = probe.getsockname()[1]
-        self.address = f"{_HOST}:{port}"
-        free = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--object-store-memory=100000000")
-        own = (f"--temp-dir={self._directory}", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2", f"--port={port}")
-        words = ("start", "--head", "--block", f"--node-ip-address={_HOST}", *free, *own)
-        log = self._directory / "said"
-        with log.open("w") as sink:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", *words],
-                stdout=sink,
-                stderr=sink,
-                env={**os.environ, **_PATIENT, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"},
-            )
-        until = time.monotonic() + _START_S
-        while "Ray runtime started." not in (said := log.read_text()):
-            if self._process.poll() is not None or time.monotonic() > until:
-                self.end()
-                raise AssertionError(said)
-            time.sleep(0.1)
-
-    def end(self) -> None:
-        """End all processes of the node."""
-        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
-        self._process.send_signal(signal.SIGTERM)
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a Unix socket's path has 107 characters at most
+    quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _PATIENT.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(address="local", num_cpus=2, object_store_memory=100_000_000, _temp_dir=directory, **quiet)
         try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for child in psutil.wait_procs(children, 10)[1]:
-            child.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+            patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+            yield ray
+        finally:
+            ray.shutdown()
+            shutil.rmtree(directory, ignore_errors=True)

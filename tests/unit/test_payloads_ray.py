@@ -17,7 +17,7 @@ from asyncmoe.errors import DataError, StorageError, UserError
 from asyncmoe.payloads.opening import open_store
 from asyncmoe.payloads.packed import Asked
 from asyncmoe.trajectory import part
-from tests.unit.ray_head import RayHead
+from tests.unit.ray_head import cluster
 from tests.unit.test_payloads_redis import FRAMES, KEYS, RUN, same
 from tests.unit.test_rollout_workers import check
 from tests.unit.worker_fleet import BATCH, Cluster
@@ -26,15 +26,9 @@ pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("ray") is None,
 
 
 @pytest.fixture(scope="module", autouse=True)
-def head() -> Iterator[RayHead]:
-    made = RayHead()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", made.address)
-        yield made
-        import ray
-
-        ray.shutdown()
-    made.end()
+def ray() -> Iterator[Any]:
+    with cluster() as connected:
+        yield connected
 
 
 def opened(**more: Any) -> Any:
@@ -86,22 +80,20 @@ def test_a_group_waits_for_room_under_the_bound_and_then_is_given_up() -> None:
 
 def test_a_run_trains_from_the_store_and_without_it_from_the_journal(tmp_path: Path) -> None:
     async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=4, seed=1, payloads="ray") as cluster:
+        async with Cluster(tmp_path, workers=2, engines=4, seed=1, payloads="ray") as made:
             for step in range(3):
-                leased = await cluster.train(step)
+                leased = await made.train(step)
                 assert all(item.stored.startswith("ray:") for item in leased.items)
-            leased = await cluster.queue.lease(3, "rl", BATCH, 3, 20.0)
-            assert cluster.stored is not None
-            await asyncio.to_thread(cluster.stored._store.delete, [item.stored for item in leased.items])
-            await cluster.train(3)
-            check(cluster, 4)
+            leased = await made.queue.lease(3, "rl", BATCH, 3, 20.0)
+            assert made.stored is not None
+            await asyncio.to_thread(made.stored._store.delete, [item.stored for item in leased.items])
+            await made.train(3)
+            check(made, 4)
 
     asyncio.run(run())
 
 
-def test_without_a_cluster_the_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
+def test_without_a_cluster_the_value_is_refused(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(

@@ -68,9 +68,9 @@ def run(sizes: QueueCase | None = None, rounds: int = 3, shapes: Sequence[str] =
             for way in ("local", "local_share", "tcp"):
                 asked = replace(sizes, ask=sizes.batch // RANKS) if way == "local_share" else sizes
                 measured.setdefault(way, []).append(asyncio.run(_ours(made, SHAPES[name], asked, way != "tcp")))
-            for peer, through in queue_stores.WAYS.items():
-                if peers and not queue_peers.absent(peer):
-                    measured.setdefault(f"{peer}_payloads", []).append(through(made, SHAPES[name], sizes, _ours))
+            for store, through in queue_stores.WAYS.items():
+                if peers and not queue_peers.absent(store):
+                    measured.setdefault(f"{store}_payloads", []).append(through(made, SHAPES[name], sizes, _ours))
             for way, peer in queue_peers.PEERS.items():
                 why = queue_peers.absent(way) if peers else "not asked for"
                 if why:

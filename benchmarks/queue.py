@@ -17,7 +17,7 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Commit, Reply
 from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Recording, Routing, Trajectory, encode, encode_routes
-from benchmarks import queue_floor, queue_peers
+from benchmarks import queue_floor, queue_peers, queue_stores
 from benchmarks.provenance import here
 from benchmarks.queue_case import QueueCase, Ranks, expect_all, figures
 from benchmarks.queue_rank import RANKS, Job
@@ -37,9 +37,10 @@ def run(sizes: QueueCase | None = None, rounds: int = 3, shapes: Sequence[str] =
     """All ways in turn, `rounds` times, for each shape.
 
     Ways: "local", the controller's Unix socket; "local_share", the same when a rank asks for its share of a step at once and holds all of
-    it, as the trainer does; "tcp", its TCP socket with CURVE; "redis", a stream with a consumer group over TCP without
-    a key; "ray", an actor that hands out references to objects of the same frames. What comes out is decoded and every digest checked, in
-    each. Putting and taking do not overlap here: `put` is one process that fills the queue, the rest is two ranks that drain it.
+    it, as the trainer does; "tcp", its TCP socket with CURVE; "redis_payloads" and "ray_payloads", the same queue with queue.payloads,
+    Redis over TCP without a key; "redis", a stream with a consumer group, likewise; "ray", an actor that hands out references to objects
+    of the same frames. What comes out is decoded and every digest checked, in each. Putting and taking do not overlap here: `put` is one
+    process that fills the queue, the rest is two ranks that drain it.
 
     Returns:
         for each shape "bytes" of a trajectory and, by way, medians of the rounds: trajectories_per_s, GBps, requests_per_s of the drain;
@@ -67,6 +68,9 @@ def run(sizes: QueueCase | None = None, rounds: int = 3, shapes: Sequence[str] =
             for way in ("local", "local_share", "tcp"):
                 asked = replace(sizes, ask=sizes.batch // RANKS) if way == "local_share" else sizes
                 measured.setdefault(way, []).append(asyncio.run(_ours(made, SHAPES[name], asked, way != "tcp")))
+            for store, through in queue_stores.WAYS.items():
+                if peers and not queue_peers.absent(store):
+                    measured.setdefault(f"{store}_payloads", []).append(through(made, SHAPES[name], sizes, _ours))
             for way, peer in queue_peers.PEERS.items():
                 why = queue_peers.absent(way) if peers else "not asked for"
                 if why:
@@ -105,35 +109,42 @@ def trajectories(routing: Routing, tokens: int) -> list[Trajectory]:
     return made
 
 
-async def _ours(made: list[Trajectory], routing: Routing, sizes: QueueCase, local: bool) -> dict[str, float]:
-    """The controller's own queue, service and server in this process."""
+async def _ours(
+    made: list[Trajectory], routing: Routing, sizes: QueueCase, local: bool, store: queue_stores.Store | None = None
+) -> dict[str, float]:
+    """The controller's own queue, service and server in this process, with its trajectories here or in a store."""
     total = sizes.steps * sizes.batch
-    queue = BoundedQueue(capacity=total, batch=sizes.batch, group_size=GROUP, max_staleness=sizes.steps, recording=Recording(routing))
-    begin = time.monotonic()
-    for group in range(total // GROUP):
+    recording, keep = Recording(routing), None if store is None else store.keep
+    queue = BoundedQueue(capacity=total, batch=sizes.batch, group_size=GROUP, max_staleness=sizes.steps, recording=recording, keep=keep)
+
+    async def put(group: int) -> None:
         queue.started(GROUP)
         members = [made[(group * GROUP + i) % len(made)] for i in range(GROUP)]
-        named = [replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)]
-        await queue.put_group(named)
+        await queue.put_group([replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)])
+
+    begin, together = time.monotonic(), 1 if store is None else queue_stores.AT_ONCE
+    for group in range(0, total // GROUP, together):
+        await asyncio.gather(*(put(one) for one in range(group, min(group + together, total // GROUP))))
     put_s = time.monotonic() - begin
     service = QueueService(queue, run="bench", config_digest="")
-    together = asyncio.Barrier(RANKS)
+    all_ranks = asyncio.Barrier(RANKS)
 
     async def answer(request: Any) -> Reply | tuple[Reply, list[Any]]:
         # A trainer's ranks commit a step once all have taken their share of it.
         if isinstance(request, Commit):
-            await together.wait()
+            await all_ranks.wait()
         return await service(request)
 
     async with Server(answer) as server:
         to = await server.start()
         serving = asyncio.ensure_future(server.serve())
         where = msgspec.json.encode(to if local else msgspec.structs.replace(to, local_dir="")).decode()
-        ranks = await Ranks.start([Job("asyncmoe", where, rank, sizes.steps, sizes.batch, sizes.ask) for rank in range(RANKS)])
+        section = "" if store is None else store.section.model_dump_json()
+        ranks = await Ranks.start([Job("asyncmoe", where, rank, sizes.steps, sizes.batch, sizes.ask, section) for rank in range(RANKS)])
         try:
-            spent = time.process_time()
+            spent = time.process_time() + (0.0 if store is None else store.cpu_s())
             took = await ranks.go()
-            spent = time.process_time() - spent
+            spent = time.process_time() + (0.0 if store is None else store.cpu_s()) - spent
         finally:
             await ranks.end()
             serving.cancel()

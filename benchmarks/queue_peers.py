@@ -9,7 +9,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from asyncmoe.errors import WaitTimeout
@@ -33,6 +34,21 @@ def absent(peer: str) -> str:
 
 def through_redis(made: Frames, sizes: QueueCase) -> dict[str, float]:
     """A stream with a consumer group, in a server without persistence; an entry has the frames as its fields."""
+    with redis_server() as (client, port):
+        client.xgroup_create(STREAM, GROUP, mkstream=True)
+        begin = time.monotonic()
+        for first in range(0, sizes.steps * sizes.batch, sizes.ask):
+            pipeline = client.pipeline(transaction=False)
+            for i in range(first, min(first + sizes.ask, sizes.steps * sizes.batch)):
+                pipeline.xadd(STREAM, {str(n): bytes(frame) for n, frame in enumerate(made[i % len(made)])})
+            pipeline.execute()
+        put_s = time.monotonic() - begin
+        return asyncio.run(_drain_redis(client, port, sizes, put_s))
+
+
+@contextmanager
+def redis_server() -> Iterator[tuple[Any, int]]:
+    """Yield a client and the port of a server of this machine without persistence."""
     import redis
 
     port = _free_port()
@@ -42,30 +58,28 @@ def through_redis(made: Frames, sizes: QueueCase) -> dict[str, float]:
         try:
             client = redis.Redis(port=port, socket_timeout=_WORK_S)
             _wait_until_up(client, redis.ConnectionError)
-            client.xgroup_create(STREAM, GROUP, mkstream=True)
-            begin = time.monotonic()
-            for first in range(0, sizes.steps * sizes.batch, sizes.ask):
-                pipeline = client.pipeline(transaction=False)
-                for i in range(first, min(first + sizes.ask, sizes.steps * sizes.batch)):
-                    pipeline.xadd(STREAM, {str(n): bytes(frame) for n, frame in enumerate(made[i % len(made)])})
-                pipeline.execute()
-            put_s = time.monotonic() - begin
-            return asyncio.run(_drain_redis(client, port, sizes, put_s))
+            yield client, port
         finally:
             server.kill()
             server.wait()
 
 
+def redis_cpu_s(client: Any) -> float:
+    """Seconds of CPU time that a server has taken."""
+    used = client.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+
 async def _drain_redis(client: Any, port: int, sizes: QueueCase, put_s: float) -> dict[str, float]:
     ranks = await Ranks.start([Job("redis", str(port), rank, sizes.steps, sizes.batch, sizes.ask) for rank in range(RANKS)])
     try:
-        before = client.info("cpu")
+        before = redis_cpu_s(client)
         took = await ranks.go()
-        after = client.info("cpu")
+        after = redis_cpu_s(client)
     finally:
         await ranks.end()
     expect_all(took, sizes)
-    return figures(took, sum(after[f"used_cpu_{kind}"] - before[f"used_cpu_{kind}"] for kind in ("user", "sys")), put_s)
+    return figures(took, after - before, put_s)
 
 
 def through_ray(made: Frames, sizes: QueueCase) -> dict[str, float]:
@@ -74,12 +88,8 @@ def through_ray(made: Frames, sizes: QueueCase) -> dict[str, float]:
     The processor time is the workers' alone: Ray's own processes are not counted.
     """
     import numpy as np
-    import ray
 
-    size = sum(memoryview(frame).nbytes for frame in made[0])
-    store = sizes.steps * sizes.batch * size * 5 // 4 + (256 << 20)
-    ray.init(num_cpus=RANKS + 1, object_store_memory=store, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
+    with ray_node(sum(memoryview(frame).nbytes for frame in made[0]), sizes) as ray:
         queue = ray.remote(_Queue).remote()
         workers = [ray.remote(_Worker).remote(queue) for _ in range(RANKS)]
         ray.get([worker.ready.remote() for worker in workers], timeout=_WORK_S)
@@ -90,10 +100,21 @@ def through_ray(made: Frames, sizes: QueueCase) -> dict[str, float]:
         put_s = time.monotonic() - begin
         share = sizes.steps * sizes.batch // RANKS
         took = [Took(**one) for one in ray.get([worker.work.remote(share, sizes.ask) for worker in workers], timeout=_WORK_S)]
-    finally:
-        ray.shutdown()
     expect_all(took, sizes)
     return figures(took, 0.0, put_s)
+
+
+@contextmanager
+def ray_node(size: int, sizes: QueueCase) -> Iterator[Any]:
+    """Yield the module, connected to a cluster of this process, which has room for all trajectories of `size` bytes."""
+    import ray
+
+    store = sizes.steps * sizes.batch * size * 5 // 4 + (256 << 20)
+    ray.init(num_cpus=RANKS + 1, object_store_memory=store, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 class _Queue:

@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncmoe.config.queue import QueueSection
+from asyncmoe.payloads.opening import open_store
+from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Fetch, Lease, Leased
 from asyncmoe.rpc.rendezvous import Rendezvous
@@ -35,6 +38,8 @@ class Job(msgspec.Struct, frozen=True):
     batch: int
     ask: int
     """Trajectories of one request."""
+    store: str = ""
+    """The section `queue` of a configuration as JSON, whose store has the trajectories; empty: the controller has them."""
 
 
 class Took(msgspec.Struct, frozen=True):
@@ -62,16 +67,20 @@ class _Count:
 
 def _asyncmoe(job: Job) -> Callable[[_Count], None]:
     client = Client(msgspec.json.decode(job.where, type=Rendezvous), f"rank.{job.rank}")
+    if job.store:
+        client.reads(lambda: open_store(QueueSection.model_validate_json(job.store)))
+        _ = client.store
 
     def work(count: _Count) -> None:
         each = frames_in(1)
         for step in range(job.steps):
             leased = client.ask(Lease(step, "rl", job.batch, step, _TIMEOUT_S), _TIMEOUT_S)[0]
             assert isinstance(leased, Leased)
-            keys = [item.key for item in leased.items][job.rank :: RANKS]
-            for i in range(0, len(keys), job.ask):
-                wanted = tuple(keys[i : i + job.ask])
-                frames = client.ask(Fetch(step, wanted), _TIMEOUT_S)[1]
+            items = leased.items[job.rank :: RANKS]
+            for i in range(0, len(items), job.ask):
+                wanted = items[i : i + job.ask]
+                asked = Fetch(step, tuple(item.key for item in wanted))
+                frames = held.fetch(client, asked, wanted, leased.holders, _TIMEOUT_S)
                 for j in range(len(wanted)):
                     count.take(list(frames[j * each : (j + 1) * each]))
                 count.requests += 1

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
@@ -35,6 +37,7 @@ from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rollout.stored_groups import StoredGroups
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
@@ -90,8 +93,9 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
     journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
-    keeper = kept.take_over(config, run_dir, memory)  # after the journal, which refuses a second controller
-    asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
+    stored = StoredGroups.open(config)  # after the journal, which refuses a second controller, as below
+    keeper = kept.take_over(config, run_dir, memory)
+    asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper, stored))
 
 
 async def _serve(
@@ -102,6 +106,7 @@ async def _serve(
     journaling: Journaling,
     memory: Sequence[str],
     keeper: KeeperClient | None = None,
+    stored: StoredGroups | None = None,
 ) -> None:
     def start(index: int, attempt: int) -> EngineProcess:
         if keeper is not None:
@@ -123,7 +128,7 @@ async def _serve(
             await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0) if keeper is None else keeper.engine(index))
-        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper, succession)
+        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper, succession, stored)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port or at)
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
@@ -146,6 +151,8 @@ async def _serve(
             succession.close()
         await loaded.close()
         recorder.close()
+        if stored is not None:
+            await stored.close()
         await journaling.close()
         scoring.write_log(loaded.scorer, run_dir)
 
@@ -163,6 +170,7 @@ class Controller:
         journaling: Journaling,
         keeper: KeeperClient | None = None,
         succession: Succession | None = None,
+        stored: StoredGroups | None = None,
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
         self._advice = Advice()
@@ -184,7 +192,8 @@ class Controller:
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
             None if left is None else left.note,
         )
-        self._fleet = WorkerFleet(config, self._pool, recorder.generated, journaling.for_workers) if config.rollout.workers else None
+        first = msgspec.structs.replace(journaling.for_workers, payloads="" if stored is None else stored.prefix)
+        self._fleet, self._stored = WorkerFleet(config, self._pool, recorder.generated, first) if config.rollout.workers else None, stored
         if self._fleet is not None:
             journaling.settled, journaling.retain = self._fleet.settled, self._fleet.retain
         self._keeper = keeper
@@ -201,6 +210,7 @@ class Controller:
             self._coordinator,
             TakenOver(found, self._lifecycle.taken, self._go_on),
             self._fleet,
+            stored,
         )
         self._served = asyncio.Event()
         if config.adapter is None or config.adapter.start is None:
@@ -268,7 +278,8 @@ class Controller:
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
         workers = () if self._fleet is None else (self._fleet.run(), *([] if started is None else [started.watch(self._fleet.lost)]))
-        work = (*workers, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
+        stored = () if self._stored is None else (self._stored.run(),)
+        work = (*workers, *stored, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)

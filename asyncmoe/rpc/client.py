@@ -6,6 +6,7 @@ import math
 import re
 import struct
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
@@ -13,6 +14,7 @@ import zmq
 
 from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
+from asyncmoe.payloads.store import GroupStore
 from asyncmoe.rpc.codec import decode_reply, encode
 from asyncmoe.rpc.connection import Connection
 from asyncmoe.rpc.messages import Refused, Reply, Request, TrainerMessage
@@ -47,12 +49,27 @@ class Client:
         self._connection = Connection(rendezvous)
         self._asked = 0
         self._beside: dict[Rendezvous, Client] = {}
+        self._open_store: Callable[[], GroupStore | None] = lambda: None
+        self._store: GroupStore | None = None
 
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
         """Return a client of another server of the run, which this one keeps and closes."""
         if rendezvous not in self._beside:
             self._beside[rendezvous] = Client(rendezvous, self.name, self._epoch, peer, _BESIDE_S)
         return self._beside[rendezvous]
+
+    def reads(self, open_store: Callable[[], GroupStore | None]) -> None:
+        """Have trajectories that lie in the store of `queue.payloads` read with what `open_store` returns, which is closed with this."""
+        self._open_store = open_store
+
+    @property
+    def store(self) -> GroupStore:
+        """The store of the run, opened when it is first needed. Raises as `open_store`, and ProtocolError: the run has none."""
+        if self._store is None and (opened := self._open_store()) is not None:
+            self._store = opened
+        if self._store is None:
+            raise ProtocolError(f"{self.name} was told of a trajectory in a store, and queue.payloads is workers")
+        return self._store
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
         """Send a request and wait for its reply and the frames that follow (read-only views of the received data).
@@ -98,6 +115,8 @@ class Client:
         """Close the connection without waiting for replies."""
         for other in self._beside.values():
             other.close()
+        if self._store is not None:
+            self._store.close()
         self._connection.close()
 
     def __enter__(self) -> Client:

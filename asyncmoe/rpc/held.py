@@ -1,4 +1,4 @@
-"""Fetches leased trajectories from whoever holds them: the controller, or rollout workers."""
+"""Fetches leased trajectories from whoever holds them: a store (queue.payloads), rollout workers, or the controller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.errors import AsyncmoeError, DataError, ProtocolError
+from asyncmoe.payloads.packed import Asked
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Fetch, Fetched
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mapping[int, Rendezvous], timeout_s: float) -> list[Buffer]:
     """Return the frames of trajectories, in the order of `request.keys`; with `request.ahead` none, if some have left the queue.
 
-    What a worker does not send, because it is lost or silent, the controller reads from the journal, but for what is fetched ahead.
+    What a worker or a store does not send, because it is lost, silent or damaged, the controller reads from the journal, but for what is
+    fetched ahead.
 
     Args:
         client: of the controller.
@@ -32,9 +34,11 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
         AsyncmoeError: the controller cannot send it either.
     """
     each = frames_in(1)
-    found: dict[str, Sequence[Buffer]] = {}
+    found = _stored(client, request, [item for item in items if item.stored])
     for number in sorted({item.holder for item in items} & holders.keys()):
-        keys = tuple(item.key for item in items if item.holder == number)
+        keys = tuple(item.key for item in items if item.holder == number and not item.stored)
+        if not keys:
+            continue
         try:
             worker = client.beside(holders[number], f"rollout worker {number}")
             frames = worker.ask(WorkerFetch(keys, request.layers, request.masks), timeout_s)[1]
@@ -52,6 +56,22 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
         _check(frames, missing, each)
         found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(missing)}
     return [frame for key in request.keys for frame in found[key]]
+
+
+def _stored(client: Client, request: Fetch, items: Sequence[Item]) -> dict[str, Sequence[Buffer]]:
+    """Return the frames of those trajectories that the store has whole, by key."""
+    if not items:
+        return {}
+    asked = [Asked(item.stored, item.key, request.layers, request.masks) for item in items]
+    try:
+        found = client.store.get(asked)
+    except AsyncmoeError as error:
+        log.warning("%s; the controller is asked instead", error)
+        return {}
+    wrong = [one for one in found if isinstance(one, DataError)]
+    if wrong and not request.ahead:  # else it may have been dropped meanwhile
+        log.warning("%s (%d of %d trajectories); the controller is asked instead", wrong[0], len(wrong), len(items))
+    return {item.key: one for item, one in zip(items, found, strict=True) if not isinstance(one, DataError)}
 
 
 def _check(frames: Sequence[Buffer], keys: Sequence[str], each: int) -> None:

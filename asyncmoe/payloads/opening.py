@@ -1,0 +1,29 @@
+"""Connects to the store that a run has."""
+
+from __future__ import annotations
+
+from asyncmoe import installed
+from asyncmoe.config.queue import QueueSection
+from asyncmoe.payloads.store import GroupStore
+
+
+def open_store(section: QueueSection, *, patient: bool = True) -> GroupStore | None:
+    """Connect to the store of a run; None: it has none. Blocks.
+
+    Args:
+        patient: wait for one that does not answer.
+
+    Raises:
+        UserError: a package is missing, or the store cannot be reached or used.
+        StorageError: it did not answer in time.
+    """
+    if section.payloads == "workers":
+        return None
+    installed.need(section.payloads, f"queue.payloads={section.payloads}")
+    if section.payloads == "ray":
+        from asyncmoe.payloads.in_ray import RayGroups
+
+        return RayGroups.open(section)
+    from asyncmoe.payloads.in_redis import RedisGroups
+
+    return RedisGroups.open(section, patient=patient)

@@ -1,0 +1,249 @@
+"""A queue whose trajectories lie in a real Redis server that is killed, stopped, emptied: nothing is trained twice, the counts add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.start_order import Start
+from asyncmoe.rollout.stored_groups import MARKER, StoredGroups, run_name
+from asyncmoe.rpc.messages import Fetch
+from asyncmoe.trajectory import decode, frames_in
+from tests.redis_server import LocalRedis, needed, server
+from tests.unit.test_journal import in_loop, opened
+from tests.unit.test_queue_model import make_group
+from tests.unit.test_rollout_workers import check
+from tests.unit.worker_fleet import BATCH, SIZE, Cluster, configured
+
+pytestmark = needed()
+__all__ = ["server"]
+
+
+def keys(server: LocalRedis) -> dict[str, int]:
+    """Numbers of groups: in streams, and in hashes."""
+    with server.client() as client:
+        streams = sum(client.xlen(key) for key in client.scan_iter("asyncmoe:*:payloads"))
+        return {"stream": streams, "hashes": len(list(client.scan_iter("asyncmoe:*:payload:*")))}
+
+
+def stored(server: LocalRedis, **more: Any) -> dict[str, Any]:
+    return {"payloads": "redis", "redis": server.url, "redis_patience_s": 20.0, **more}
+
+
+def test_a_group_lies_in_the_store_alone_and_is_deleted_when_it_is_trained(tmp_path: Path, server: LocalRedis) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=4, seed=1, **stored(server)) as cluster:
+            for step in range(4):
+                leased = await cluster.train(step)
+                assert all(item.stored and item.holder for item in leased.items)
+                assert not any(lent.worker._held._frames for lent in cluster.lent.values())
+            check(cluster, 4)
+            await asyncio.sleep(0.5)
+            assert cluster.stored is not None
+            trained = {one.stored for one in leased.items}
+            assert not trained & cluster.stored._live
+            assert keys(server)["hashes"] <= cluster.config.queue_capacity // SIZE
+            with server.client() as client:
+                assert not any(client.exists(name) for name in trained)
+        assert keys(server) == {"stream": 0, "hashes": 0}, "nothing of the run is left"
+
+    asyncio.run(run())
+
+
+def test_a_lost_worker_takes_nothing_with_it_that_is_in_the_store(tmp_path: Path, server: LocalRedis, caplog: Any) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=4, seed=2, **stored(server)) as cluster:
+            leased = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
+            await cluster.lose(leased.items[0].holder)
+            await cluster.train(0)
+            assert "the controller is asked instead" not in caplog.text
+            for step in range(1, 3):
+                await cluster.train(step)
+            check(cluster, 3)
+
+    asyncio.run(run())
+
+
+async def harm(own: LocalRedis, draw: random.Random) -> None:
+    """Do one thing after another to a server, at random moments."""
+    while True:
+        await asyncio.sleep(draw.uniform(0.02, 0.3))
+        what = draw.choice(["kill", "suspend", "empty", "delete", "exchange"])
+        if what == "kill":
+            await asyncio.to_thread(own.kill)
+            await asyncio.sleep(draw.uniform(0, 0.2))
+            await asyncio.to_thread(own.start)
+        elif what == "suspend":
+            own.signal(signal.SIGSTOP)
+            await asyncio.sleep(draw.uniform(0, 0.3))
+            own.signal(signal.SIGCONT)
+        else:
+            await asyncio.to_thread(damage, own, draw, what)
+
+
+def damage(own: LocalRedis, draw: random.Random, what: str) -> None:
+    with own.client() as client:
+        groups = sorted(client.scan_iter("asyncmoe:*:payload:*"))
+        if what == "empty":
+            client.flushall()
+        elif what == "delete" and groups:
+            client.delete(draw.choice(groups))
+        elif groups:
+            client.copy(draw.choice(groups), draw.choice(groups), replace=True)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 12))])
+def test_whatever_happens_to_the_server_nothing_is_trained_twice_and_the_counts_add_up(tmp_path: Path, seed: int) -> None:
+    """Killed and started again without what it held, suspended, emptied, groups deleted or exchanged, workers lost; at random moments."""
+    own = LocalRedis(tmp_path / "redis", {"maxmemory-policy": "noeviction"})
+    draw = random.Random(seed)
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=4, seed=seed, **stored(own)) as cluster:
+            harming = asyncio.create_task(harm(own, draw))
+            try:
+                for step in range(12):
+                    if draw.random() < 0.15:
+                        number = draw.choice(sorted(cluster.lent))
+                        await cluster.lose(number)
+                        while number in cluster.fleet.holders():
+                            await asyncio.sleep(0.01)
+                        await cluster.start(number)
+                    await cluster.train(step)
+            finally:
+                harming.cancel()
+                await asyncio.gather(harming, return_exceptions=True)
+                own.signal(signal.SIGCONT)
+                await asyncio.to_thread(lambda: own.close() or own.start())
+            check(cluster, 12)
+
+    try:
+        asyncio.run(run())
+    finally:
+        own.signal(signal.SIGCONT)
+        own.close()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said", "kind"),
+    [
+        (lambda own: own.kill(), r"payloads: unix:.* did not answer for 1 s", StorageError),
+        (lambda own: own.configure(maxmemory="1000000"), r"payloads: unix:.* is full .*raise its maxmemory", StorageError),
+        (lambda own: own.configure(maxmemory_policy="allkeys-lru"), r"maxmemory-policy of unix:.*: got allkeys-lru", UserError),
+    ],
+    ids=["down", "full", "evicting"],
+)
+def test_a_server_that_stays_unusable_ends_the_run_with_one_line(
+    tmp_path: Path, harm: Any, said: str, kind: type[AsyncmoeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncmoe.rollout import stored_groups
+
+    monkeypatch.setattr(stored_groups, "_LOOKS_A_SWEEP", 1)
+    own = LocalRedis(tmp_path / "redis", {"maxmemory-policy": "noeviction"})
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=4, seed=3, **stored(own, redis_patience_s=1.0, lease_timeout_s=1.0)) as cluster:
+            await cluster.train(0)
+            await asyncio.to_thread(harm, own)
+            for step in range(1, 50):
+                await cluster.train(step)
+
+    try:
+        with pytest.raises(kind, match=said) as failed:
+            asyncio.run(run())
+        assert "\n" not in str(failed.value)
+    finally:
+        own.close()
+
+
+# ---------------------------------------------------------------- without rollout workers
+
+
+def queue_of(groups: StoredGroups, **more: Any) -> BoundedQueue:
+    return BoundedQueue(capacity=4 * SIZE, batch=BATCH, group_size=SIZE, max_staleness=9, keep=groups.keep, on_freed=groups.over, **more)
+
+
+async def leased(queue: BoundedQueue) -> tuple[Any, dict[str, Any]]:
+    """Put and lease a batch."""
+    made = {one.key: one for number in range(BATCH // SIZE) for one in make_group(number, SIZE, [0, 0])}
+    for number in range(BATCH // SIZE):
+        queue.started(SIZE)
+        queue._journal.begun(Start(number))
+        await queue.put_group([made[f"g{number}.e{episode}"] for episode in range(SIZE)])
+    return await queue.lease(0, "rl", BATCH, 0, 5.0), made
+
+
+def test_the_controller_holds_no_frames_and_reads_what_is_gone_from_its_journal(tmp_path: Path, server: LocalRedis) -> None:
+    config = configured(tmp_path, 0, 1, **stored(server))
+    config.run.dir.mkdir()
+    journal = opened(tmp_path / "run")
+    journal.begin(0, 0, BATCH, 0)
+
+    async def run() -> None:
+        groups = await asyncio.to_thread(StoredGroups.open, config)
+        assert groups is not None
+        queue = queue_of(groups, journal=journal)
+        answer, made = await leased(queue)
+        wanted = tuple(item.key for item in answer.items)
+        assert queue.fetch_ahead(wanted) is None
+        assert not queue._lanes["rl"].frames(0)
+        with server.client() as client:
+            client.flushall()
+        await queue.recall(0, wanted)
+        frames, each = queue.fetch(0, wanted), frames_in(1)
+        found = [decode(frames[n * each : (n + 1) * each]) for n in range(len(wanted))]
+        assert [bytes(one.tokens.data) for one in found] == [bytes(made[key].tokens.data) for key in wanted]
+        queue.commit(0)
+        assert not groups._live
+        await groups.close()
+
+    in_loop(run())
+    journal.close()
+
+
+def test_without_a_journal_what_is_gone_ends_the_run_with_one_line(tmp_path: Path, server: LocalRedis) -> None:
+    config = configured(tmp_path, 0, 1, **stored(server))
+    config.run.dir.mkdir()
+
+    async def run() -> None:
+        groups = await asyncio.to_thread(StoredGroups.open, config)
+        assert groups is not None
+        queue = queue_of(groups)
+        answer, _ = await leased(queue)
+        with pytest.raises(
+            DataError, match=r"got no journal, expected one, because the rollout worker or the store that held it is lost"
+        ) as failed:
+            await queue.recall(0, [answer.items[0].key])
+        assert "\n" not in str(failed.value)
+        await groups.close()
+
+    in_loop(run())
+
+
+def test_the_run_has_one_name_in_its_store_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    name = run_name(tmp_path)
+    assert run_name(tmp_path) == name == json.loads((tmp_path / MARKER).read_text())["run"]
+    for damaged in ("", "{}", '{"run": "a:b"}', '{"run": 3}'):
+        (tmp_path / MARKER).write_text(damaged)
+        with pytest.raises(DataError, match=r"payloads\.json: got .*, expected the name of the run in its store; delete it"):
+            run_name(tmp_path)
+
+
+def test_a_trajectory_in_a_store_that_the_run_has_not_is_refused(tmp_path: Path, server: LocalRedis) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=4, seed=4, **stored(server)) as cluster:
+            answer = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
+            cluster.config = configured(tmp_path, 1, 1)
+            wanted = Fetch(0, tuple(item.key for item in answer.items))
+            frames = await asyncio.to_thread(cluster.fetched, wanted, answer)  # read from the journal
+            assert len(frames) == frames_in(len(wanted.keys))
+
+    asyncio.run(run())

@@ -46,13 +46,16 @@ class Client:
         self._peer = peer or rendezvous.controller
         self._connection = Connection(rendezvous)
         self._asked = 0
-        self._beside: dict[Rendezvous, Client] = {}
+        self._beside: dict[str, tuple[Rendezvous, Client]] = {}
 
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
-        """Return a client of another server of the run, which this one keeps and closes."""
-        if rendezvous not in self._beside:
-            self._beside[rendezvous] = Client(rendezvous, self.name, self._epoch, peer, _BESIDE_S)
-        return self._beside[rendezvous]
+        """Return a client of another server of the run, which this one keeps, and closes once another server has taken its place."""
+        known = self._beside.get(peer)
+        if known is None or known[0] != rendezvous:
+            if known is not None:
+                known[1].close()
+            known = self._beside[peer] = rendezvous, Client(rendezvous, self.name, self._epoch, peer, _BESIDE_S)
+        return known[1]
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
         """Send a request and wait for its reply and the frames that follow (read-only views of the received data).
@@ -96,7 +99,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection without waiting for replies."""
-        for other in self._beside.values():
+        for _, other in self._beside.values():
             other.close()
         self._connection.close()
 

@@ -386,8 +386,8 @@ def hosts_(
     steps: Annotated[int, typer.Option(help="Of 16 trajectories.", min=1)] = 8,
     tokens: Annotated[int, typer.Option(help="Most tokens of a response; the context has room for 1,900.", min=1, max=1900)] = 400,
 ) -> None:
-    """A whole run over five hosts, which are network namespaces: controller, two rollout workers with an engine each, two trainer ranks; what
-    each link carries. Wants root, iproute2 and util-linux."""
+    """A whole run over five hosts, network namespaces: the controller, two rollout workers with an engine each, two trainer ranks;
+    what each link carries. Wants root, iproute2 and util-linux."""
     from benchmarks.network import whole_run
 
     results = whole_run.run(rate, steps, tokens)

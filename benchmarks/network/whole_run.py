@@ -28,7 +28,7 @@ from benchmarks.network.flows import Connection
 from benchmarks.network.hosts import INTERFACE, Host, Wire, missing, network
 from benchmarks.provenance import here
 
-CONTROLLER, WORKERS, TRAINERS = "controller", ("worker 1", "worker 2"), ("trainer 0", "trainer 1")
+CONTROLLER, WORKERS, TRAINERS = "controller", ("worker_1", "worker_2"), ("trainer_0", "trainer_1")
 HOSTS = (CONTROLLER, *WORKERS, *TRAINERS)
 _REPOSITORY = Path(__file__).parents[2]
 _PORT = 29500
@@ -111,7 +111,7 @@ def measured(run: Path, model: Path, wire: Wire, options: Sequence[str] = (), ti
     settings = ["examples/demo.yaml", f"run.dir={run}", f"model.path={model}", *OPTIONS, *options]
     with network(len(HOSTS), wire) as made:
         hosts = dict(zip(HOSTS, made, strict=True))
-        counted = [run.parent / f"{name.replace(' ', '-')}.json" for name in HOSTS]
+        counted = [run.parent / f"{name}.json" for name in HOSTS]
         for host, file in zip(made, counted, strict=True):
             host.start([sys.executable, flows.__file__, INTERFACE, str(file)])
         for file in counted:
@@ -176,7 +176,7 @@ def summary(sent: Sequence[Mapping[str, Any]], names: Mapping[str, str], payload
         "lease_bytes": lease,
         "lease_bytes_a_trajectory": lease / each,
         "controller_bytes_a_trajectory": controller / each,
-        "links": {f"{a} to {b}": n for (a, b), n in sorted(links.items()) if a in HOSTS and b in HOSTS},
+        "links": {f"{a}_to_{b}": n for (a, b), n in sorted(links.items()) if a in HOSTS and b in HOSTS},
         "counted": [(sum(one[4] for one in host["connections"]) + host["other"]) / host["interface"] for host in sent],
     }
 

@@ -37,12 +37,12 @@ def sent(**changed: int) -> list[dict[str, Any]]:
 def test_bytes_are_told_apart_by_who_serves_whom() -> None:
     found = summary(sent(), ADDRESSES, PAYLOAD)
     check(found)
-    assert found["fetched"] == {"trainer 0": 105_000, "trainer 1": 200}
+    assert found["fetched"] == {"trainer_0": 105_000, "trainer_1": 200}
     assert found["copies"] == 1.052
     assert (found["ledger_bytes"], found["ledger_bytes_a_trajectory"]) == (1600, 200)
     assert (found["lease_bytes"], found["lease_bytes_a_trajectory"]) == (3200, 400)
     assert found["controller_bytes_a_trajectory"] == (1600 + 3200 + 2 * 5050) / 8
-    assert found["links"]["trainer 0 to worker 1"] == 1_000_300
+    assert found["links"]["trainer_0_to_worker_1"] == 1_000_300
     assert found["counted"] == [1.0] * 5
     assert "8 trajectories of 12,500 bytes" in table(found)
 

@@ -50,6 +50,7 @@ OPTIONS = (
     "warmup.steps=4",
     "warmup.batch=16",
     "warmup.lr=1e-9",  # a random model writes long responses
+    "trainer.keep_checkpoints=9",  # so that the journal keeps what was trained
     "sync.verify_every=1",
     "cluster.network=10.77.0.0/24",
     "engines.start_timeout_s=600",
@@ -109,14 +110,15 @@ def measured(run: Path, model: Path, wire: Wire, options: Sequence[str] = (), ti
         InvariantBroken: as `check`.
     """
     settings = ["examples/demo.yaml", f"run.dir={run}", f"model.path={model}", *OPTIONS, *options]
-    with network(len(HOSTS), wire) as made:
+    with TemporaryDirectory() as scratch, network(len(HOSTS), wire) as made:
         hosts = dict(zip(HOSTS, made, strict=True))
         counted = [run.parent / f"{name}.json" for name in HOSTS]
         for host, file in zip(made, counted, strict=True):
+            host.hide(Path(scratch))  # the controller and workers have their Unix sockets there, which must reach no other host
             host.start([sys.executable, flows.__file__, INTERFACE, str(file)])
         for file in counted:
             _wait(file.exists, 60.0, "the counters of the hosts")
-        with _parts(hosts, settings, run.parent) as parts:
+        with _parts(hosts, settings, run.parent, scratch) as parts:
             _wait(lambda: _ended(parts, run), timeout_s, "the run")
             _wait(lambda: all(one.poll() is not None for one in parts.values()), _LAST_S, "the end of its parts")
         time.sleep(3.0)  # the counters are written every second
@@ -127,7 +129,7 @@ def measured(run: Path, model: Path, wire: Wire, options: Sequence[str] = (), ti
 
 
 def trained(run: Path) -> Payloads:
-    """Return what a run trained; the journal must have all of it, so that there may be no checkpoint."""
+    """Return what a run trained; the journal must still have all of it (`trainer.keep_checkpoints`)."""
     with closing(sqlite3.connect(run / "journal" / FILE)) as connection:
         known = rows.read(connection)
     leased = [group for lease in known.leases.values() for group in lease.groups]
@@ -211,13 +213,14 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _parts(hosts: Mapping[str, Host], settings: Sequence[str], folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def _parts(hosts: Mapping[str, Host], settings: Sequence[str], folder: Path, scratch: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """The processes of a run; those that still run in the end are killed with their hosts."""
     environment = {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(_REPOSITORY),
         "GLOO_SOCKET_IFNAME": INTERFACE,
+        "TMPDIR": scratch,
     }
 
     def start(host: str, name: str, *arguments: str) -> subprocess.Popen[bytes]:

@@ -145,6 +145,39 @@ def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(tmp_path: Path) ->
     asyncio.run(run())
 
 
+def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=8) as cluster:
+            for handle in cluster.handles:
+                handle.client.hangs = True
+            gates, told = cluster.fleet._gates, list[str]()
+            while not all(one.width for one in cluster.fleet._workers.values()):
+                await asyncio.sleep(0.01)
+            await gates.late()
+            with mock.patch.object(RemoteWorker, "use", autospec=True) as use:
+                use.side_effect = lambda worker, *_: told.append(worker.name) or ()
+                gates.tell()
+                assert await gates.late() == 0
+                assert told == []
+                suspect = cluster.pool.members[1]
+                owner = f"rollout worker {gates._places[suspect.engine.name]}"
+                suspect.suspect = True
+                gates.tell()
+                gates.tell()
+                await gates.late()
+                assert told == [owner]
+                cluster.fleet._workers[2].gone = "it is lost"
+                gates.tell()
+                await gates.late()
+                assert set(gates._places.values()) == {"1"}
+                assert told == [owner, "rollout worker 1"]
+            cluster.fleet._workers[2].gone = ""
+            for handle in cluster.handles:
+                handle.client.hangs = False
+
+    asyncio.run(run())
+
+
 def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -> None:
     told: list[WorkerBegin] = []
     begin = RemoteWorker.begin

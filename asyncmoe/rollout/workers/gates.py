@@ -39,7 +39,7 @@ class WorkerGates:
         self._most, self._answer_s = config.rollout.max_concurrent, config.engines.hang_timeout_s * PAUSE_SHARE
         self._pool, self._alive, self._address_of = pool, alive, address_of
         self._places: dict[str, str] = {}
-        self._open = True
+        self._open, self._last = True, tuple[object, ...]()
         self._telling: dict[asyncio.Task[None], RemoteWorker] = {}
 
     async def close_gates(self) -> int:
@@ -58,6 +58,10 @@ class WorkerGates:
         """Tell workers which engines they use and how these are, those only for whom that has changed, unless `always`. Never waits."""
         self._sweep()
         alive, members = self._alive(), self._pool.present
+        now = self._open, tuple(alive), tuple(map(_state, members))
+        if now == self._last and not always:
+            return
+        self._last = now
         engines = [Located(member.engine.name, member.engine.host) for member in members]
         self._places = assign(engines, [Located(str(one.joined.number), one.joined.host) for one in alive], self._places)
         counts = Counter(self._places.values())
@@ -117,3 +121,8 @@ class WorkerGates:
         for task in [task for task in self._telling if task.done()]:
             del self._telling[task]
             task.result()
+
+
+def _state(member: Member) -> tuple[object, ...]:
+    """Return all that can change of what a worker is told of an engine: looking is done often, and telling costs more."""
+    return member.serial, member.version, member.lineage, member.suspect, member.waiting, member.leaving

@@ -154,8 +154,12 @@ def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
             while not all(one.width for one in cluster.fleet._workers.values()):
                 await asyncio.sleep(0.01)
             await gates.late()
-            with mock.patch.object(RemoteWorker, "use", autospec=True) as use:
-                use.side_effect = lambda worker, *_: told.append(worker.name) or ()
+
+            async def use(self: RemoteWorker, *_: object) -> tuple[EngineUse, ...]:
+                told.append(self.name)
+                return ()
+
+            with mock.patch.object(RemoteWorker, "use", use):
                 gates.tell()
                 assert await gates.late() == 0
                 assert told == []

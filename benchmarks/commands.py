@@ -407,6 +407,36 @@ def network_(
     typer.echo(run.table(results))
 
 
+@bench.command("hosts")
+def hosts_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    rate: Annotated[float, typer.Option(help="Of every link in each direction, in Mbit/s.", min=1.0)] = 1000.0,
+    steps: Annotated[int, typer.Option(help="Of 16 trajectories.", min=1)] = 8,
+    tokens: Annotated[int, typer.Option(help="Most tokens of a response; the context has room for 1,900.", min=1, max=1900)] = 400,
+) -> None:
+    """A whole run over five hosts, network namespaces: the controller, two rollout workers with an engine each, two trainer ranks;
+    what each link carries. Wants root, iproute2 and util-linux."""
+    from benchmarks.network import whole_run
+
+    results = whole_run.run(rate, steps, tokens)
+    _show(results, json_path)
+    typer.echo(results["skipped"] or whole_run.table(results))
+
+
+@bench.command("ledger")
+def ledger_(
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    rounds: Annotated[int, typer.Option(help="Measurements of each case; the best counts.", min=1)] = 3,
+    shrink: Annotated[int, typer.Option(help="Divides the numbers of trajectories, for a trial.", min=1)] = 1,
+) -> None:
+    """The controller beside rollout workers that only answer: its CPU time a trajectory; and the memory of one that a worker holds."""
+    from benchmarks import ledger
+
+    results = ledger.run(rounds, shrink)
+    _show(results, json_path)
+    typer.echo(ledger.table(results))
+
+
 @bench.command("hang")
 def hang_(
     json_path: Annotated[

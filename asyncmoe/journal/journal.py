@@ -245,6 +245,10 @@ class Journal(Unjournaled):
         read = await asyncio.to_thread(self._segments.read, place)
         return payload.decode(read, group.arrival, f"{self.name}: group {group.number}")
 
+    async def under_way(self) -> dict[int, int]:
+        """Return the attempts of the groups that are begun and not finished, by number."""
+        return under_way(await self._states.ask(rows.read))
+
     async def draws(self, after: int) -> list[Draw]:
         """Return the events of the curriculum after the one of this number."""
         return await self._states.ask(lambda connection: rows.draws(connection, after))

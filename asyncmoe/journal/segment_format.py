@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from asyncmoe.trajectory.native import Buffer, crc32c
 
@@ -19,6 +22,8 @@ _HEADER = struct.Struct("<8sIIQ32sI")
 _HEAD = struct.Struct("<QI4x")
 _OFFSET = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
+_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""Also a rollout worker's message has a place."""
 _NAME = re.compile(r"([0-9]{4,10})-([0-9]{8,20})\.segment", re.ASCII)
 
 
@@ -33,10 +38,10 @@ class Place:
         length: of the payload, in bytes.
     """
 
-    writer: int
-    segment: int
-    offset: int
-    length: int
+    writer: _Number
+    segment: _Number
+    offset: _Number
+    length: _Number
 
     @property
     def end(self) -> int:

@@ -16,7 +16,7 @@ from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal
-from asyncmoe.journal.recovery import Recovered, recover, under_way
+from asyncmoe.journal.recovery import Recovered, recover
 from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
@@ -80,12 +80,9 @@ class Journaling:
             raise
         return cls(config, held, curriculum)
 
-    @property
-    def for_workers(self) -> WorkerBegin:
-        """What a rollout worker must know of the journal."""
-        if self._held is None:
-            return WorkerBegin()
-        return WorkerBegin(self._held.identity, under_way(self._held.recorded))
+    async def for_workers(self) -> WorkerBegin:
+        """Return what a rollout worker must know of the journal that joins now."""
+        return WorkerBegin() if self._held is None else WorkerBegin(self._held.identity, await self._held.under_way())
 
     @property
     def is_new(self) -> bool:

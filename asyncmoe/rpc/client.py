@@ -48,15 +48,18 @@ class Client:
         self._peer = peer or rendezvous.controller
         self._connection = Connection(rendezvous)
         self._asked = 0
-        self._beside: dict[Rendezvous, Client] = {}
+        self._beside: dict[str, tuple[Rendezvous, Client]] = {}
         self._open_store: Callable[[], GroupStore | None] = lambda: None
         self._store: GroupStore | None = None
 
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
-        """Return a client of another server of the run, which this one keeps and closes."""
-        if rendezvous not in self._beside:
-            self._beside[rendezvous] = Client(rendezvous, self.name, self._epoch, peer, _BESIDE_S)
-        return self._beside[rendezvous]
+        """Return a client of another server of the run, which this one keeps, and closes once another server has taken its place."""
+        known = self._beside.get(peer)
+        if known is None or known[0] != rendezvous:
+            if known is not None:
+                known[1].close()
+            known = self._beside[peer] = rendezvous, Client(rendezvous, self.name, self._epoch, peer, _BESIDE_S)
+        return known[1]
 
     def reads(self, open_store: Callable[[], GroupStore | None]) -> None:
         """Have trajectories that lie in the store of `queue.payloads` read with what `open_store` returns, which is closed with this."""
@@ -113,7 +116,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection without waiting for replies."""
-        for other in self._beside.values():
+        for _, other in self._beside.values():
             other.close()
         if self._store is not None:
             self._store.close()

@@ -33,7 +33,6 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
     Raises:
         AsyncmoeError: the controller cannot send it either.
     """
-    each = frames_in(1)
     found = _stored(client, request, [item for item in items if item.stored])
     for number in sorted({item.holder for item in items} & holders.keys()):
         keys = tuple(item.key for item in items if item.holder == number and not item.stored)
@@ -41,20 +40,16 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
             continue
         try:
             worker = client.beside(holders[number], f"rollout worker {number}")
-            frames = worker.ask(WorkerFetch(keys, request.layers, request.masks), timeout_s)[1]
-            _check(frames, keys, each)
+            found |= split(keys, worker.ask(WorkerFetch(keys, request.layers, request.masks), timeout_s)[1])
         except AsyncmoeError as error:
             log.warning("%s; the controller is asked instead", error)
-            continue
-        found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}
     missing = tuple(key for key in request.keys if key not in found)
     if missing:
         reply, frames = client.ask(msgspec.structs.replace(request, keys=missing), timeout_s)
         assert isinstance(reply, Fetched)
         if request.ahead and not reply.keys:
             return []
-        _check(frames, missing, each)
-        found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(missing)}
+        found |= split(missing, frames)
     return [frame for key in request.keys for frame in found[key]]
 
 
@@ -74,6 +69,9 @@ def _stored(client: Client, request: Fetch, items: Sequence[Item]) -> dict[str, 
     return {item.key: one for item, one in zip(items, found, strict=True) if not isinstance(one, DataError)}
 
 
-def _check(frames: Sequence[Buffer], keys: Sequence[str], each: int) -> None:
+def split(keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Sequence[Buffer]]:
+    """Return the frames of each trajectory. Raises ProtocolError if they are not as many as the trajectories have."""
+    each = frames_in(1)
     if len(frames) != len(keys) * each:
         raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
+    return {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from asyncmoe.journal.segment_format import Place
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.peers import Facts
@@ -26,19 +27,12 @@ class EpisodeMember(msgspec.Struct, frozen=True, array_like=True):
     attempt: Count
 
 
-class PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
-    """As `asyncmoe.journal.segment_format.Place`."""
-
-    writer: Count
-    segment: Count
-    offset: Count
-    length: Count
-
-
 class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine that a worker sends requests to."""
 
     name: str
+    serial: Count
+    """`asyncmoe.rollout.engines.member.Member.serial`: another one once the engine has started again."""
     url: str
     key: str
     version: Count
@@ -53,11 +47,13 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     """What a worker knows of an engine.
 
     Attributes:
+        serial: as in `WorkerEngine`.
         heard_s: seconds since it last answered; None: it never has.
         failed: why the worker does not use it any more; empty: it does.
     """
 
     name: str
+    serial: Count
     in_flight: Count
     heard_s: float | None = None
     failed: str = ""
@@ -197,9 +193,9 @@ class WorkerBegun(Message, frozen=True):
 
 
 class WorkerLoad(Message, frozen=True):
-    """Reply to `WorkerEngines`: requests in flight."""
+    """Reply to `WorkerEngines`: what the worker knows of them."""
 
-    in_flight: Count
+    uses: tuple[EngineUse, ...]
 
 
 class WorkerPacked(Message, frozen=True):
@@ -207,11 +203,11 @@ class WorkerPacked(Message, frozen=True):
 
     items: tuple[Item, ...]
     attempt: Count
-    place: PayloadPlace | None
+    place: Place | None
 
 
 class WorkerNews(Message, frozen=True):
-    """Reply to `WorkerAsk`. `ended`: outcomes since number `seen`; `number`: of the last of them."""
+    """Reply to `WorkerAsk`. `ended`: outcomes since number `seen`, the oldest if there are many; `number`: of the last of them."""
 
     number: Count
     ended: tuple[EpisodeOutcome, ...]

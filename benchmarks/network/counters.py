@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from benchmarks.network.flows import interface
 from benchmarks.network.hosts import INTERFACE
 
 T = TypeVar("T")
@@ -27,10 +28,9 @@ class Counters:
 
 def counters() -> Counters:
     """Read them: /proc/net/dev (proc(5)) and snmp of this process's network namespace."""
-    device = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith(f"{INTERFACE}:"))
-    words = device.partition(":")[2].split()
+    words = interface(INTERFACE)
     names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
-    return Counters(int(words[8]), int(words[0]), int(values[names.index("RetransSegs")]), time.process_time())
+    return Counters(words[8], words[0], int(values[names.index("RetransSegs")]), time.process_time())
 
 
 def timed(turn: Callable[[], T]) -> tuple[T, dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Hosts of a network, as namespaces of this machine: nothing but TCP/IP over links of a set rate joins them.
 
 A host has its own network, host name, processes and /dev/shm (SGLang and asyncmoe take a shared one for one machine). Files, memory and
-cores are shared, and so is /sys, whose /sys/class/net is the machine's. One more network namespace is the switch: a bridge that joins the
-hosts' links.
+cores are shared, and so is /sys, whose /sys/class/net is the machine's; Unix sockets in a shared folder join hosts, too (`Host.hide`). One
+more network namespace is the switch: a bridge that joins the hosts' links.
 
 No namespace has a name, and none of their devices is ever in the machine's own network: each belongs to a process that reads a pipe of
 ours, and ends when the pipe closes. So two networks cannot meet although their addresses are equal, and whatever ends this process, SIGKILL
@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from asyncmoe.errors import AsyncmoeError, UserError
@@ -94,6 +95,16 @@ class Host:
             stderr=stderr,
             start_new_session=True,
         )
+
+    def hide(self, folder: Path) -> None:
+        """Have the host see an empty folder of its own there, so that no Unix socket in it joins it with other hosts.
+
+        Raises:
+            AsyncmoeError: it cannot be mounted.
+        """
+        mounting = self.start(["mount", "-t", "tmpfs", "none", str(folder)], stderr=subprocess.PIPE)
+        if said := mounting.communicate(timeout=_ANSWER_S)[1].decode(errors="replace").strip():
+            raise AsyncmoeError(f"mount of {folder}: {said}")
 
     def die(self) -> None:
         """End the host as a loss of power does: its processes are killed, and its link is gone."""

@@ -167,6 +167,46 @@ def test_one_that_leaves_finishes_what_it_has(rig: Play) -> None:
     rig(scene)
 
 
+class Workers:
+    """Rollout workers that do not know yet what they were told."""
+
+    def __init__(self) -> None:
+        self.told, self.unknown = False, 1
+
+    def tell(self) -> None:
+        self.told = True
+
+    async def late(self) -> int:
+        return self.unknown
+
+    async def close_gates(self) -> int:
+        return 0
+
+    def open_gates(self) -> None:
+        pass
+
+
+def test_one_that_leaves_waits_until_its_rollout_worker_knows_that_it_does(rig: Play) -> None:
+    async def scene(it: Rig) -> None:
+        member = await it.join("a")
+        await it.join("b")
+        await it.publish(1)
+        it.pool.elsewhere = workers = Workers()
+        leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
+        while not workers.told:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.25)
+        assert member in it.pool.members
+        member.elsewhere, workers.unknown = 1, 0  # it says so, and what it has there
+        await asyncio.sleep(0.25)
+        assert member in it.pool.members
+        member.elsewhere = 0
+        await asyncio.wait_for(leaving, 2)
+        assert member not in it.pool.members
+
+    rig(scene)
+
+
 def test_one_that_falls_silent_is_dead(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         await it.join("a")

@@ -20,11 +20,12 @@ from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.held import split
 from asyncmoe.rpc.messages import Commit, Fetch, Fetched, Foresee, Foreseen, Lease, Leased
 from asyncmoe.rpc.server import Server
 from asyncmoe.trainer.data import prefetch
 from asyncmoe.trainer.data.joined import ALIGNED, Joined, empty, joined, places_of
-from asyncmoe.trainer.data.prefetch import FetchedAhead, Prefetcher, completed, split
+from asyncmoe.trainer.data.prefetch import FetchedAhead, Prefetcher, completed
 from asyncmoe.trajectory import decode, encode
 from tests.unit.test_queue import asynchronous, group, queue
 

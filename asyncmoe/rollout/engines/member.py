@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.telemetry.clock import unix
 
+_serials = count(1)
 RecordBusy = Callable[[str, float, float], None]
 """Takes an engine's name and the begin and end, Unix seconds, of an interval in which it was generating."""
 
@@ -30,6 +32,7 @@ class Member:
         busy_since: Unix time at which its unrecorded generation began, or None if idle.
         heard: monotonic time at which it last answered.
         suspect: True if a request or a probe has timed out since.
+        serial: of this start of the engine; no other member of this process has it.
     """
 
     engine: EngineHandle
@@ -45,6 +48,7 @@ class Member:
     busy_since: float | None = None
     heard: float = 0.0
     suspect: bool = False
+    serial: int = field(default_factory=_serials.__next__)
 
     def serving(self) -> AbstractContextManager[ServedBy]:
         """Return a context for one request; it yields the version and adapter that sample the request."""

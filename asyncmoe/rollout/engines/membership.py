@@ -223,16 +223,25 @@ class Membership:
 
     async def _drain(self, member: Member, remote: RemoteEngine) -> None:
         member.leaving = True
+        if (workers := self._pool.elsewhere) is not None:
+            workers.tell()
         until = time.monotonic() + self._config.rollout.request_timeout_s
-        while (member.in_flight or member.elsewhere or self._updating(member)) and member.fenced is None and time.monotonic() < until:
+        used = await self._used(member)
+        while (used or self._updating(member)) and member.fenced is None and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
+            used = await self._used(member)
         member.fenced = member.fenced or LEFT
-        if not (member.in_flight or member.elsewhere) and member in self._pool.members:
+        if not used and member in self._pool.members:
             self._pool.remove(member)
             self._left.add(member.engine.name)
             await remote.client.close()
         remote.tell(EngineOrder(finished=True))
         log.info("%s has left", member.engine.name)
+
+    async def _used(self, member: Member) -> int:
+        """Return the requests at an engine that leaves; more than none while a rollout worker may not know yet that it does."""
+        late = 0 if self._pool.elsewhere is None else await self._pool.elsewhere.late()
+        return member.in_flight + member.elsewhere + late
 
     async def _node_ended(self, request: EngineNodeEnd) -> None:
         """End the engine whose node ends: in order if the node was asked to, else at once."""

@@ -105,14 +105,17 @@ def stages(scorer: Scorer) -> Mapping[str, LimitedScorer]:
     return {name: part for name, part in parts.items() if isinstance(part, LimitedScorer)}
 
 
-def write_log(scorer: Scorer, run_dir: Path) -> None:
+def write_log(scorer: Scorer, run_dir: Path, worker: int = 0) -> None:
     """Write what the user's scorer raised to `asyncmoe.rollout.scoring.tracebacks.LOG`, if it raised anything since the last call.
+
+    Args:
+        worker: number of the rollout worker that this process is; 0: none.
 
     Raises:
         StorageError: it cannot be written.
     """
     for stage in stages(scorer).values():
-        stage.tracebacks.write(run_dir)
+        stage.tracebacks.write(run_dir, worker)
 
 
 def scorer_kind(section: ScoringSection, task: TaskSection) -> str:

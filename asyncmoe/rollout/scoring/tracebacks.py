@@ -14,7 +14,7 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.types import said
 
 LOG = Path("logs", "scoring.log")
-"""In the run directory."""
+"""In the run directory; a rollout worker's is beside it, "scoring-N.log"."""
 _OWN = str(Path(__file__).parent)
 _FRAMES, _CAUSES = 32, 4
 _TRACE_CHARS = 8000
@@ -56,7 +56,7 @@ def raised_by(error: BaseException, scorer: Callable[..., Any]) -> Raised:
 
 
 class Tracebacks:
-    """Distinct tracebacks, counted. After the first `_DISTINCT`, others are only counted."""
+    """Distinct tracebacks, counted. After the first `_DISTINCT`, others are only counted. One thread may note while another writes."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, str, Raised]] = {}
@@ -65,7 +65,7 @@ class Tracebacks:
 
     @property
     def count(self) -> int:
-        return self._others + sum(count for count, _, _ in self._found.values())
+        return self._others + sum(count for count, _, _ in list(self._found.values()))
 
     def note(self, raised: Raised) -> None:
         """Count an exception."""
@@ -83,21 +83,24 @@ class Tracebacks:
         ]
         return "\n".join([*parts, *([f"{self._others} times elsewhere\n"] if self._others else [])])
 
-    def write(self, run_dir: Path) -> None:
+    def write(self, run_dir: Path, worker: int = 0) -> None:
         """Replace the log in `run_dir`, if anything was counted since.
+
+        Args:
+            worker: number of the rollout worker whose log it is; 0: the controller's.
 
         Raises:
             StorageError: it cannot be written.
         """
-        if self.count == self._written:
+        if (count := self.count) == self._written:
             return
-        file = run_dir / LOG
+        file = run_dir / (LOG.with_stem(f"{LOG.stem}-{worker}") if worker else LOG)
         part = file.with_suffix(".part")
         with storage.writing("log of the scorer's exceptions", file):
             file.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(self.text(), encoding="utf-8", errors="backslashreplace")
             part.replace(file)
-        self._written = self.count
+        self._written = count
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -23,7 +23,7 @@ class LentEngine:
     tp = ep = 1
 
     def __init__(self, told: WorkerEngine, client: Engine) -> None:
-        self.name, self.url, self.host, self.client = told.name, told.url, "", client
+        self.name, self.serial, self.host, self.client = told.name, told.serial, "", client
         self.died: str | None = None
 
     def kill(self) -> None:
@@ -43,18 +43,18 @@ class LentEngines:
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
         self.busy: deque[EngineBusy] = deque(maxlen=_MOST_BUSY)
-        self._lent: dict[str, LentEngine] = {}
+        self._lent: dict[int, LentEngine] = {}
 
     def record(self, name: str, begin: float, end: float) -> None:
         """Note an interval in which an engine was generating, as `Pool` records it."""
         self.busy.append(EngineBusy(name, begin, end))
 
-    async def use(self, pool: Pool, told: WorkerEngines) -> int:
-        """Use these engines from now on, with the gate open or closed; return the requests in flight at all of them."""
+    async def use(self, pool: Pool, told: WorkerEngines) -> None:
+        """Use these engines from now on, with the gate open or closed."""
         if not told.open:
             pool.hold()
         pool.resize(told.limit)
-        gone = self._removed(pool, {one.url for one in told.engines})
+        gone = self._removed(pool, {one.serial for one in told.engines})
         for one in told.engines:
             member = self._member(pool, one)
             member.serve(one.version, one.lineage)
@@ -63,12 +63,15 @@ class LentEngines:
             pool.release()
         for client in gone:
             await client.close()
-        return sum(member.in_flight for member in pool.members)
 
     def uses(self, pool: Pool) -> tuple[EngineUse, ...]:
         """Return what is known of each engine."""
         now = time.monotonic()
-        return tuple(EngineUse(m.engine.name, m.in_flight, now - m.heard if m.heard else None, m.fenced or "") for m in pool.members)
+        serials = {id(engine): serial for serial, engine in self._lent.items()}
+        return tuple(
+            EngineUse(m.engine.name, serials[id(m.engine)], m.in_flight, now - m.heard if m.heard else None, m.fenced or "")
+            for m in pool.members
+        )
 
     async def close(self, pool: Pool) -> None:
         """Close the connections to all engines."""
@@ -76,16 +79,16 @@ class LentEngines:
             await client.close()
 
     def _member(self, pool: Pool, one: WorkerEngine) -> Member:
-        if one.name not in self._lent:
-            self._lent[one.name] = LentEngine(one, self._connect(one.name, one.url, one.key))
-            return pool.join(self._lent[one.name])
-        (found,) = [member for member in pool.members if member.engine is self._lent[one.name]]
+        if one.serial not in self._lent:
+            self._lent[one.serial] = LentEngine(one, self._connect(one.name, one.url, one.key))
+            return pool.join(self._lent[one.serial])
+        (found,) = [member for member in pool.members if member.engine is self._lent[one.serial]]
         return found
 
-    def _removed(self, pool: Pool, kept: set[str]) -> list[Engine]:
-        gone = [engine for engine in self._lent.values() if engine.url not in kept]
+    def _removed(self, pool: Pool, kept: set[int]) -> list[Engine]:
+        gone = [engine for engine in self._lent.values() if engine.serial not in kept]
         for engine in gone:
-            del self._lent[engine.name]
+            del self._lent[engine.serial]
             for member in [member for member in pool.members if member.engine is engine]:
                 member.fenced = "it is no longer the worker's"
                 pool.remove(member)

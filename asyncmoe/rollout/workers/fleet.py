@@ -1,4 +1,4 @@
-"""The rollout workers of a run, as the controller has them: they join, get engines, run groups, and are lost.
+"""The rollout workers of a run, as the controller has them: they join, run groups, and are lost.
 
 A group belongs to the worker that its first episode was given to: its members share prefixes there, and it is one payload. A worker that
 does not answer is lost: its unfinished groups start again elsewhere, and its finished ones are read from the journal.
@@ -9,36 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import Engine
-from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers import figures
-from asyncmoe.rollout.workers.assignment import Located, assign, limits
 from asyncmoe.rollout.workers.figures import Figures, added
+from asyncmoe.rollout.workers.gates import WorkerGates
 from asyncmoe.rollout.workers.outcome import LOST
 from asyncmoe.rollout.workers.remote import RemoteWorker, Sampled, Told
 from asyncmoe.rpc.messages import Done
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.rpc.worker_messages import (
-    WorkerBegin,
-    WorkerEnd,
-    WorkerEngine,
-    WorkerEngines,
-    WorkerJoin,
-    WorkerNews,
-    WorkerRetain,
-    WorkerTotals,
-)
+from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain, WorkerTotals
 
 log = logging.getLogger(__name__)
 _NEWS_S = 5.0
@@ -54,9 +43,9 @@ class WorkerFleet:
         sampled: called with what an episode leaves for readers of samples.
 
     Args:
-        pool: the run's engines; the workers use them, each those that `assignment.assign` gives it.
+        pool: the run's engines, which the workers use.
         generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
-        first: what each worker is told first.
+        first: returns what a worker that joins now is told first.
         address_of: as `asyncmoe.rollout.engines.backend.address_of`.
     """
 
@@ -65,16 +54,13 @@ class WorkerFleet:
         config: Config,
         pool: Pool,
         generated: Callable[[str, float, float], None],
-        first: WorkerBegin,
+        first: Callable[[], Awaitable[WorkerBegin]],
         address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
     ) -> None:
-        self._address_of = address_of
         self._config, self._pool, self._generated, self._first = config, pool, generated, first
         self._workers: dict[int, RemoteWorker] = {}
         self._following: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, RemoteWorker] = {}
-        self._places: dict[str, str] = {}
-        self._open = True
         self._began, self._told_missing, self._idle = time.monotonic(), False, dict[int, float]()
         self._closing: set[asyncio.Future[None]] = set()
         self._totals: dict[int, WorkerTotals] = {}
@@ -82,7 +68,7 @@ class WorkerFleet:
         self._ended_figures = Figures()
         self._recorded: dict[int, int] = {}
         self.sampled: Sampled = lambda place, left: None
-        pool.elsewhere = self
+        self._gates = pool.elsewhere = WorkerGates(config, pool, self._alive, address_of)
 
     # ------------------------------------------------------------ workers
 
@@ -107,7 +93,7 @@ class WorkerFleet:
         full_s = config.queue.lease_timeout_s if self._first.payloads else 0.0
         worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left), full_s)
         try:
-            self._recorded |= dict.fromkeys(await worker.begin(self._first), request.number)
+            self._recorded |= dict.fromkeys(await worker.begin(await self._first()), request.number)
         except BaseException:
             await worker.close()
             raise
@@ -140,7 +126,7 @@ class WorkerFleet:
         while True:
             if self._alive():
                 alone = time.monotonic()
-                await self._share()
+                self._gates.tell()
                 self._abandon_idle()
             elif time.monotonic() - alone > self._config.engines.start_timeout_s:
                 whys = "; ".join(f"{worker.name}: {worker.gone}" for worker in self._workers.values())
@@ -152,7 +138,7 @@ class WorkerFleet:
         alive = self._alive()
         for task in self._following.values():
             task.cancel()
-        await asyncio.gather(*self._following.values(), return_exceptions=True)
+        await asyncio.gather(*self._following.values(), self._gates.close(), return_exceptions=True)
         await asyncio.gather(*(worker.ask(WorkerEnd()) for worker in alive), return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in alive), *self._closing)
 
@@ -202,18 +188,6 @@ class WorkerFleet:
         for number, (worker, below) in settled.items():
             worker.tell(WorkerRetain(tuple(sorted(live.get(number, ()))), below))
 
-    # ------------------------------------------------------------ the gate, for weight updates
-
-    async def close_gates(self) -> int:
-        """Have no worker send requests; return how many are in flight at engines."""
-        self._open = False
-        return await self._share(always=True)
-
-    def open_gates(self) -> None:
-        """Have the workers send requests again, with the versions that the engines serve now."""
-        self._open = True
-        self._opening = asyncio.ensure_future(self._share(always=True))  # the attribute keeps the task alive
-
     # ------------------------------------------------------------ internals
 
     def _complete(self) -> bool:
@@ -240,35 +214,6 @@ class WorkerFleet:
     def _alive(self) -> list[RemoteWorker]:
         return [worker for worker in self._workers.values() if not worker.gone]
 
-    async def _share(self, *, always: bool = False) -> int:
-        """Tell workers which engines they use, those only for whom that has changed, unless `always`; return the requests in flight."""
-        alive = self._alive()
-        members = self._pool.present
-        engines = [Located(member.engine.name, member.engine.host) for member in members]
-        self._places = assign(engines, [Located(str(one.joined.number), one.joined.host) for one in alive], self._places)
-        counts = Counter(self._places.values())
-        most = limits(self._config.rollout.max_concurrent, {str(one.joined.number): counts[str(one.joined.number)] for one in alive})
-        telling = []
-        for worker in alive:
-            name = str(worker.joined.number)
-            own = tuple(self._told(member) for member in members if self._places[member.engine.name] == name)
-            told = WorkerEngines(own, most[name], self._open)
-            if always or told != worker.engines:
-                telling.append(self._use(worker, told))
-        return sum(await asyncio.gather(*telling))
-
-    def _told(self, member: Member) -> WorkerEngine:
-        url, key = self._address_of(member.engine.client)
-        flags = member.suspect, member.waiting, member.leaving
-        return WorkerEngine(member.engine.name, url, key, member.version, member.lineage, *flags)
-
-    async def _use(self, worker: RemoteWorker, told: WorkerEngines) -> int:
-        try:
-            return await worker.use(told)
-        except AsyncmoeError as error:
-            worker.lose(str(error))
-            return 0
-
     async def _follow(self, worker: RemoteWorker) -> None:
         seen = 0
         try:
@@ -290,15 +235,7 @@ class WorkerFleet:
         pool.recomputed_tokens += now.recomputed - before.recomputed
         pool.recalled_tokens += now.recalled - before.recalled
         self._totals[worker.joined.number] = now
-        members = {member.engine.name: member for member in pool.present}
-        for use in news.uses:
-            if (member := members.get(use.name)) is None or self._places.get(use.name) != str(worker.joined.number):
-                continue
-            member.elsewhere = use.in_flight
-            if use.heard_s is not None:
-                member.heard = max(member.heard, time.monotonic() - use.heard_s)
-            if use.failed:
-                pool.fence(member, use.failed)
+        self._gates.note(worker, news.uses)
 
     def _lost(self, worker: RemoteWorker) -> None:
         log.error("%s is lost: %s", worker.name, worker.gone)
@@ -308,6 +245,4 @@ class WorkerFleet:
         closing = asyncio.ensure_future(worker.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        for member in self._pool.present:
-            if self._places.get(member.engine.name) == str(worker.joined.number):
-                member.elsewhere = 0
+        self._gates.lost(worker)

@@ -18,7 +18,7 @@ from asyncmoe.journal.segments import Segments
 from asyncmoe.payloads.opening import open_store
 from asyncmoe.payloads.writer import GroupWriter
 from asyncmoe.queue.group_buffer import Group, whole
-from asyncmoe.rpc.worker_messages import PayloadPlace, WorkerFetch, WorkerPacked
+from asyncmoe.rpc.worker_messages import WorkerFetch, WorkerPacked
 from asyncmoe.trajectory import Buffer, Recording, Trajectory, part
 
 
@@ -70,9 +70,7 @@ class HeldGroups:
             group = await self._writer.put(group)
         self._groups[number] = group
         self._frames.update(group.frames)
-        place = group.place
-        where = None if place is None else PayloadPlace(place.writer, place.segment, place.offset, place.length)
-        return WorkerPacked(tuple(msgspec.structs.replace(item, holder=self._number) for item in group.items), group.attempt, where)
+        return WorkerPacked(tuple(msgspec.structs.replace(item, holder=self._number) for item in group.items), group.attempt, group.place)
 
     def fetch(self, asked: WorkerFetch) -> list[Buffer]:
         """Return encoded frames of trajectories, as `asyncmoe.queue.bounded.BoundedQueue.fetch`. Raises ProtocolError."""

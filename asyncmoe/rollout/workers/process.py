@@ -72,7 +72,10 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
             controller = await asyncio.to_thread(keys.read, run_dir, config.engines.start_timeout_s)
             await _join(config, controller, number, rendezvous)
             freeze()
-            tasks = [serving, *(asyncio.create_task(one) for one in (worker.over.wait(), stop.wait(), _watch(config, worker, loaded)))]
+            tasks = [
+                serving,
+                *(asyncio.create_task(one) for one in (worker.over.wait(), stop.wait(), watch(config, number, worker, loaded))),
+            ]
             done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in left:
                 task.cancel()
@@ -93,7 +96,7 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
         client.close()
 
 
-async def _watch(config: Config, worker: RolloutWorker, loaded: RolloutParts) -> None:
+async def watch(config: Config, number: int, worker: RolloutWorker, loaded: RolloutParts) -> None:
     """Look for the controller, which asks for news all the time; never returns.
 
     Raises:
@@ -104,7 +107,7 @@ async def _watch(config: Config, worker: RolloutWorker, loaded: RolloutParts) ->
     while True:
         heartbeats.beat("runs episodes")
         worker.look()
-        scoring.write_log(loaded.scorer, config.run.dir)
+        await asyncio.to_thread(scoring.write_log, loaded.scorer, config.run.dir, number)  # not in the loop: a shared disk may be slow
         silent = time.monotonic() - worker.heard
         if silent > limit or os.getppid() != parent:
             raise WaitTimeout("the controller", "it asks for nothing any more", silent)

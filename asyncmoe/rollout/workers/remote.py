@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, TrajectoryRejected, WaitTimeout
-from asyncmoe.journal.segment_format import Place
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes
@@ -19,6 +18,7 @@ from asyncmoe.rollout.workers.outcome import LOST, RUN_FAILED, RemoteTrajectory
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Request
 from asyncmoe.rpc.worker_messages import (
+    EngineUse,
     EpisodeMember,
     EpisodeOutcome,
     WorkerAsk,
@@ -150,10 +150,8 @@ class RemoteWorker:
         assert isinstance(packed, WorkerPacked)
         if any(item.group != group or item.holder != self.joined.number for item in packed.items):
             raise InvariantBroken(f"{self.name} packed other trajectories than those of group {group}")
-        place = packed.place
-        where = None if place is None else Place(place.writer, place.segment, place.offset, place.length)
-        self._newest = self._newest if where is None else max(self._newest, where.segment)
-        return Group(0, packed.items, {}, packed.attempt, where)
+        self._newest = self._newest if packed.place is None else max(self._newest, packed.place.segment)
+        return Group(0, packed.items, {}, packed.attempt, packed.place)
 
     def abandon(self, why: str) -> None:
         """Reject all episodes that run there, so that their groups start again elsewhere."""
@@ -166,12 +164,11 @@ class RemoteWorker:
         self.groups.discard(group)
         self.tell(WorkerOver((group,)))
 
-    async def use(self, engines: WorkerEngines) -> int:
-        """Have the worker use these engines, with its gate open or closed; return its requests in flight once that is so."""
-        self.engines = engines
-        load, _ = await self._client.ask(engines, _ANSWER_S)
+    async def use(self, engines: WorkerEngines, timeout_s: float) -> Sequence[EngineUse]:
+        """Have the worker use these engines, with its gate open or closed; return what it knows of them once that is so."""
+        load, _ = await self._client.ask(engines, timeout_s)
         assert isinstance(load, WorkerLoad)
-        return load.in_flight
+        return load.uses
 
     async def news(self, seen: int, wait_s: float) -> WorkerNews:
         """Return what has happened since number `seen`, and tell those who wait for it."""

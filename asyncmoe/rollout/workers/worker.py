@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 
@@ -24,7 +24,9 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.figures import figures_of
 from asyncmoe.rollout.workers.held import HeldGroups
+from asyncmoe.rollout.workers.news import UnheardOutcomes
 from asyncmoe.rollout.workers.outcome import RUN_FAILED
+from asyncmoe.rpc.codec import MAX_FRAME_BYTES
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
 from asyncmoe.rpc.worker_messages import (
     EpisodeOutcome,
@@ -47,7 +49,10 @@ from asyncmoe.rpc.worker_messages import (
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import Buffer, Recording, Trajectory
 
+log = logging.getLogger(__name__)
 _prompts: msgspec.msgpack.Decoder[Prompt] = msgspec.msgpack.Decoder(Prompt)
+_MOST_SAMPLED = MAX_FRAME_BYTES // 2
+"""Bytes that an episode may leave for readers of samples, which are sent in one message."""
 _MOST_DETAIL = 2000
 """Characters kept of why an episode was rejected."""
 
@@ -77,8 +82,7 @@ class RolloutWorker:
         self._running: dict[EpisodeId, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._ended: dict[EpisodeId, tuple[Trajectory, ...]] = {}
-        self._news: deque[tuple[int, EpisodeOutcome]] = deque()
-        self._number_of_news, self._arrived = 0, asyncio.Event()
+        self._news, self._arrived = UnheardOutcomes(), asyncio.Event()
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request.
@@ -99,7 +103,8 @@ class RolloutWorker:
             raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
         match request:
             case WorkerEngines():
-                return WorkerLoad(await self._engines.use(self._pool, request))
+                await self._engines.use(self._pool, request)
+                return WorkerLoad(self._engines.uses(self._pool))
             case WorkerPack():
                 return await self._pack(request)
             case WorkerAsk():
@@ -184,8 +189,7 @@ class RolloutWorker:
         del self._running[place]
         if ended.rewards:
             self._ended[place] = made
-        self._number_of_news += 1
-        self._news.append((self._number_of_news, ended))
+        self._news.add(ended)
         self._arrived.set()
 
     def _stop(self, place: EpisodeId) -> None:
@@ -199,7 +203,11 @@ class RolloutWorker:
 
     def _sampled(self, place: EpisodeId, outcome: tuple[Trajectory, ...] | TrajectoryRejected) -> bytes:
         left = self._notes.ended(place, outcome)
-        return b"" if left is None else to_bytes(left)
+        made = b"" if left is None else to_bytes(left)
+        if len(made) > _MOST_SAMPLED:
+            log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
+            return b""
+        return made
 
     async def _pack(self, request: WorkerPack) -> WorkerPacked:
         places = [EpisodeId(request.group, member.episode, member.attempt) for member in request.members]
@@ -222,8 +230,7 @@ class RolloutWorker:
             del self._ended[place]
 
     async def _tell(self, asked: WorkerAsk) -> WorkerNews:
-        while self._news and self._news[0][0] <= asked.seen:
-            self._news.popleft()
+        self._news.heard(asked.seen)
         if not self._news:
             self._arrived.clear()
             with suppress(TimeoutError):
@@ -234,5 +241,5 @@ class RolloutWorker:
         busy = tuple(engines.busy)
         engines.busy.clear()
         totals = WorkerTotals(pool.generated_tokens, pool.lost_tokens, pool.recomputed_tokens, pool.recalled_tokens)
-        ended, figures = tuple(ended for _, ended in self._news), msgspec.msgpack.encode(figures_of(self._loaded))
-        return WorkerNews(self._number_of_news, ended, engines.uses(pool), busy, totals, figures)
+        (number, ended), figures = self._news.portion(), msgspec.msgpack.encode(figures_of(self._loaded))
+        return WorkerNews(number, ended, engines.uses(pool), busy, totals, figures)

@@ -15,15 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from asyncmoe.config import Config
-from asyncmoe.errors import ProtocolError
 from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.held import split
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Fetch, Foresee, Foreseen
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data.joined import Joined, joined
-from asyncmoe.trajectory import Buffer, Trajectory, decode, frames_in
+from asyncmoe.trajectory import Buffer, Trajectory, decode
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 2.0
@@ -71,14 +71,6 @@ def completed(
     one = next(iter(ready.values())).joined
     whole = one is not None and len(found) == len(one.buffers) and all(a is b for a, b in zip(found, one.buffers, strict=True))
     return one if one is not None and whole else found
-
-
-def split(keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Sequence[Buffer]]:
-    """Return the frames of each trajectory. Raises ProtocolError if they are not as many as the trajectories have."""
-    each = frames_in(1)
-    if len(frames) != len(keys) * each:
-        raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
-    return {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}
 
 
 @dataclass

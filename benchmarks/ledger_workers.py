@@ -1,0 +1,124 @@
+"""Rollout workers that only answer, and the trainer's rank that takes what they say they have; a process for `benchmarks.ledger_case`.
+
+It writes where each worker serves, a line each, and reads where the controller does. It ends when its input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack, suppress
+
+import msgspec
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.journal.segment_format import Place
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.workers.figures import Figures
+from asyncmoe.rollout.workers.news import UnheardOutcomes
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.messages import Commit, Done, Lease, Leased, Reply, Request
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import (
+    EngineUse,
+    EpisodeOutcome,
+    WorkerAsk,
+    WorkerBegin,
+    WorkerBegun,
+    WorkerEngines,
+    WorkerLoad,
+    WorkerNews,
+    WorkerPack,
+    WorkerPacked,
+    WorkerStart,
+    WorkerTotals,
+)
+
+TOKENS = 4096
+_WAIT_S = 60.0
+_FIGURES = msgspec.msgpack.encode(Figures())
+
+
+class AnsweringWorker:
+    """A worker whose episodes end as soon as they start."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._unheard, self._arrived = number, UnheardOutcomes(), asyncio.Event()
+        self._uses, self._offset = tuple[EngineUse, ...](), 64
+
+    async def answer(self, request: Request) -> Reply:
+        """Answer the controller."""
+        match request:
+            case WorkerBegin():
+                return WorkerBegun(())
+            case WorkerEngines():
+                self._uses = tuple(EngineUse(one.name, one.serial, 0, 0.0) for one in request.engines)
+                return WorkerLoad(self._uses)
+            case WorkerStart():
+                for member in request.members:
+                    reward = float((request.group + member.episode) % 2)
+                    self._unheard.add(EpisodeOutcome(request.group, member.episode, member.attempt, ((0, reward),)))
+                self._arrived.set()
+            case WorkerPack():
+                return self._packed(request)
+            case WorkerAsk():
+                return await self._news(request)
+        return Done()
+
+    async def _news(self, request: WorkerAsk) -> WorkerNews:
+        self._unheard.heard(request.seen)
+        if not len(self._unheard):
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(request.wait_s):
+                    await self._arrived.wait()
+        number, ended = self._unheard.portion()
+        return WorkerNews(number, ended, self._uses, (), WorkerTotals(), _FIGURES)
+
+    def _packed(self, request: WorkerPack) -> WorkerPacked:
+        items = tuple(self._item(EpisodeId(request.group, one.episode, one.attempt), max(request.newest - 1, 0)) for one in request.members)
+        place = Place(self._number, 0, self._offset, TOKENS * len(items))
+        self._offset = place.end
+        return WorkerPacked(items, 0, place)
+
+    def _item(self, place: EpisodeId, version: int) -> Item:
+        reward = float((place.group + place.episode) % 2)
+        return Item(place.key(), place.group, place.episode, 0, TOKENS, TOKENS - 128, reward, version, version, holder=self._number)
+
+
+def over_tcp(rendezvous: Rendezvous) -> Rendezvous:
+    """Return a rendezvous without the Unix socket that is faster on one machine."""
+    return msgspec.structs.replace(rendezvous, local_dir="", local_secret="")
+
+
+def train(controller: Rendezvous, steps: int, batch: int) -> None:
+    """Lease and commit. Raises InvariantBroken if a batch is not whole."""
+    with Client(controller, "trainer.0") as client:
+        for step in range(steps):
+            leased = client.ask(Lease(step, "rl", batch, step, _WAIT_S), 2 * _WAIT_S)[0]
+            if not isinstance(leased, Leased) or len(leased.items) != batch:
+                raise InvariantBroken(f"step {step}: got {leased}, expected {batch} trajectories")
+            client.ask(Commit(step), _WAIT_S)
+
+
+async def main(workers: int, steps: int, batch: int) -> None:
+    """Serve and train."""
+    async with AsyncExitStack() as held:
+        tasks = []
+        for number in range(1, workers + 1):
+            server = await held.enter_async_context(Server(AnsweringWorker(number).answer))
+            print(msgspec.json.encode(over_tcp(await server.start())).decode(), flush=True)
+            tasks.append(asyncio.create_task(server.serve()))
+        line = await asyncio.to_thread(sys.stdin.readline)
+        await asyncio.to_thread(train, msgspec.json.decode(line, type=Rendezvous), steps, batch)
+        print("trained", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*map(int, sys.argv[1:])))

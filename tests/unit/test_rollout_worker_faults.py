@@ -1,0 +1,288 @@
+"""Rollout workers that are late, start again or have much to say, and engines that leave them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.errors import ProtocolError, StorageError
+from asyncmoe.journal.segment_format import Place
+from asyncmoe.rollout import scoring
+from asyncmoe.rollout.scoring.tracebacks import Raised, Tracebacks
+from asyncmoe.rollout.workers import process, worker
+from asyncmoe.rollout.workers.news import UnheardOutcomes, size_of
+from asyncmoe.rollout.workers.remote import RemoteWorker
+from asyncmoe.rollout.workers.worker import RolloutWorker
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.codec import decode_reply, encode
+from asyncmoe.rpc.worker_messages import EngineUse, EpisodeOutcome, WorkerBegin, WorkerPacked
+from tests.unit.fake_engine import FakeHandle
+from tests.unit.worker_fleet import Cluster, SlowEngine
+
+
+async def lost(cluster: Cluster, number: int) -> str:
+    """Why a worker is lost, once it is."""
+    while not (why := cluster.fleet._workers[number].gone):
+        await asyncio.sleep(0.01)
+    return why
+
+
+OUTCOMES = st.builds(
+    EpisodeOutcome,
+    group=st.integers(0, 1 << 53),
+    episode=st.integers(0, 1 << 53),
+    attempt=st.integers(0, 1 << 53),
+    rewards=st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(allow_nan=False)), max_size=9).map(tuple),
+    reason=st.text(max_size=9),
+    detail=st.text(max_size=60),
+    sampled=st.binary(max_size=900),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(OUTCOMES, max_size=12), st.integers(1, 3000))
+def test_every_outcome_is_told_once_and_in_order_in_portions_that_fit(outcomes: list[EpisodeOutcome], most: int) -> None:
+    unheard, told, seen = UnheardOutcomes(most), list[EpisodeOutcome](), 0
+    for one in outcomes:
+        unheard.add(one)
+        assert len(msgspec.msgpack.encode(one)) <= size_of(one)
+    while len(unheard):
+        number, portion = unheard.portion()
+        assert unheard.portion() == (number, portion), "until it is heard"
+        assert number == seen + len(portion) > seen
+        assert len(portion) == 1 or sum(map(size_of, portion)) <= most
+        told += portion
+        unheard.heard(seen := number)
+    assert told == outcomes
+
+
+def test_more_news_than_a_message_has_room_for_does_not_lose_the_worker(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=1) as cluster:
+            unheard, server = cluster.lent[1].worker._news, cluster.lent[1].server
+            assert unheard._most <= server._max_frame_bytes // 4
+            unheard._most, server._max_frame_bytes = 1 << 18, 1 << 20
+            fat = EpisodeOutcome(1 << 20, 0, 0, sampled=bytes(1 << 18))  # of a group that nobody waits for
+            for _ in range(5):
+                unheard.add(fat)
+            for step in range(2):
+                await cluster.train(step)
+            while any(one is fat for _, one in unheard._kept):
+                await asyncio.sleep(0.01)
+            assert not cluster.fleet._workers[1].gone
+
+    asyncio.run(run())
+
+
+def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_MOST_SAMPLED", 8)
+    left: list[object] = []
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=2) as cluster:
+            cluster.fleet.sampled = lambda place, made: left.append(made)
+            for step in range(2):
+                await cluster.train(step)
+
+    asyncio.run(run())
+    assert not left
+
+
+def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_first(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=3) as cluster:
+            await cluster.train(0)
+            still, goes = (cluster.fleet._workers[number] for number in (1, 2))
+            gates, stands = cluster.fleet._gates, asyncio.Event()
+            gates._answer_s = 2.0
+
+            async def stand(*_: object) -> None:
+                await stands.wait()
+
+            with mock.patch.object(cluster.lent[1].worker._engines, "use", stand):
+                cluster.pool.hold()
+                assert await cluster.pool.held() > 0, "it may have requests in flight, which an update may not meet"
+                assert not still.gone
+                assert goes.engines is not None
+                assert not goes.engines.open
+                assert not cluster.lent[2].worker._pool._gate._open.is_set()
+                cluster.pool.release()
+                assert "WorkerEngines" in await lost(cluster, 1)
+                await cluster.train(1)
+                stands.set()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=2, seed=4) as cluster:
+            await cluster.train(0)
+            for handle in cluster.handles:
+                handle.client.hangs = True
+            lent, gates = cluster.lent[1].worker, cluster.fleet._gates
+            while not all(member.in_flight for member in lent._pool.members):
+                await asyncio.sleep(0.01)
+            leaves = cluster.pool.members[0]
+            leaves.elsewhere, leaves.leaving = 0, True  # as the news before said
+            gates.tell()
+            assert await gates.late() == 0
+            (there,) = [member for member in lent._pool.members if member.engine.name == leaves.engine.name]
+            assert leaves.elsewhere == there.in_flight > 0
+            assert there.leaving
+            for handle in cluster.handles:
+                handle.client.hangs = False
+
+    asyncio.run(run())
+
+
+def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=8) as cluster:
+            for handle in cluster.handles:
+                handle.client.hangs = True
+            gates, told = cluster.fleet._gates, list[str]()
+            while not all(one.width for one in cluster.fleet._workers.values()):
+                await asyncio.sleep(0.01)
+            await gates.late()
+
+            async def use(self: RemoteWorker, *_: object) -> tuple[EngineUse, ...]:
+                told.append(self.name)
+                return ()
+
+            with mock.patch.object(RemoteWorker, "use", use):
+                gates.tell()
+                assert await gates.late() == 0
+                assert told == []
+                suspect = cluster.pool.members[1]
+                owner = f"rollout worker {gates._places[suspect.engine.name]}"
+                suspect.suspect = True
+                gates.tell()
+                gates.tell()
+                await gates.late()
+                assert told == [owner]
+                cluster.fleet._workers[2].gone = "it is lost"
+                gates.tell()
+                await gates.late()
+                assert set(gates._places.values()) == {"1"}
+                assert told == [owner, "rollout worker 1"]
+            cluster.fleet._workers[2].gone = ""
+            for handle in cluster.handles:
+                handle.client.hangs = False
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -> None:
+    told: list[WorkerBegin] = []
+    begin = RemoteWorker.begin
+
+    async def noted(self: RemoteWorker, first: WorkerBegin) -> Any:
+        told.append(first)
+        return await begin(self, first)
+
+    async def run() -> None:
+        with mock.patch.object(RemoteWorker, "begin", noted):
+            async with Cluster(tmp_path, workers=2, engines=2, seed=5) as cluster:
+                for step in range(3):
+                    await cluster.train(step)
+                for handle in cluster.handles:
+                    handle.client.hangs = True
+                while not cluster.fleet._workers[2].running:
+                    await asyncio.sleep(0.01)
+                await cluster.lose(1)
+                await lost(cluster, 1)
+                others = {place.group for place in cluster.fleet._workers[2]._running}
+                await cluster.start(1)
+                for handle in cluster.handles:
+                    handle.client.hangs = False
+                trained = {one.group for made in cluster.trained.values() for one in made}
+                assert others <= set(told[-1].under_way)
+                assert not trained & set(told[-1].under_way)
+
+    asyncio.run(run())
+
+
+def test_what_is_said_of_an_engine_before_it_started_again_does_not_end_it(tmp_path: Path) -> None:
+    """It has its name and its address again."""
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=6) as cluster:
+            await cluster.train(0)
+            before, there = cluster.pool.members[0], cluster.fleet._workers[1]
+            cluster.pool.returns = lambda _: True
+            cluster.pool.fence(before, "it has died")
+            handle = FakeHandle(before.engine.name)
+            handle.client = SlowEngine(handle.name, cluster.draw)
+            handle.client.version = 1
+            cluster.handles[:] = [handle]
+            cluster.pool.remove(before)
+            again = cluster.pool.join(handle)
+            again.serve(1, 0)
+            while there.engines is None or [one.serial for one in there.engines.engines] != [again.serial]:
+                await asyncio.sleep(0.01)
+            cluster.fleet._gates.note(there, [EngineUse(handle.name, before.serial, 9, None, "it does not answer")])
+            assert (again.fenced, again.elsewhere < 9) == (None, True)
+            for step in range(1, 3):
+                await cluster.train(step)
+            assert again.fenced is None
+            cluster.fleet._gates.note(there, [EngineUse(handle.name, again.serial, 0, None, "it does not answer")])
+            assert again.fenced == "it does not answer"
+
+    asyncio.run(run())
+
+
+def test_a_rank_lets_go_of_a_worker_that_was_replaced(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=7) as cluster:
+            with Client(cluster._rendezvous, "trainer.0") as client:
+                holder = cluster.fleet.holders()[1]
+                before = client.beside(holder, "rollout worker 1")
+                assert client.beside(holder, "rollout worker 1") is before
+                await cluster.lose(1)
+                await lost(cluster, 1)
+                await cluster.start(1)
+                assert client.beside(cluster.fleet.holders()[1], "rollout worker 1") is not before
+                if not (closed := before._connection.socket.closed):
+                    before.close()  # or the end of its context waits for it
+                assert closed
+
+    asyncio.run(run())
+
+
+def test_a_place_that_cannot_be_is_no_reply() -> None:
+    fine, wrong = (WorkerPacked((), 0, Place(1, 2, offset, 4)) for offset in (3, -3))
+    assert decode_reply(encode(fine)) == fine
+    with pytest.raises(ProtocolError, match="offset"):
+        decode_reply(encode(wrong))
+
+
+def test_a_worker_writes_what_scorers_raised_to_a_file_of_its_own_and_not_in_its_loop(tmp_path: Path) -> None:
+    wrote: list[tuple[threading.Thread, int]] = []
+
+    def write(_: object, __: Path, number: int) -> None:
+        wrote.append((threading.current_thread(), number))
+        raise StorageError("enough")
+
+    config = SimpleNamespace(cluster=SimpleNamespace(heartbeat_timeout_s=60), run=SimpleNamespace(dir=tmp_path))
+    made: Any = mock.create_autospec(RolloutWorker, instance=True)
+    with mock.patch.object(scoring, "write_log", write), pytest.raises(StorageError):
+        asyncio.run(process.watch(config, 2, made, SimpleNamespace(scorer=None)))  # type: ignore[arg-type]
+    ((thread, number),) = wrote
+    assert thread is not threading.main_thread()
+    assert number == 2
+    for worker_number in (0, 2):
+        kept = Tracebacks()
+        kept.note(Raised("here:1", f"of {worker_number}", "trace"))
+        kept.write(tmp_path, worker_number)
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"scoring.log", "scoring-2.log"}
+    assert "of 2" in (tmp_path / "logs" / "scoring-2.log").read_text()

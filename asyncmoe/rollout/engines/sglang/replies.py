@@ -11,6 +11,7 @@ import asyncio
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -19,6 +20,8 @@ HEAD_BYTES = 1 << 13
 """Bound on the status line and headers of a reply."""
 MOST_BYTES = 1 << 32
 """Bound on the body of a reply. Memory is taken as bytes arrive."""
+_AT_ONCE = 1 << 19
+"""Bytes taken from one connection in a turn of the event loop, in which all others that have some are read too."""
 _END = b"\r\n\r\n"
 
 
@@ -110,13 +113,12 @@ class _Connection(asyncio.BufferedProtocol):
             self._reply.set_exception(why)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._every.add(self)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._body[self._got :]
+        return self._body[self._got : self._got + _AT_ONCE]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._reply is None or self._reply.done():

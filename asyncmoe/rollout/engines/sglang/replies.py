@@ -87,7 +87,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self, every: set[_Connection]) -> None:
         self.kept, self.since, self._every = True, 0.0, every
-        self._first = memoryview(np.empty(HEAD_BYTES, np.uint8))
+        self._first = np.empty(HEAD_BYTES, np.uint8).data
         self._head: ReplyHead | None = None
         self._body = self._first
         self._got = 0
@@ -148,7 +148,7 @@ class _Connection(asyncio.BufferedProtocol):
         head, rest = read_head(text[:end]), text[end + len(_END) :]
         if len(rest) > head.size:
             raise ConnectionError(f"got {len(rest)} bytes of a reply, expected {head.size}")
-        self._head, self._body, self._got = head, memoryview(np.empty(head.size, np.uint8)), len(rest)
+        self._head, self._body, self._got = head, np.empty(head.size, np.uint8).data, len(rest)
         self._body[: len(rest)] = rest
         if self._got == head.size:
             self._finish(reply, head)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
+from asyncmoe.rollout.engines.sglang.generation import request_body
 from asyncmoe.rollout.engines.sglang.replies import HEAD_BYTES, MOST_BYTES, HttpReply, KeptConnections, ReplyHead, read_head
-from asyncmoe.rollout.engines.types import EngineLost, Sampling
+from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
+from asyncmoe.trajectory import Recording
+from benchmarks.intake_server import VOCABULARY, http, reply_to
 
 HEAD = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\nContent-Type: Application/JSON; charset=utf-8\r\ncontent-length: %d\r\n\r\n"
 
@@ -223,6 +229,28 @@ def test_what_an_engine_says_and_how_long_it_was_waited_for_is_named() -> None:
 
     server.run(use)
     assert b"\r\nAuthorization: Bearer k\r\n" in server.requests[0][0]
+
+
+@pytest.mark.parametrize("kind", ["application/json", MEDIA_TYPE])
+@pytest.mark.parametrize("new", [6, 40_000])
+def test_answers_are_read_in_either_form(kind: str, new: int) -> None:
+    """40,000 tokens are more than a megabyte of JSON, which is read in a thread."""
+    sampling = Sampling(1.0, new, (), recording=Recording(vocabulary=VOCABULARY))
+    body = msgspec.json.encode(request_body((1,), sampling, "0", 0, None))
+    server = Server([http(reply_to(body, 0, kind), kind)])
+
+    async def use(kept: KeptConnections, url: str) -> Generation:
+        client = SGLangClient("engine.7", url)
+        try:
+            return await client.generate((1,), sampling, "0", 60.0)
+        finally:
+            await client.close()
+
+    made = server.run(use)
+    wanted = json.loads(reply_to(body, 0))
+    assert made.tokens.tolist() == wanted["output_ids"]
+    assert made.logprobs.tolist() == [value for value, _, _ in wanted["meta_info"]["output_token_logprobs"]]
+    assert MEDIA_TYPE.encode() in server.requests[0][0]
 
 
 def test_an_engine_that_is_not_there_is_lost() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any
 
 from asyncmoe.errors import InvariantBroken
@@ -28,12 +29,15 @@ CASES: Mapping[str, tuple[IntakeCase, float]] = {
     "plain_256": (IntakeCase("rate", 256, routes=False, count=2048), 0.0),
     "long_16": (IntakeCase("rate", 16, new=LONG, count=24), 0.0),
     "paced_256": (IntakeCase("rate", 256, count=512), 256 * 1024 / 200e3),
+    "paced_2x128": (IntakeCase("rate", 128, count=256), 256 * 1024 / 200e3),
     "paced_long_16": (IntakeCase("rate", 16, new=LONG, count=16), 16 * LONG / 200e3),
     "agents_80": (IntakeCase("agents", 1, 200, 200, count=12, turns=80), 0.0),
     "queued_long": (IntakeCase("queued", 16, new=LONG), 0.0),
     "unfinished_long": (IntakeCase("unfinished", 16, new=LONG), 0.0),
 }
 """Cases, each with the seconds after which its stand-ins answer: those that are paced bring 200,000 tokens a second."""
+PROCESSES: Mapping[str, int] = {"paced_2x128": 2}
+"""Cases of several processes that share the stand-ins; each process is one of these cases. The others have one."""
 
 
 def run(rounds: int = 3, shrink: int = 1) -> dict[str, Any]:
@@ -44,7 +48,8 @@ def run(rounds: int = 3, shrink: int = 1) -> dict[str, Any]:
         shrink: divides the numbers of trajectories, of a trial.
 
     Returns:
-        "date", "machine", "load"; for each case in `CASES` what `benchmarks.intake_case` returns.
+        "date", "machine", "load"; for each case in `CASES` what `benchmarks.intake_case` returns, of several processes the mean; for
+        "paced_2x128" also "to_one", the CPU time of a trajectory over that of "paced_256", in which one process takes in as much.
 
     Raises:
         InvariantBroken: a case failed.
@@ -52,21 +57,35 @@ def run(rounds: int = 3, shrink: int = 1) -> dict[str, Any]:
     found: dict[str, Any] = here()
     for name, (case, delay_s) in CASES.items():
         small = case if shrink == 1 else replace(case, count=max(case.count // shrink, 2), in_flight=max(case.in_flight // shrink, 8))
-        results = [measure(small, delay_s) for _ in range(1 if case.kind in ("queued", "unfinished") else rounds)]
+        results = [measure(small, delay_s, PROCESSES.get(name, 1)) for _ in range(1 if case.kind in ("queued", "unfinished") else rounds)]
         found[name] = min(results, key=lambda one: one.get("cpu_ms_per_trajectory", one.get("turn_ms_last", 0.0)))
+    one, two = (found.get(name, {}).get("cpu_ms_per_trajectory") for name in ("paced_256", "paced_2x128"))
+    if one and two:
+        found["paced_2x128"]["to_one"] = round(two / one, 3)
     return found
 
 
-def measure(case: IntakeCase, delay_s: float) -> dict[str, Any]:
-    """Measure one case in a new process."""
+def measure(case: IntakeCase, delay_s: float, processes: int = 1) -> dict[str, Any]:
+    """Measure one case in a new process, or in several at a time; then return the means."""
     with ExitStack() as started:
         ports = [started.enter_context(stand_in(delay_s)) for _ in range(_ENGINES)]
-        values = json.dumps({"case": asdict(case), "ports": ports})
-        command = [sys.executable, "-m", "benchmarks.intake_case", values]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise InvariantBroken(f"bench intake: {case.kind}: {done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout))
+        command = [sys.executable, "-m", "benchmarks.intake_case", json.dumps({"case": asdict(case), "ports": ports})]
+        running = [started.enter_context(_piped(command)) for _ in range(processes)]
+        said = [process.communicate(timeout=_TIMEOUT_S) for process in running]
+    for process, (_, errors) in zip(running, said, strict=True):
+        if process.returncode:
+            raise InvariantBroken(f"bench intake: {case.kind}: {errors[-2000:]}")
+    results: list[dict[str, Any]] = [json.loads(output) for output, _ in said]
+    return results[0] if processes == 1 else {name: round(fmean(result[name] for result in results), 3) for name in results[0]}
+
+
+@contextmanager
+def _piped(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @contextmanager
@@ -88,7 +107,9 @@ def table(results: dict[str, Any]) -> str:
         r = results[name]
         if case.kind == "rate":
             lag = f"{r['lag_ms_p50']:>12.1f}{r['lag_ms_p99']:>8.1f}{r['lag_ms_max']:>8.1f}{r['stretch_ms_p99']:>13.1f}"
-            lines.append(f"{name:16}{r['tokens_per_cpu_s']:>18,}{r['tokens_per_s']:>12,}{r['cpu_ms_per_trajectory']:>13.2f}{lag}")
+            lines.append(f"{name:16}{r['tokens_per_cpu_s']:>18,.0f}{r['tokens_per_s']:>12,.0f}{r['cpu_ms_per_trajectory']:>13.2f}{lag}")
+    if "to_one" in results.get("paced_2x128", {}):
+        lines.append(f"two processes: {results['paced_2x128']['to_one']:.2f} times the CPU time of one that takes in as much")
     turns = results["agents_80"]
     lines.append(
         f"a turn of an agent: {turns['turn_ms_first']:.2f} ms of CPU in the first ten, {turns['turn_ms_last']:.2f} in the last ten of 80 "

@@ -1,6 +1,7 @@
 """A stand-in for an SGLang 0.5.23 server in a process of its own: answers `/generate` with replies that are rendered once.
 
-A reply has the fields of a real one and nothing else (tests/engine/test_intake.py compares the two), with random tokens and experts.
+A reply has the fields of a real one and nothing else (tests/engine/test_intake.py compares the two), with random tokens and experts. It is
+packed, as an engine that we start packs it, if the request accepts that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE, packed
 from asyncmoe.trajectory import encode_routes
 from asyncmoe.trajectory.sent_routes import to_bytes
 from benchmarks.routes import ROUTING, drawn
@@ -49,7 +51,8 @@ class _Engine(asyncio.Protocol):
                 return
             body = bytes(self._buffer[end + 4 : end + 4 + size])
             del self._buffer[: end + 4 + size]
-            answer = http(reply_to(body, self._random.randrange(_DIFFERENT)) if body else b"{}")
+            kind = MEDIA_TYPE if body and MEDIA_TYPE.encode() in head else "application/json"
+            answer = http(reply_to(body, self._random.randrange(_DIFFERENT), kind) if body else b"{}", kind)
             if self._delay_s:
                 asyncio.get_running_loop().call_later(self._delay_s * (0.5 + self._random.random()), self._write, answer)
             else:
@@ -60,17 +63,19 @@ class _Engine(asyncio.Protocol):
             self._transport.write(answer)
 
 
-def http(body: bytes) -> bytes:
+def http(body: bytes, kind: str = "application/json") -> bytes:
     """Return an answer with this body, as uvicorn begins it."""
-    head = f"HTTP/1.1 200 OK\r\ndate: x\r\nserver: uvicorn\r\ncontent-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n"
+    head = f"HTTP/1.1 200 OK\r\ndate: x\r\nserver: uvicorn\r\ncontent-length: {len(body)}\r\ncontent-type: {kind}\r\n\r\n"
     return head.encode() + body
 
 
-def reply_to(body: bytes, number: int) -> bytes:
-    """Return one of the replies to a request."""
+def reply_to(body: bytes, number: int, kind: str = "application/json") -> bytes:
+    """Return one of the replies to a request, of a media type."""
     prompt = body[body.index(b'"input_ids":[') : body.index(b"]")].count(b",") + 1
     new, routed = _number(body, b'"max_new_tokens":'), _number(body, b'"routed_experts_start_len":')
     rows = prompt + new - 1 - routed if b'"return_routed_experts":true' in body else 0
+    if kind == MEDIA_TYPE:
+        return _packed(new, rows, number)
     return rendered(new, rows, number).replace(b'"prompt_tokens":0', b'"prompt_tokens":%d' % prompt, 1)
 
 
@@ -107,6 +112,13 @@ def rendered(new: int, rows: int, number: int) -> bytes:
         meta["routed_experts"] = base64.b64encode(to_bytes(encode_routes(_experts(rows, number), ROUTING, "stand-in"))).decode()
     meta |= {"dp_rank": None, "e2e_latency": 0.06488373700267402, "response_sent_to_client_ts": 1795794287.9196184}
     return json.dumps({"output_ids": tokens, "meta_info": meta}, separators=(",", ":")).encode()
+
+
+@functools.cache
+def _packed(new: int, rows: int, number: int) -> bytes:
+    made = packed(json.loads(rendered(new, rows, number)), base64.b64decode)
+    assert made is not None
+    return made
 
 
 @functools.cache

@@ -8,7 +8,6 @@ trainer that replayed such a route would use fewer experts than the engine.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import _C
-from asyncmoe.trajectory.native import Buffer, crc32c
+from asyncmoe.trajectory.native import Buffer
 
 MAX_EXPERTS = 1 << 16
 MAX_TOP_K = 256
@@ -169,11 +168,8 @@ def check_routes(routes: Routes, key: str) -> None:
 
 def _digests(routes: Routes) -> Sequence[int]:
     """Return the digest of each plane. It covers layer number and dimensions too, so that no layer can pass for another."""
-    planes, size = memoryview(routes.planes).cast("B"), routes.plane_bytes
-    digests = []
-    for i, layer in enumerate(routes.layers):
-        start = crc32c(struct.pack("<4Q", routes.rows, layer, routes.top_k, routes.experts))
-        digests.append(crc32c(planes[i * size : (i + 1) * size], start))
+    planes, layers = np.frombuffer(routes.planes, np.uint8), np.array(routes.layers, np.int64)
+    digests: Sequence[int] = _C.digest_routes(planes, routes.rows, routes.top_k, routes.experts, layers).tolist()
     return digests
 
 

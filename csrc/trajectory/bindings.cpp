@@ -78,6 +78,18 @@ bool routes_valid(const Bytes& planes, int64_t rows, int64_t top_k, int64_t expe
     return asyncmoe::trajectory::routes_valid(planes.data(), shape, count);
 }
 
+py::array_t<uint32_t> digest_routes(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts,
+                                    const Int64Array& layers) {
+    const auto shape = shape_of(planes, rows, top_k, experts, layers.size());
+    py::array_t<uint32_t> digests(layers.size());
+    uint32_t* to = digests.mutable_data();
+    {
+        py::gil_scoped_release released;
+        asyncmoe::trajectory::digest_routes(planes.data(), shape, layers.data(), layers.size(), to);
+    }
+    return digests;
+}
+
 py::tuple unpack_routes(const Bytes& planes, int64_t rows, int64_t top_k, int64_t experts, int64_t count) {
     const auto shape = shape_of(planes, rows, top_k, experts, count);
     return shape.bits <= 8 ? unpack_as<uint8_t>(planes, shape, count) : unpack_as<uint16_t>(planes, shape, count);
@@ -147,6 +159,8 @@ PYBIND11_MODULE(_C, module) {
                py::arg("experts"), py::arg("count"));
     module.def("routes_valid", &routes_valid, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
                py::arg("experts"), py::arg("count"));
+    module.def("digest_routes", &digest_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
+               py::arg("experts"), py::arg("layers"));
     asyncmoe::trajectory::bind_answer(module);
     module.def("encode_masks", &encode_masks, py::arg("offsets").noconvert(), py::arg("ids").noconvert(),
                py::arg("vocabulary"));

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bits.h"
+#include "crc32c.h"
 
 namespace asyncmoe::trajectory {
 
@@ -237,6 +238,18 @@ bool routes_valid(const uint8_t* planes, const RouteShape& shape, int64_t count)
         if (!(words ? plane_valid_8(planes, end, shape) : plane_valid(planes, end, shape, repeats))) return false;
     }
     return true;
+}
+
+void digest_routes(const uint8_t* planes, const RouteShape& shape, const int64_t* layers, int64_t count,
+                   uint32_t* digests) {
+    const auto size = static_cast<size_t>(shape.plane_bytes());
+    for (int64_t i = 0; i < count; ++i, planes += size) {
+        const int64_t about[] = {shape.rows, layers[i], shape.top_k, shape.experts};
+        uint8_t bytes[sizeof about];
+        for (size_t at = 0; at < sizeof about; ++at)
+            bytes[at] = static_cast<uint8_t>(static_cast<uint64_t>(about[at / 8]) >> (at % 8 * 8));
+        digests[i] = crc32c(planes, size, crc32c(bytes, sizeof bytes, 0));
+    }
 }
 
 template int64_t unpack_routes(const uint8_t*, const RouteShape&, int64_t, uint8_t*);

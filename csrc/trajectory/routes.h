@@ -36,4 +36,9 @@ int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t co
 // Whether `count` planes are as pack_routes makes them, which is when unpack_routes returns -1; without memory for ids.
 bool routes_valid(const uint8_t* planes, const RouteShape& shape, int64_t count);
 
+// Writes the CRC-32C of each of `count` planes. It covers four numbers of 64 bits before the plane: rows, the layer's
+// number, top_k and experts, so that no layer can pass for another.
+void digest_routes(const uint8_t* planes, const RouteShape& shape, const int64_t* layers, int64_t count,
+                   uint32_t* digests);
+
 }  // namespace asyncmoe::trajectory

@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.engines.sglang.answer import answer, response
+from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
+from asyncmoe.rollout.engines.sglang.answer import answer, packed_answer, response
 from asyncmoe.rollout.engines.sglang.generation import request_body
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.trajectory import Recording, Routing
@@ -48,3 +50,29 @@ def test_the_stand_in_answers_as_a_real_engine(untouched: Rig, routing: Routing 
         if routing is not None:
             assert base64.b64decode(json.loads(text)["meta_info"]["routed_experts"])[:4] == MAGIC
             assert generation.routes is not None
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["without masks", "with masks"])
+@pytest.mark.parametrize("routing", [None, ROUTING], ids=["without routes", "with routes"])
+def test_a_real_engine_packs_its_answer(untouched: Rig, routing: Routing | None, masks: bool) -> None:
+    """The same answer twice, greedily: packed, and as JSON."""
+    client: Any = untouched.engine.client
+    recording = Recording(routing, masks=masks, vocabulary=VOCAB)
+    body = request_body((20, 30, 40), Sampling(1.0, 6, (), top_k=1, recording=recording), f"packed {routing} {masks}", 0, None)
+    reply = untouched.run(client._ask("/generate", body, 60.0))
+    assert reply.kind == MEDIA_TYPE
+    made = response("engine", packed_answer(reply.body), recording)
+    shown = response("engine", answer(untouched.run(client._send("/generate", body, 60.0))), recording)
+    assert made.tokens.tolist() == shown.tokens.tolist()
+    assert np.allclose(made.logprobs, shown.logprobs, atol=1e-4)
+    assert (made.spans, made.finish) == (shown.spans, shown.finish)
+    if routing is not None:
+        assert made.routes is not None
+        assert bytes(made.routes) == shown.routes
+        assert bytes(made.routes)[:4] == MAGIC
+    if masks:
+        assert made.masks is not None
+        assert shown.masks is not None
+        assert made.masks.ids.tolist() == shown.masks.ids.tolist() == made.tokens.tolist()
+    stand_in = packed_answer(reply_to(msgspec.json.encode(body), 0, MEDIA_TYPE))
+    assert [len(part) for part in (stand_in.tokens, *stand_in.entries)] == [len(part) for part in (made.tokens, made.logprobs, made.tokens)]

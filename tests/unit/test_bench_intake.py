@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 from asyncmoe.rollout.engines.decode import routed_experts
-from asyncmoe.rollout.engines.sglang.answer import answer, response
+from asyncmoe.rollout.engines.sglang.answer import answer, packed_answer, response
 from asyncmoe.rollout.engines.sglang.generation import request_body
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.trajectory import Recording
@@ -21,14 +22,17 @@ def test_a_reply_fits_its_request(routed: int) -> None:
     recording = Recording(ROUTING, vocabulary=VOCABULARY)
     sampling = Sampling(1.0, 30, (), recording=recording)
     body = msgspec.json.encode(request_body(tuple(range(7)), sampling, "0", routed, None))
-    made = response("e", answer(reply_to(body, 1)), recording)
-    assert len(made.tokens) == 30
-    assert routed_experts(made.routes, ROUTING, tokens=37, routed=routed, key="k").rows == 36 - routed
+    for given in (answer(reply_to(body, 1)), packed_answer(reply_to(body, 1, MEDIA_TYPE))):
+        made = response("e", given, recording)
+        assert len(made.tokens) == 30
+        assert routed_experts(made.routes, ROUTING, tokens=37, routed=routed, key="k").rows == 36 - routed
 
 
 def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {
         "routes_256": (IntakeCase("rate", 8, new=16, count=8), 0.0),
+        "paced_256": (IntakeCase("rate", 8, new=16, count=8), 0.01),
+        "paced_2x128": (IntakeCase("rate", 8, new=16, count=8), 0.01),
         "agents_80": (IntakeCase("agents", 1, 8, 8, count=1, turns=3), 0.0),
         "queued_long": (IntakeCase("queued", 8, new=16), 0.0),
         "unfinished_long": (IntakeCase("unfinished", 8, new=16), 0.0),
@@ -36,6 +40,12 @@ def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "CASES", cases)
     results = intake.run(rounds=1)
     assert results["routes_256"]["tokens_per_cpu_s"] > 0
+    times = [results[name]["cpu_ms_per_trajectory"] for name in ("paced_2x128", "paced_256")]
+    assert results["paced_2x128"]["to_one"] == pytest.approx(times[0] / times[1], abs=1e-3)
     said = intake.table(results)
-    for figure in (f"{results['routes_256']['tokens_per_cpu_s']:,}", f"{results['agents_80']['last_to_first']:.2f}"):
+    for figure in (
+        f"two processes: {results['paced_2x128']['to_one']:.2f}",
+        f"{results['routes_256']['tokens_per_cpu_s']:,}",
+        f"{results['agents_80']['last_to_first']:.2f}",
+    ):
         assert figure in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 import tracemalloc
 
 import numpy as np
@@ -13,7 +14,7 @@ from kept_trajectory import distinct
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import Routes, Routing, decode_routes, encode_routes
-from asyncmoe.trajectory.routes import _digests
+from asyncmoe.trajectory.native import crc32c
 
 
 @st.composite
@@ -147,7 +148,17 @@ def test_any_damage_is_refused(case: tuple[Routing, np.ndarray], data: st.DataOb
 
 
 def sealed(routes: Routes) -> Routes:
-    return dataclasses.replace(routes, digests=tuple(_digests(routes)))
+    """With the right digests, computed one by one."""
+    size, planes = routes.plane_bytes, bytes(routes.planes)
+    numbers = ((routes.rows, layer, routes.top_k, routes.experts) for layer in routes.layers)
+    digests = (crc32c(planes[i * size : (i + 1) * size], crc32c(struct.pack("<4Q", *one))) for i, one in enumerate(numbers))
+    return dataclasses.replace(routes, digests=tuple(digests))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 37, 3000])
+def test_the_digest_of_a_layer_covers_its_dimensions_and_its_plane(rows: int) -> None:
+    made = encode_routes(distinct(np.random.default_rng(rows), rows, 4, 3, 200), Routing(4, (1, 3), 3, 200), "t")
+    assert made.digests == sealed(made).digests
 
 
 def test_an_id_that_is_no_experts_is_named_even_when_the_digest_is_right() -> None:

@@ -13,7 +13,7 @@ end_with_parent()
 import torch  # noqa: E402  takes seconds, during which the parent may end
 
 from asyncmoe.platform import file_store, gloo, tcp_store  # noqa: E402
-from asyncmoe.platform.sglang import access, commands, overlap, packed_routes, private_meeting, shared_names  # noqa: E402
+from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, private_meeting, shared_names  # noqa: E402
 
 _CUDA = torch.cuda.is_available()
 file_store.install()
@@ -21,6 +21,7 @@ gloo.install()
 access.install()
 commands.install()
 overlap.install()
+packed_answers.install()
 packed_routes.install()
 private_meeting.install()
 shared_names.install()

@@ -1,8 +1,10 @@
-"""The answer of `/generate`, read into arrays.
+"""The answer of `/generate`, as arrays.
 
-Nearly all of an answer is three long arrays and one long text. msgspec finds where they begin and end; `asyncmoe.trajectory.native` reads
-the form in which SGLang writes them, many times faster and without an object for each number. Any other form is msgspec's again, so what is
-accepted, and what is said of the rest, is msgspec's alone.
+An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are used where they lie.
+
+Nearly all of SGLang's own answer, which is JSON, is three long arrays and one long text. msgspec finds where they begin and end;
+`asyncmoe.trajectory.native` reads the form in which SGLang writes them, many times faster and without an object for each number. Any other
+form is msgspec's again, so what is accepted, and what is said of the rest, is msgspec's alone.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import EngineError
+from asyncmoe.platform.sglang.packed_answers import BEGIN, MAGIC, PARTS, Head
 from asyncmoe.rollout.engines.types import ABORTED, Generation, IdLists, VersionSpan
-from asyncmoe.trajectory import Recording
+from asyncmoe.trajectory import Buffer, Recording
 from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists
 
 Entry = tuple[float | None, int, str | None]
@@ -64,13 +67,13 @@ class GenerateAnswer:
     spans: Sequence[VersionSpan]
     finish: Finish
     cached_tokens: int = 0
-    routes: bytes | None = None
+    routes: Buffer | None = None
     masks: IdLists | None = None
     mask_logprobs: np.ndarray | None = None
 
 
-def answer(body: bytes) -> GenerateAnswer:
-    """Read an answer.
+def answer(body: Buffer) -> GenerateAnswer:
+    """Read an answer in JSON.
 
     Raises:
         ValueError, RecursionError: it is no JSON, or not of this form.
@@ -88,6 +91,59 @@ def answer(body: bytes) -> GenerateAnswer:
         None if masks is None else IdLists(*masks),
         _part(meta.output_token_sampling_logprobs, "output_token_sampling_logprobs", read_floats, list[float], _floats),
     )
+
+
+def packed_answer(body: Buffer) -> GenerateAnswer:
+    """Read a packed answer. Its arrays and routes are views of `body`, which is not copied.
+
+    Raises:
+        ValueError: it is not of this form, or its parts do not fit together.
+    """
+    view = memoryview(body).cast("B").toreadonly()
+    if len(view) < BEGIN.size:
+        raise ValueError(f"got {len(view)} bytes, expected at least {BEGIN.size}")
+    magic, size = BEGIN.unpack_from(view)
+    if magic != MAGIC:
+        raise ValueError(f"got {magic!r} at the beginning, expected {MAGIC!r}")
+    at = BEGIN.size + size
+    head = msgspec.json.decode(view[BEGIN.size : at], type=Head)
+    tokens, logprobs, counts, ids, mask_logprobs, routes = _parts(view, at, head.counts)
+    if tokens is None or logprobs is None or len(tokens) != len(logprobs):
+        raise ValueError("output_token_logprobs: expected one for each of output_ids")
+    masks = None
+    if counts is not None or ids is not None:
+        if counts is None or ids is None or (counts < 0).any() or counts.sum(dtype=np.int64) != len(ids):
+            raise ValueError("output_token_sampling_mask: expected as many ids as its lists have")
+        masks = IdLists(counts, ids)
+    return GenerateAnswer(
+        tokens,
+        (logprobs, tokens),
+        msgspec.json.decode(head.weight_versions, type=list[VersionSpan]),
+        msgspec.json.decode(head.finish_reason, type=Finish),
+        head.cached_tokens,
+        None if routes is None else routes.data,
+        masks,
+        mask_logprobs,
+    )
+
+
+def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.ndarray | None]:
+    """Return the parts that follow one another from byte `at` to the end."""
+    if len(counts) != len(PARTS):
+        raise ValueError(f"got {len(counts)} parts, expected {len(PARTS)}")
+    found: list[np.ndarray | None] = []
+    for (name, kind), count in zip(PARTS, counts, strict=True):
+        if count is None:
+            found.append(None)
+            continue
+        end = at + count * np.dtype(kind).itemsize
+        if not at <= end <= len(view):
+            raise ValueError(f"{name}: got {count} elements, expected no more than {len(view) - at} bytes")
+        found.append(np.frombuffer(view[at:end], kind))
+        at = end
+    if at != len(view):
+        raise ValueError(f"got {len(view) - at} bytes after the last part, expected none")
+    return found
 
 
 def entries(given: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +165,7 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
         raise EngineError(f"{name}: the request was aborted: {given.finish.message}")
     values, of = given.entries
     size = len(given.tokens)
-    if not np.array_equal(of, given.tokens) or np.isnan(values).any():
+    if (of is not given.tokens and not np.array_equal(of, given.tokens)) or np.isnan(values).any():
         raise EngineError(f"{name}: log-probabilities do not match the response's {size} tokens")
     ends = [span.end for span in given.spans]
     if [span.start for span in given.spans] != [0, *ends[:-1]] or ends[-1:] != [size]:

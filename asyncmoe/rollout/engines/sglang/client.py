@@ -13,9 +13,11 @@ import aiohttp
 import msgspec
 
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.sglang.answer import GenerateAnswer, answer, response
+from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
+from asyncmoe.rollout.engines.sglang.answer import GenerateAnswer, answer, packed_answer, response
 from asyncmoe.rollout.engines.sglang.connection import Acknowledged
 from asyncmoe.rollout.engines.sglang.generation import Scored, request_body, scored, scoring_body
+from asyncmoe.rollout.engines.sglang.replies import HttpReply
 from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.rollout.engines.sglang.weights import WeightEndpoints
 from asyncmoe.rollout.engines.turnstile import turnstile
@@ -23,7 +25,7 @@ from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Pro
 from asyncmoe.trajectory import Recording
 
 _LARGE = 1 << 20
-"""Bytes of an answer that is read in a thread: the event loop would wait for a millisecond or more."""
+"""Bytes of an answer in JSON that is read in a thread: the event loop would wait for a millisecond or more."""
 
 
 class _ServerInfo(msgspec.Struct):
@@ -97,15 +99,15 @@ class SGLangClient(WeightEndpoints):
         body = request_body(tokens, sampling, salt, routed, adapter)
         if listener is not None:
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
-        text = await self._send("/generate", body, timeout_s)
-        if len(text) < _LARGE:
+        reply = await self._ask("/generate", body, timeout_s)
+        if reply.kind == MEDIA_TYPE or len(reply.body) < _LARGE:
             await turnstile().wait()
-            return self._read(text, sampling.recording)
-        return await asyncio.to_thread(self._read, text, sampling.recording)
+            return self._read(reply, sampling.recording)
+        return await asyncio.to_thread(self._read, reply, sampling.recording)
 
-    def _read(self, text: bytes, recording: Recording) -> Generation:
+    def _read(self, reply: HttpReply, recording: Recording) -> Generation:
         try:
-            whole = answer(text)
+            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(reply.body)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
         return response(self.name, whole, recording)

@@ -9,6 +9,8 @@ import aiohttp
 import msgspec
 
 from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
+from asyncmoe.rollout.engines.sglang.replies import HttpReply, KeptConnections
 from asyncmoe.rollout.engines.types import EngineLost
 
 T = TypeVar("T")
@@ -38,9 +40,12 @@ class SGLangConnection:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
+        asked = {"Content-Type": "application/json", "Accept": f"{MEDIA_TYPE}, application/json"}
+        self._answers = KeptConnections(url, headers | asked, KEEP_ALIVE_S)
 
     async def close(self) -> None:
         """Close the connections; the engine cancels the requests in flight."""
+        self._answers.close()
         await self._session.close()
 
     async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
@@ -49,6 +54,19 @@ class SGLangConnection:
             return msgspec.json.decode(text, type=kind)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
+
+    async def _ask(self, path: str, body: Mapping[str, Any], seconds: float) -> HttpReply:
+        """POST a body whose answer is large; return it, packed if the engine can."""
+        self._check_open(path)
+        try:
+            reply = await self._answers.post(path, msgspec.json.encode(body), seconds)
+        except TimeoutError as error:
+            raise WaitTimeout(self.name, path, seconds) from error
+        except ConnectionError as error:
+            raise EngineLost(f"{self.name}: {path}: {error}") from error
+        if reply.status != 200:
+            raise EngineError(f"{self.name}: {path}: {_message(bytes(reply.body))}")
+        return reply
 
     async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         """POST a body, or GET without one; return the answer's body."""

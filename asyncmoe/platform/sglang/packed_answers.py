@@ -1,0 +1,131 @@
+"""Answers of `/generate` as arrays of bytes, for a client that accepts `MEDIA_TYPE`.
+
+SGLang 0.5.23 answers in JSON: 35 bytes and more for the id and the log-probability of a token, and routes in base64. Here they are 8 bytes
+and the routes' own, and a reader looks at arrays where they lie instead of reading text. The reader takes both forms, so an engine that
+cannot pack says so in its log and sends SGLang's. So it does with an answer whose parts do not fit together, and the reader says what is
+wrong with it.
+
+Bytes, little-endian: "ama1"; uint32, the size of the head; the head, JSON (`Head`) and spaces up to a multiple of 8 bytes; the parts.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import wraps
+from importlib import import_module
+from itertools import chain
+from operator import itemgetter
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncmoe.platform.sglang.patching import after_import
+
+MEDIA_TYPE = "application/vnd.asyncmoe.answer"
+MAGIC = b"ama1"
+BEGIN = struct.Struct("<4sI")
+PARTS = (
+    ("output_ids", "<i4"),
+    ("output_token_logprobs", "<f4"),
+    ("output_token_sampling_mask", "<i4"),
+    ("ids of output_token_sampling_mask", "<i4"),
+    ("output_token_sampling_logprobs", "<f4"),
+    ("routed_experts", "u1"),
+)
+"""Name and type of each part, in their order: tokens, their log-probabilities, the number of ids in each token's mask, all these ids, the
+log-probabilities over them, and what `meta_info.routed_experts` has in base64."""
+MODULE = "sglang.srt.entrypoints.http_server"
+_WANTED = ContextVar("asyncmoe_packed_answer", default=False)
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What is no array in an answer.
+
+    Attributes:
+        counts: elements of each of `PARTS`; None: the answer lacks it.
+        finish_reason, weight_versions, cached_tokens: those of `meta_info`.
+    """
+
+    counts: tuple[int | None, ...]
+    finish_reason: msgspec.Raw
+    weight_versions: msgspec.Raw
+    cached_tokens: int
+
+
+def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
+    """Return an answer as bytes, or None if it is no single answer whose tokens and log-probabilities match.
+
+    Args:
+        answer: what SGLang would send as JSON.
+        b64decode: `base64.b64decode`, or a faster one.
+    """
+    try:
+        meta: Mapping[str, Any] = answer["meta_info"]
+        entries = meta["output_token_logprobs"]
+        tokens = _array(answer["output_ids"], "<i4", len(answer["output_ids"]))
+        if not np.array_equal(tokens, _array(map(itemgetter(1), entries), "<i4", len(entries))):
+            return None
+        logprobs = _array(map(itemgetter(0), entries), "<f4", len(entries))
+        parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), _routes(meta, b64decode)]
+        counts = tuple(None if part is None else len(part) for part in parts)
+        finish, versions = (msgspec.Raw(msgspec.json.encode(meta[name])) for name in ("finish_reason", "weight_versions"))
+        head = msgspec.json.encode(Head(counts, finish, versions, meta.get("cached_tokens", 0)))
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return None
+    head += b" " * (-len(head) % 8)
+    arrays = [part.data if isinstance(part, np.ndarray) else part for part in parts if part is not None]
+    return b"".join((BEGIN.pack(MAGIC, len(head)), head, *arrays))
+
+
+def install() -> None:
+    """Have the HTTP process pack the answers of requests that ask for it. Call it in every process before the import of SGLang."""
+    after_import(MODULE, _mend)
+
+
+def _array(values: Any, kind: str, size: int) -> np.ndarray:
+    return np.fromiter(values, np.dtype(kind), size)
+
+
+def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+    """Return the sizes, ids and log-probabilities of sampling masks."""
+    masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    logprobs = None if values is None else _array(values, "<f4", len(values))
+    if masks is None:
+        return None, None, logprobs
+    counts = _array(map(len, masks), "<i4", len(masks))
+    return counts, _array(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
+
+
+def _routes(meta: Mapping[str, Any], b64decode: Callable[..., bytes]) -> bytes | None:
+    sent = meta.get("routed_experts")
+    return None if sent is None else b64decode(sent, validate=True)
+
+
+def _mend(module: ModuleType) -> None:
+    names = "serve_generate_request", "orjson_response", "Response"
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        print(f"answers are sent as JSON: {module.__name__} of another SGLang than 0.5.23 has no {', '.join(missing)}", flush=True)
+        return
+    owner: Any = module
+    b64decode = import_module("pybase64").b64decode  # SGLang's own, many times faster than Python's
+    serve, respond = owner.serve_generate_request, owner.orjson_response
+
+    @wraps(serve)
+    async def serve_generate_request(obj: Any, request: Any) -> Any:
+        before = _WANTED.set(MEDIA_TYPE in request.headers.get("accept", ""))
+        try:
+            return await serve(obj, request)
+        finally:
+            _WANTED.reset(before)
+
+    @wraps(respond)
+    def orjson_response(content: Any, *args: Any, **named: Any) -> Any:
+        body = packed(content, b64decode) if _WANTED.get() else None
+        return respond(content, *args, **named) if body is None else owner.Response(body, media_type=MEDIA_TYPE)
+
+    owner.serve_generate_request, owner.orjson_response = serve_generate_request, orjson_response

@@ -1,0 +1,174 @@
+"""A packed answer says what SGLang's JSON says, bit for bit, and a damaged one is refused; tests/engine has it from a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sys
+from collections.abc import Mapping
+from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_record_answer import MASKED, PLAIN, by_msgspec, numbers, plain, rendered, reply
+
+from asyncmoe.errors import EngineError
+from asyncmoe.platform.sglang import packed_answers
+from asyncmoe.platform.sglang.packed_answers import BEGIN, MEDIA_TYPE, Head, packed
+from asyncmoe.rollout.engines.sglang.answer import packed_answer, response
+from asyncmoe.rollout.engines.types import Generation
+
+REFUSED = (ValueError, RecursionError, EngineError)
+
+
+def whole(answer: Mapping[str, Any]) -> bytes:
+    made = packed(answer, base64.b64decode)
+    assert made is not None
+    return made
+
+
+def as_plain(given: Generation) -> list[Any]:
+    routes = None if given.routes is None else bytes(given.routes)
+    spans, finish, cached, _, *arrays = plain(given)
+    return [spans, finish, cached, routes, *arrays]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, (1 << 31) - 1), numbers)), st.binary(max_size=40) | st.none(), st.booleans())
+def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None, masked: bool) -> None:
+    tokens, logprobs = [token for token, _ in entries], [value for _, value in entries]
+    more: dict[str, Any] = {}
+    if masked:
+        masks = [[token, 1, 5][: 1 + token % 3] for token in tokens]
+        more = {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": logprobs}
+    answer, recording = reply(tokens, logprobs, routes, **more), MASKED if masked else PLAIN
+    with np.errstate(over="ignore"):
+        body = whole(answer)
+    assert as_plain(response("e", packed_answer(body), recording)) == as_plain(by_msgspec(rendered(answer, spaces=False), recording))
+
+
+def test_arrays_and_routes_lie_in_the_answer_and_cannot_be_changed() -> None:
+    body = whole(reply([1, 2, 3], [-0.5, -0.25, -1.0], bytes(range(50))))
+    for kind in (bytes, bytearray, memoryview):
+        made = packed_answer(kind(body))
+        assert made.routes is not None
+        for part in (made.tokens, made.entries[0], np.frombuffer(made.routes, np.uint8)):
+            assert not part.flags.owndata
+            assert part.flags.aligned
+            assert not part.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param([reply([1], [-0.5])], id="several answers"),
+        pytest.param({"output_ids": [1]}, id="an answer without log-probabilities"),
+        pytest.param(reply([1 << 40], [-0.5]), id="a token of 41 bits"),
+        pytest.param(reply([1], [-0.5], output_token_logprobs=[[-0.5, 2, None]]), id="another token"),
+        pytest.param(reply([1], [-0.5], output_token_logprobs=[]), id="too few log-probabilities"),
+        pytest.param(reply([1], [-0.5], output_token_sampling_mask=[None]), id="no mask"),
+        pytest.param(reply([1], [-0.5], routed_experts="A?=="), id="routes in another form"),
+        pytest.param(reply([1], [-0.5], finish_reason={1j: 2}), id="what JSON has no form for"),
+    ],
+)
+def test_what_does_not_fit_together_is_sent_as_it_is(answer: Any) -> None:
+    assert packed(answer, base64.b64decode) is None
+
+
+def test_a_log_probability_that_is_no_number_is_refused() -> None:
+    for value in (None, float("nan")):
+        with pytest.raises(EngineError, match="log-probabilities do not match"):
+            response("e", packed_answer(whole(reply([1], [value]))), PLAIN)
+
+
+def test_damaged_answers() -> None:
+    """Cut anywhere, or with bytes of any value anywhere, an answer is refused or is an answer of consistent sizes."""
+    random = Random(0)
+    more = {"output_token_sampling_mask": [[1, 2], [2, 70000, 3]], "output_token_sampling_logprobs": [-0.125, -1.25e-5]}
+    body = whole(reply([1, 2], [-0.5, -2.25], b"routes", **more))
+    for size in range(len(body)):
+        with pytest.raises(REFUSED):
+            packed_answer(body[:size])
+    with pytest.raises(ValueError, match="got 1 bytes after the last part"):
+        packed_answer(body + b"x")
+    taken = 0
+    for _ in range(2000):
+        damaged = bytearray(body)
+        for _ in range(random.randint(1, 3)):
+            damaged[random.randrange(len(damaged))] = random.choice([*b'0123456789,[]{}"nul ', random.randrange(256)])
+        try:
+            made = packed_answer(damaged)
+        except REFUSED:
+            continue
+        taken += 1
+        assert len(made.tokens) == len(made.entries[0])
+        assert made.masks is None or made.masks.counts.sum() == len(made.masks.ids)
+    assert 0 < taken < 2000
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ((1, 1, None, None, None), "got 5 parts, expected 6"),
+        ((-1, 1, None, None, None, None), "output_ids: got -1 elements"),
+        ((1 << 62, 1, None, None, None, None), "output_ids: got 4611686018427387904 elements"),
+        ((1, None, 1, None, None, None), "expected one for each of output_ids"),
+        ((1, 2, None, None, None, None), "expected one for each of output_ids"),
+        ((1, 1, 1, None, None, None), "expected as many ids as its lists have"),
+    ],
+)
+def test_sizes_that_lie(counts: tuple[int | None, ...], says: str) -> None:
+    head = msgspec.json.encode(Head(counts, msgspec.Raw(b'{"type":"stop"}'), msgspec.Raw(b"[]"), 0))
+    claimed = [4 * count for count in counts if count is not None and 0 <= count < 9]
+    body = BEGIN.pack(b"ama1", len(head)) + head + bytes(sum(claimed))
+    with pytest.raises(ValueError, match=says):
+        packed_answer(body)
+
+
+def server() -> ModuleType:
+    module = ModuleType("http_server")
+
+    async def serve_generate_request(obj: Any, request: Any) -> Any:
+        await asyncio.sleep(0)
+        return module.orjson_response(obj)  # type: ignore[attr-defined]
+
+    def respond(content: Any, status_code: int = 200) -> Any:
+        return "json", content
+
+    def body(content: bytes, media_type: str) -> Any:
+        return media_type, content
+
+    vars(module).update(serve_generate_request=serve_generate_request, orjson_response=respond, Response=body)
+    return module
+
+
+def test_only_who_asks_for_a_packed_answer_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pybase64", base64)
+    module: Any = server()
+    packed_answers._mend(module)
+    answer = reply([1], [-0.5])
+
+    async def ask(what: Any, accept: str | None) -> Any:
+        request = SimpleNamespace(headers={} if accept is None else {"accept": accept})
+        return await module.serve_generate_request(what, request)
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(
+            ask(answer, f"{MEDIA_TYPE}, application/json"), ask(answer, "*/*"), ask(answer, None), ask([answer], MEDIA_TYPE)
+        )
+
+    found = asyncio.run(together())
+    assert found == [(MEDIA_TYPE, whole(answer)), ("json", answer), ("json", answer), ("json", [answer])]
+    assert module.orjson_response(answer) == ("json", answer), "of another endpoint"
+
+
+def test_another_sglang_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    module: Any = server()
+    del module.serve_generate_request
+    packed_answers._mend(module)
+    assert "answers are sent as JSON: http_server of another SGLang than 0.5.23 has no serve_generate_request" in capsys.readouterr().out

@@ -74,26 +74,30 @@ docs-site: $(SITE)/.installed
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 	@echo "open build/site/index.html"
 
-# Unit tests take one core each. Other tests start many processes; system tests run two at a time, because they wait more than they compute.
+# Files of tests, two at a time: a unit test takes one core, and others wait for processes to start more than they compute. Engines and ranks
+# share the cards of a machine with GPUs, so there they run one at a time.
+PAIRED   := -n 2 --dist loadfile
+COMPUTED := $(if $(filter 0,$(GPU)),$(PAIRED))
+
 test: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
-	$(TRAIN)/bin/python -m pytest tests/ranks tests/gpu tests/engine
-	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/system
+	$(TRAIN)/bin/python -m pytest $(PAIRED) tests/unit
+	$(TRAIN)/bin/python -m pytest $(COMPUTED) tests/ranks tests/gpu tests/engine
+	$(TRAIN)/bin/python -m pytest $(PAIRED) tests/system
 
 # Test every combination of layouts, with new random cases in every run; for changes to the trainer's parallelism or to resharding.
 test-thorough: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest --thorough -n 2 --dist loadfile tests/unit
+	$(TRAIN)/bin/python -m pytest --thorough $(PAIRED) tests/unit
 	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine
-	$(TRAIN)/bin/python -m pytest --thorough -n 2 --dist loadfile tests/system
+	$(TRAIN)/bin/python -m pytest --thorough $(PAIRED) tests/system
 
 test-unit: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest -n 2 --dist loadfile tests/unit
+	$(TRAIN)/bin/python -m pytest $(PAIRED) tests/unit
 
 # Run the unit tests on another Python, without GPUs and without engines: make test-python PYTHON=python3.12
 test-python:
 	@$(PYTHON) requirements/check_python.py
 	@$(MAKE) --no-print-directory $(OTHERS)/.installed
-	$(OTHERS)/bin/python -m pytest -n 2 --dist loadfile tests/unit
+	$(OTHERS)/bin/python -m pytest $(PAIRED) tests/unit
 
 # Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
 test-integrations: setup

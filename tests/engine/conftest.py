@@ -44,6 +44,9 @@ class Rig:
     def engine(self) -> SGLangProcess:
         return self.engines[0]
 
+    async def stop(self) -> None:
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
 
 def settings(model: Path, run_dir: Path, **engines: object) -> Config:
     """A configuration of float32 engines."""

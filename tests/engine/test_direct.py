@@ -81,7 +81,7 @@ class Stage:
         ranks: int,
         publications: Mapping[str, Sequence[tuple[Oracle, int]]],
         faults: Mapping[int, Any] = {},
-        limit_s: float = 100.0,
+        limit_s: float = 300.0,
         **changes: Any,
     ) -> Published:
         """Have a trainer of `ranks` ranks publish checkpoints; faults as in tests/ranks/publish.py, by place among all publications."""

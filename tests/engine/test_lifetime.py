@@ -54,7 +54,7 @@ def test_no_engine_outlives_its_controller(model: Path, tmp_path: Path, number: 
         controller.wait_for_spawned()
         controller.process.send_signal(number)
         controller.process.wait(30)
-        wait_until(lambda: not controller.others(), 5, f"the end of {controller.others()}")
+        wait_until(lambda: not controller.others(), 30, f"the end of {controller.others()}")
     finally:
         controller.process.kill()
     assert controller.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)

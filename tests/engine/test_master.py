@@ -28,7 +28,6 @@ from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
-VERSION = 7
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
 TEMPERATURE, TOP_P, TOP_K = 0.7, 0.9, 50
 RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), masks=True, vocabulary=VOCAB)
@@ -46,15 +45,17 @@ def recorded(rig: Rig, model: Path, tokenizer: Tokenizer, tmp_path_factory: pyte
         (record,) = await episode.run(RolloutContext(rig.pool, sampling, tokenizer, scorer), task.prompt(group), EpisodeId(group, 0, 0))
         return record
 
+    version = rig.pool.version + 1
+
     async def play() -> list[Trajectory]:
-        await rig.sender.publish(VERSION, oracle.weights)
+        await rig.sender.publish(version, oracle.weights)
         return await asyncio.gather(*(one(group) for group in range(24)))
 
     trajectories = rig.run(play())
-    assert all(t.is_pure and t.oldest_version == VERSION for t in trajectories)
+    assert all(t.is_pure and t.oldest_version == version for t in trajectories)
     assert len({len(t) for t in trajectories}) > 3
     for trajectory in trajectories:
-        validate(trajectory, RECORDING, newest_version=VERSION)
+        validate(trajectory, RECORDING, newest_version=version)
     (path / "bias.json").write_text(json.dumps([bias for t in trajectories for bias in biases(oracle, t)]))
     (path / "trajectories.msgpack").write_bytes(msgspec.msgpack.encode([[bytes(frame) for frame in encode(t)] for t in trajectories]))
     return path

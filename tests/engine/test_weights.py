@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,11 @@ def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[O
 
 
 @pytest.fixture(scope="module")
-def pair(make_rig: Callable[..., Rig]) -> Rig:
+def pair(make_rig: Callable[..., Rig]) -> Iterator[Rig]:
     """Two engines, for tests that end with dead ones."""
-    return make_rig(2)
+    rig = make_rig(2)
+    yield rig
+    rig.run(rig.stop())
 
 
 def expected(rig: Rig, oracle: Oracle) -> tuple[dict[str, str], ...]:

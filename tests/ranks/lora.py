@@ -51,7 +51,7 @@ class Job(parity.Job):
         """With the oracle's halves, or with those that training starts from."""
         hf = load_hf_config(self.path / "hf")
         built = model.build(hf, self.config, self.mesh)
-        model.load_hf(built, self.path / "hf")
+        parity.load(built, self.path / "hf")
         if not self.start:
             canonical.write(built, self.oracle["halves"])
         return built

@@ -57,7 +57,7 @@ class Job:
     def model(self) -> model.Model:
         hf = load_hf_config(self.path / "hf")
         built = model.build(hf, self.config, self.mesh)
-        model.load_hf(built, self.path / "hf")
+        load(built, self.path / "hf")
         return built
 
     @property
@@ -379,8 +379,31 @@ def gradients(built: model.Model) -> dict[str, torch.Tensor]:
     return {name: tensor.main_grad for name, tensor in model.named_tensors(built) if isinstance(tensor, torch.nn.Parameter)}
 
 
+_loaded: dict[Any, dict[str, torch.Tensor]] = {}
+_expected: dict[Any, dict[str, torch.Tensor]] = {}
+"""By what a rank's part of a checkpoint depends on: to plan and to read it takes as long as a step, and each layout builds ten models."""
+
+
+def _part(built: model.Model, checkpoint: Path) -> Any:
+    return checkpoint, built.parallel, built.dtype, tuple(model.parameters(built))
+
+
+def load(built: model.Model, checkpoint: Path) -> None:
+    """As `model.load_hf`, which the first model of a layout is loaded by; the others get copies of what that has."""
+    weights, key = model.parameters(built), _part(built, checkpoint)
+    if key in _loaded:
+        for name, value in _loaded[key].items():
+            weights[name].copy_(value)
+    else:
+        model.load_hf(built, checkpoint)
+        _loaded[key] = {name: value.clone() for name, value in weights.items()}
+
+
 def expected(built: model.Model, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    return model.local_tensors(built, HFCheckpoint(checkpoint))
+    key = _part(built, checkpoint)
+    if key not in _expected:
+        _expected[key] = dict(model.local_tensors(built, HFCheckpoint(checkpoint)))
+    return iter(_expected[key].items())
 
 
 def relative_error(got: dict[str, torch.Tensor], wanted: Iterator[tuple[str, torch.Tensor]]) -> float:

@@ -20,7 +20,8 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_fetching_ahead(tmp_path: 
     for layout, askers in groups.items():
         without, ahead = found[0][layout]
         assert without["fetches"] == [False] * 4 * askers
-        assert ahead["fetches"] == [False] * askers + [True] * 3 * askers  # all but the first step's
+        # All but the first step's; one rank may fetch ahead before the other has fetched its first.
+        assert sorted(ahead["fetches"]) == [False] * askers + [True] * 3 * askers
         for rank in found:
             without, ahead = rank[layout]
             assert ahead["steps"] == without["steps"]

@@ -71,7 +71,7 @@ def found(layout: str, adapter: str, worlds: dict[int, Any], references: Path, t
         names = [name for name, (count, _) in LAYOUTS.items() if count == ranks and (thorough or name not in COMBINED)]
         adapters = {name: [a for a in tried(name) if thorough or a in lora_case.BOTH or (name, a) in VARIED] for name in names}
         wanted = [f"{LAYOUTS[name][1]}:{'+'.join(chosen)}" for name, chosen in adapters.items()]
-        worlds[ranks] = launch.run("lora", ranks, references, str(references), *wanted, timeout_s=1800.0 if thorough else 400.0)
+        worlds[ranks] = launch.run("lora", ranks, references, str(references), *wanted, timeout_s=1800.0 if thorough else 600.0)
     result: dict[str, dict[str, Any]] = worlds[ranks][sizes][adapter]
     return result
 

@@ -82,7 +82,7 @@ class Worlds:
             together = [name for name, (count, _) in LAYOUTS.items() if count == ranks and name not in COMBINED]
             names = [layout] if self._thorough else together
             wanted = [f"{LAYOUTS[name][1]}:{'+'.join(self._variants(name))}" for name in names]
-            limit_s = 900.0 if self._thorough else 240.0
+            limit_s = 900.0 if self._thorough else 600.0
             found = launch.run("parity", ranks, self._references, str(self._references), *wanted, timeout_s=limit_s)
             self._found |= {name: found[LAYOUTS[name][1]] for name in names}
         return self._found[layout]

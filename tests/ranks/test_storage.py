@@ -74,6 +74,6 @@ def test_what_was_half_written_is_removed_and_the_checkpoint_before_is_whole(job
 def test_a_rank_that_is_killed_while_it_saves_leaves_no_process(job: tuple[dict[str, Any], Callable[[], list[int]]]) -> None:
     found, alive = job
     pids = [int(pid) for pid in found["pids"]]
-    assert wait_for(lambda: set(pids) <= set(alive()), 10), [Path(f"/proc/{pid}/cmdline").exists() for pid in pids]
+    assert wait_for(lambda: set(pids) <= set(alive()), 60), [Path(f"/proc/{pid}/cmdline").exists() for pid in pids]
     os.kill(pids[0], signal.SIGKILL)
     assert wait_for(lambda: not alive(), 60), [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in alive()]

@@ -59,7 +59,7 @@ class Stage:
             keys.write(run, rendezvous)
             serving = asyncio.create_task(server.serve())
             try:
-                found: list[dict[str, Any]] = await asyncio.to_thread(launch.run, "publish", 2, out, str(out / "job.json"), timeout_s=100.0)
+                found: list[dict[str, Any]] = await asyncio.to_thread(launch.run, "publish", 2, out, str(out / "job.json"), timeout_s=300.0)
                 return found
             finally:
                 serving.cancel()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.launch.torchrun import trainer_environment
-from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, wait_for
+from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, provide, wait_for
 
 pytestmark = pytest.mark.system
 ROOM = 'engines.args=["--mem-fraction-static","0.9"]'
@@ -34,7 +34,7 @@ class Nodes:
         self.run, self._tmp = tmp / "shared" / "run", tmp
         self._started: dict[str, Command] = {}
         (tmp / "shared").mkdir()
-        assert Command("make-model", str(tmp / "shared" / "model")).finish()[0] == 0
+        provide(tmp / "shared" / "model")
 
     def start(self, node: str, *command: str, module: str = "asyncmoe", options: tuple[str, ...] = ()) -> Command:
         """A command on `node`, which has the shared directory at a path of its own."""

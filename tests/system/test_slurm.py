@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import checkpoints
-from tests.system.runs import MARK, SMALL, Command, logs, marked, metrics, wait_for
+from tests.system.runs import MARK, SMALL, logs, marked, metrics, provide, wait_for
 from tests.system.slurm_cluster import Cluster, cluster, missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -29,9 +29,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("model") / "tiny"
-    assert Command("make-model", str(out)).finish()[0] == 0
-    return out
+    return provide(tmp_path_factory.mktemp("model") / "tiny")
 
 
 class Jobs:

@@ -23,7 +23,6 @@ import zmq
 
 from asyncmoe import errors
 from asyncmoe.errors import ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
-from asyncmoe.rpc import client as client_module
 from asyncmoe.rpc import codec, keys
 from asyncmoe.rpc import server as server_module
 from asyncmoe.rpc.client import Client, rebuild
@@ -505,10 +504,9 @@ def test_secrets_do_not_show(tmp_path: Path) -> None:
     assert replace(made, server_public=b"x") != made
 
 
-def test_unreachable_controller_is_given_up_after_the_connect_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "CONNECT_S", 0.3)
-    begin = time.monotonic()
-    with Client(keys.rendezvous("tcp://127.0.0.1:1", keys.generate()), "t") as client, pytest.raises(WaitTimeout, match="no connection"):
+def test_unreachable_controller_is_given_up_after_the_connect_time() -> None:
+    begin, nowhere = time.monotonic(), keys.rendezvous("tcp://127.0.0.1:1", keys.generate())
+    with Client(nowhere, "t", connect_s=0.3) as client, pytest.raises(WaitTimeout, match="no connection"):
         client.ask(EnginesAsk(60), 600)
     assert time.monotonic() - begin < 20
 

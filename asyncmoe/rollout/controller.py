@@ -61,7 +61,7 @@ from asyncmoe.rpc.messages import (
     TrainerMessage,
 )
 from asyncmoe.rpc.server import Server
-from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
+from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerJoin, WorkerRequest
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
 
@@ -192,8 +192,10 @@ class Controller:
             SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
             None if left is None else left.note,
         )
-        first = msgspec.structs.replace(journaling.for_workers, payloads="" if stored is None else stored.prefix)
-        self._fleet, self._stored = WorkerFleet(config, self._pool, recorder.generated, first) if config.rollout.workers else None, stored
+        self._fleet, self._stored = (
+            WorkerFleet(config, self._pool, recorder.generated, self._first) if config.rollout.workers else None,
+            stored,
+        )
         if self._fleet is not None:
             journaling.settled, journaling.retain = self._fleet.settled, self._fleet.retain
         self._keeper = keeper
@@ -220,6 +222,11 @@ class Controller:
         """Set once the last step is committed: nothing more is sampled for training."""
         self._failure: Exception | None = None
         self._stopping = self._terminated = False
+
+    async def _first(self) -> WorkerBegin:
+        """What a worker is told when it joins."""
+        first = await self._journaling.for_workers()
+        return msgspec.structs.replace(first, payloads="" if self._stored is None else self._stored.prefix)
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""

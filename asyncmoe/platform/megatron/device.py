@@ -82,6 +82,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):  # as models/common/embeddings/rope_utils.py asks for; only a GPU reads pinned memory
+            kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
 
     return make

@@ -41,9 +41,15 @@ layouts = pytest.mark.parametrize(
 )
 switched = pytest.mark.parametrize("layout", ["ep2", "pp2xvpp2", "tp2xep2xetp2"])
 FAMILIES = {variant for variant, model in case.VARIANTS.items() if model["model_type"] not in ("qwen3", "qwen3_moe")}
-VARIED = {("tp2", "tied"), ("pp2", "tied"), ("pp2xep2", "tied"), ("1", "dense"), ("tp2", "dense-tied"), ("pp2", "dense-tied")} | {
-    ("1", variant) for variant in FAMILIES
-}
+VARIED = {
+    ("tp2", "tied"),
+    ("pp2", "tied"),
+    ("pp2xep2", "tied"),
+    ("1", "dense"),
+    ("tp2", "dense-tied"),
+    ("pp2", "dense-tied"),
+    ("cp2xep2", "deepseek"),
+} | {("1", variant) for variant in FAMILIES}
 """Variants of the model in every layout in which they are something else; in all others only in a thorough test."""
 
 

@@ -144,6 +144,8 @@ class Config(Section):
             if self.run.mode == "async"
             else "queue.admission is trajectory, and a round starts whole groups; set one of them to its default"
             if self.queue.admission == "trajectory"
+            else "journal.enabled is false, and only the journal remembers prompts that were put off; enable it"
+            if not self.journal.enabled
             else ""
         )
         if self.rollout.tail_batching > 1 and because:

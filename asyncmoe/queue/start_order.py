@@ -94,6 +94,10 @@ class Line:
         """Restart these groups, before any new group."""
         return replace(self, groups=self.groups + groups)
 
+    def first(self, *groups: Start) -> Line:
+        """Restart these groups, before any other."""
+        return replace(self, groups=groups + self.groups)
+
     def again_alone(self, group: Start, member: int, attempt: int) -> Line:
         """Restart one member, before everything else. Raises InvariantBroken if groups start whole."""
         if self.unit == "group":

@@ -412,8 +412,9 @@ class Controller:
             )
 
     def _advised(self, depth: int) -> int | None:
-        """Return the number of engines that the run should have; None with rollout workers, whose requests wait elsewhere."""
-        if self._fleet is not None:
+        """Return the number of engines that the run should have; None with rollout workers, whose requests wait elsewhere, and where
+        engines and trainer take turns, so that neither idles because of the other's number."""
+        if self._fleet is not None or self._config.run.mode != "async":
             return None
         rollout, serving = self._config.rollout, len(self._pool.serving)
         slots = (self._config.engines.max_running or rollout.max_concurrent) * max(serving, 1)

@@ -136,7 +136,7 @@ class Producer:
             return
         admitted = sum(self._queue.can_start(count * self._size) for count in range(1, self._rounds.now.needed + 1))
         self._rounds.now, again = self._rounds.now.begin(admitted)
-        self._line = self._line.again(*again)
+        self._line = self._line.first(*again)  # a long round is of these alone
         places, spare = self._rounds.now.places, self._rounds.now.spare
         for number in range(places + spare):
             self._start_next(tasks, has_place=number < places)

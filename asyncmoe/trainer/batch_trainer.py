@@ -105,7 +105,9 @@ class Learner:
         self._ahead = (
             None
             if ahead is None
-            else Prefetcher(ahead, config, self._wanted, self._layers, masks=self._mesh.last_stage, decodes=self._mesh.tp == 1)
+            else Prefetcher(
+                ahead, config, self._wanted, self._layers, masks=self._mesh.last_stage, decodes=self._mesh.tp * self._mesh.cp == 1
+            )
         )
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 

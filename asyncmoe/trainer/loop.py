@@ -65,7 +65,7 @@ def run(config: Config) -> None:
     place = mesh.start(config.trainer, config.run.seed)
     hf = models.hf_config_of(config)
     models.check(config, hf)
-    plugins = objective.load(config.objective)
+    plugins = objective.load(config.objective, config.trainer.cp)
     agree(plugins)
     if place.rank == 0:
         log.info("%d rank(s), %s", place.world, kernels.detect())

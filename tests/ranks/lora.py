@@ -108,7 +108,7 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
     with attach.switched_off(built.chunks):
         found["base"] = logits_error(job, built, job.reference["logits"])
     found["apart"] = float((job.oracle["logits"][0] - job.reference["logits"][0]).abs().max())
-    policy = losses.PolicyLoss(job.config.objective, case.TEMPERATURE, case.VERSION)
+    policy = parity.policy_loss(job.mesh, job.config.objective)
     for kind, rows, loss in (
         ("supervised", batches, losses.SupervisedLoss()),
         ("policy", job.microbatches("sequence_mean", proximal=True), policy),

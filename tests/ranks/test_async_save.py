@@ -19,6 +19,7 @@ LAYOUTS = {
         "pp=2",
         "lora=per-expert,ep=2,distributed=1",
         "lora=shared-outer,tp=2",
+        "lora=shared-outer,cp=2,distributed=1",
     ],
     4: ["tp=2,ep=2,distributed=1,dtype=bfloat16"],
 }

@@ -20,6 +20,7 @@ LAYOUTS = {
     "tp2": (2, "tp=2"),
     "pp2": (2, "pp=2"),
     "ep2": (2, "ep=2"),
+    "cp2": (2, "cp=2"),
     "pp2xvpp2": (2, "pp=2,vpp=2"),
     "tp2xep2": (4, "tp=2,ep=2"),
     "tp2xep2xetp2": (4, "tp=2,ep=2,etp=2"),

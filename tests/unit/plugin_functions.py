@@ -171,3 +171,17 @@ def nan_of_responses(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:
 
 def wrong_metric(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:
     return responses.rewards * 1.0, {"each": responses.rewards}
+
+
+def whole_sequences(rows: PolicyRows) -> torch.Tensor:
+    return rows.spread(exp(rows.mean(rows.logprobs - rows.behaviour))).double()
+
+
+def own_sums(rows: PolicyRows) -> torch.Tensor:
+    place = torch.where(rows.segments < 0, rows.sequences, rows.segments)
+    log_ratio = torch.where(rows.mask, rows.logprobs - rows.behaviour, 0.0).double()
+    return exp(torch.zeros(rows.sequences + 1, dtype=torch.float64).index_add_(0, place, log_ratio))[place]
+
+
+def nothing_without_tokens(rows: PolicyRows) -> torch.Tensor:
+    return whole_sequences(rows) if rows.mask.any() else torch.ones_like(rows.logprobs).double()

@@ -245,6 +245,24 @@ def test_the_guide_shows_messages_of_the_code(monkeypatch: pytest.MonkeyPatch) -
         assert any(re.match(pattern, line) for line in said), message
 
 
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("whole_sequences", ""),
+        ("own_sums", "got other values if two ranks hold parts of a sequence"),
+        ("nothing_without_tokens", "called more often for one part of some sequences than for the other"),
+    ],
+)
+def test_context_parallel_ranks_see_whole_sequences_through_their_rows_only(function: str, said: str) -> None:
+    section = section_with(WEIGHT, f"{OWN}:{function}")
+    objective.load(section)
+    if not said:
+        objective.load(section, cp=2)
+        return
+    with pytest.raises(ConfigError, match=said):
+        objective.load(section, cp=2)
+
+
 def test_options_that_no_function_takes() -> None:
     for options, said in (
         (

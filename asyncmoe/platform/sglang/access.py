@@ -17,6 +17,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _BODY = b'{"error": {"message": "Unauthorized"}}'
+_HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
 
 
 class KeyRequired:
@@ -38,7 +39,7 @@ class KeyRequired:
             # A server answers a socket that is closed before it is accepted with status 403.
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
+            await send({"type": "http.response.start", "status": 401, "headers": _HEADERS})
             await send({"type": "http.response.body", "body": _BODY})
 
     def _admitted(self, headers: list[tuple[bytes, bytes]]) -> bool:

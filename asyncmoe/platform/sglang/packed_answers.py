@@ -112,14 +112,18 @@ def _mend(module: ModuleType) -> None:
         print(f"answers are sent as JSON: {module.__name__} of another SGLang than 0.5.23 has no {', '.join(missing)}", flush=True)
         return
     owner: Any = module
-    b64decode = import_module("pybase64").b64decode  # SGLang's own, many times faster than Python's
+    try:
+        b64decode = import_module("pybase64").b64decode  # SGLang's own, many times faster than Python's
+    except ImportError as error:
+        print(f"answers are sent as JSON: {error}", flush=True)
+        return
     serve, respond = owner.serve_generate_request, owner.orjson_response
 
     @wraps(serve)
-    async def serve_generate_request(obj: Any, request: Any) -> Any:
+    async def serve_generate_request(obj: Any, request: Any, *args: Any, **named: Any) -> Any:
         before = _WANTED.set(MEDIA_TYPE in request.headers.get("accept", ""))
         try:
-            return await serve(obj, request)
+            return await serve(obj, request, *args, **named)
         finally:
             _WANTED.reset(before)
 

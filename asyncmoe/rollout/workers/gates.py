@@ -23,6 +23,9 @@ from asyncmoe.rollout.workers.assignment import Located, assign, limits
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
 
+_LEAST_S = 30.0
+"""A worker that does not say so long that it does what it was told is lost. An update waits for less (`WorkerGates.late`)."""
+
 
 class WorkerGates:
     """All workers' engines and gates; an `asyncmoe.rollout.engines.pool.Gates`. For the controller's event loop.
@@ -83,6 +86,8 @@ class WorkerGates:
 
     def note(self, worker: RemoteWorker, uses: Sequence[EngineUse]) -> None:
         """Take what a worker says of its engines. What it says of one that has started again since is of no use."""
+        if worker.gone:
+            return
         members = {member.serial: member for member in self._pool.present}
         for use in uses:
             if (member := members.get(use.serial)) is None or self._places.get(use.name) != str(worker.joined.number):
@@ -105,6 +110,7 @@ class WorkerGates:
         for task in telling:
             task.cancel()
         await asyncio.gather(*telling, return_exceptions=True)
+        self._telling.clear()
 
     def _told(self, member: Member) -> WorkerEngine:
         url, key = self._address_of(member.engine.client)
@@ -113,7 +119,7 @@ class WorkerGates:
 
     async def _use(self, worker: RemoteWorker, told: WorkerEngines) -> None:
         try:
-            self.note(worker, await worker.use(told, self._answer_s))
+            self.note(worker, await worker.use(told, max(self._answer_s, _LEAST_S)))
         except AsyncmoeError as error:
             worker.lose(str(error))
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncmoe import models
@@ -72,10 +73,8 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
             controller = await asyncio.to_thread(keys.read, run_dir, config.engines.start_timeout_s)
             await _join(config, controller, number, rendezvous)
             freeze()
-            tasks = [
-                serving,
-                *(asyncio.create_task(one) for one in (worker.over.wait(), stop.wait(), watch(config, number, worker, loaded))),
-            ]
+            going_on = worker.over.wait(), stop.wait(), watch(config, worker), write_log(config, number, loaded)
+            tasks = [serving, *map(asyncio.create_task, going_on)]
             done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in left:
                 task.cancel()
@@ -96,18 +95,31 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
         client.close()
 
 
-async def watch(config: Config, number: int, worker: RolloutWorker, loaded: RolloutParts) -> None:
+async def write_log(config: Config, number: int, loaded: RolloutParts) -> None:
+    """Write what the user's scorer raised; never returns.
+
+    Neither in the loop, because a shared disk may be slow, nor in its threads, in which users' environments may wait.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, thread_name_prefix="log") as thread:
+        while True:
+            await loop.run_in_executor(thread, scoring.write_log, loaded.scorer, config.run.dir, number)
+            await asyncio.sleep(_LOOK_S)
+
+
+async def watch(config: Config, worker: RolloutWorker) -> None:
     """Look for the controller, which asks for news all the time; never returns.
 
     Raises:
         WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s`.
-        StorageError: what the user's scorer raised cannot be written.
     """
     limit, parent = config.cluster.heartbeat_timeout_s, os.getppid()
     while True:
         heartbeats.beat("runs episodes")
         worker.look()
-        await asyncio.to_thread(scoring.write_log, loaded.scorer, config.run.dir, number)  # not in the loop: a shared disk may be slow
         silent = time.monotonic() - worker.heard
         if silent > limit or os.getppid() != parent:
             raise WaitTimeout("the controller", "it asks for nothing any more", silent)

@@ -54,9 +54,10 @@ def _sharded(layer: int, half: Half, parameter: torch.nn.Parameter) -> Any:
         first = 1
     if half.axis is not None:
         offsets.append((first + half.axis, half.index, half.parts))
-    # One of several copies is written: by the first data-parallel rank, and if tensor-parallel ranks hold copies, by the first of them.
+    # One of several copies is written: by the first data- and context-parallel rank, and if tensor-parallel ranks
+    # hold copies, by the first of them.
     if half.experts is None:
-        tensor, data = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank()
+        tensor, data = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank(with_context_parallel=True)
     else:
         tensor, data = groups.get_expert_tensor_parallel_rank(), groups.get_expert_data_parallel_rank()
     key = f"{PREFIX}layers.{layer}.{half.front if half.experts is None else 'experts.'}{half.projection}.{half.side}"

@@ -99,9 +99,14 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
     engine = not lacking and wanted.transformer_impl != "local"
     if wanted.transformer_impl == "transformer_engine" and lacking:
         raise _refusal("transformer_impl", "transformer_engine", "local", lacking)
-    if run.cp > 1 and kernels.cuda and not engine:
-        why = lacking or "trainer.megatron.transformer_impl is local"
-        raise ConfigError("trainer.cp", got=run.cp, expected=f"1 because {why}: on a GPU its attention divides sequences", hint=_WITHOUT)
+    if run.cp > 1 and kernels.cuda and (not engine or run.float32):
+        why = lacking or ("the weights are float32" if engine else "trainer.megatron.transformer_impl is local")
+        raise ConfigError(
+            "trainer.cp",
+            got=run.cp,
+            expected=f"1 because {why}: on a GPU Transformer Engine's attention for 16 bits divides sequences",
+            hint=_WITHOUT,
+        )
     off: list[tuple[str, str]] = []
     if not engine:
         off.append(("transformer_impl=transformer_engine", lacking or _SAID))
@@ -121,7 +126,7 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
 
 
 _SAID = "disabled by the configuration"
-_WITHOUT = "leave trainer.cp out, or install Transformer Engine (make setup GPU=1) and leave transformer_impl out"
+_WITHOUT = "leave trainer.cp out, or install Transformer Engine (make setup GPU=1) and leave transformer_impl and trainer.dtype out"
 
 
 def _refusal(name: str, got: str, expected: str, why: str) -> ConfigError:

@@ -21,6 +21,7 @@ from asyncmoe.errors import ConfigError, UserError, together
 from asyncmoe.trainer.objective import plugin
 from asyncmoe.trainer.objective.plugin import Plugin, Plugins, Responses
 from asyncmoe.trainer.objective.rows import PolicyRows, segments
+from asyncmoe.trainer.objective.trial_parts import try_parts
 
 log = logging.getLogger(__name__)
 _VERSION = 7
@@ -28,8 +29,11 @@ _CLAMP = "clamp ratios, for example with asyncmoe.trainer.objective.exp"
 _PURE = "a pure function: equal results for equal inputs, without random numbers or state"
 
 
-def load(section: ObjectiveSection) -> Plugins:
+def load(section: ObjectiveSection, cp: int = 1) -> Plugins:
     """Load and try the functions that a configuration names.
+
+    Args:
+        cp: context-parallel ranks; if there are several, functions of rows must also do with parts of sequences.
 
     Raises:
         ConfigError: a function cannot be imported or called, or failed its trial; names each such function, its file and line.
@@ -39,7 +43,7 @@ def load(section: ObjectiveSection) -> Plugins:
     refused: list[UserError] = []
     for key in section.own:
         try:
-            made[key] = try_one(section, key)
+            made[key] = try_one(section, key, cp)
         except UserError as error:
             refused.append(error)
     if refused:
@@ -47,14 +51,14 @@ def load(section: ObjectiveSection) -> Plugins:
     return Plugins(made.get(plugin.ADVANTAGE), made.get(plugin.LOSS), made.get(plugin.WEIGHT))
 
 
-def try_one(section: ObjectiveSection, key: str) -> Plugin:
-    """Load and try the function that a key of the configuration names. Raises as `load`."""
+def try_one(section: ObjectiveSection, key: str, cp: int = 1) -> Plugin:
+    """Load and try the function that a key of the configuration names. Arguments and errors as of `load`."""
     target, options = section.own[key]
     log.info("trying %s %s", key, target)
     found = _find(key, target, options or {})
     try:
         with plugins.guarded(plugins.CALL_S):
-            return try_advantage(found) if key == plugin.ADVANTAGE else try_rows(found)
+            return try_advantage(found) if key == plugin.ADVANTAGE else try_rows(found, cp)
     except plugins.Failed as failed:
         raise found.refused(str(failed), "a result; it must not raise an exception, end the process or wait") from failed
 
@@ -107,8 +111,9 @@ def try_advantage(tried: Plugin) -> Plugin:
     return tried
 
 
-def try_rows(tried: Plugin) -> Plugin:
-    """Try a loss or weight on packed sequences, on each of them alone, and on a micro-batch without any. Return it with its metrics' names.
+def try_rows(tried: Plugin, cp: int = 1) -> Plugin:
+    """Try a loss or weight on packed sequences, on each of them alone, and on a micro-batch without any; with several context-parallel
+    ranks also on parts of them. Return it with its metrics' names.
 
     Raises:
         ConfigError: it failed.
@@ -137,6 +142,8 @@ def try_rows(tried: Plugin) -> Plugin:
             raise tried.refused(got, "values that depend on the row's own sequence only; micro-batches and ranks divide a step in any way")
         _check_gradient(tried, few, own)
     _check_gradient(tried, rows, value)
+    if cp > 1:
+        try_parts(tried, rows, value)
     return tried
 
 

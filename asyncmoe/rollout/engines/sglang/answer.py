@@ -121,10 +121,15 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
         msgspec.json.decode(head.weight_versions, type=list[VersionSpan]),
         msgspec.json.decode(head.finish_reason, type=Finish),
         head.cached_tokens,
-        None if routes is None else routes.data,
+        None if routes is None else _alone(routes, masks is not None).data,
         masks,
         mask_logprobs,
     )
+
+
+def _alone(routes: np.ndarray, beside_masks: bool) -> np.ndarray:
+    """Return routes that keep no more of the body than they are: a queued trajectory has them as they came. Ids of masks may be larger."""
+    return routes.copy() if beside_masks else routes
 
 
 def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.ndarray | None]:

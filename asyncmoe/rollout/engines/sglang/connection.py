@@ -33,15 +33,21 @@ class SGLangConnection:
         url: "http://host:port".
         key: API key the engine requires; empty: none.
         timeout_s: limit on every call without a timeout of its own.
+
+    Raises:
+        EngineError: the URL or the key cannot be one.
     """
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
         self.name, self.url, self.key, self._timeout_s = name, url, key, timeout_s
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        asked = {"Content-Type": "application/json", "Accept": f"{MEDIA_TYPE}, application/json"}
+        try:
+            self._answers = KeptConnections(url, headers | asked, KEEP_ALIVE_S)
+        except ValueError as error:
+            raise EngineError(f"{name}: {error}") from error
         # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
-        asked = {"Content-Type": "application/json", "Accept": f"{MEDIA_TYPE}, application/json"}
-        self._answers = KeptConnections(url, headers | asked, KEEP_ALIVE_S)
 
     async def close(self) -> None:
         """Close the connections; the engine cancels the requests in flight."""

@@ -95,9 +95,9 @@ class _Connection(asyncio.BufferedProtocol):
 
     async def ask(self, request: bytes) -> HttpReply:
         """Send a request; return its reply. Raises ConnectionError. If it is cancelled, the connection is closed."""
-        self._reply = asyncio.get_running_loop().create_future()
         if not self.kept:
             raise ConnectionError("the connection was closed")
+        self._reply = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
             return await self._reply
@@ -169,6 +169,9 @@ class KeptConnections:
         url: "http://host:port".
         headers: sent with every request.
         idle_s: an idle connection is closed after this time.
+
+    Raises:
+        ValueError: the URL has another form, or a header has characters outside Latin-1.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], idle_s: float) -> None:
@@ -176,7 +179,8 @@ class KeptConnections:
         if parts.scheme != "http" or not parts.hostname or parts.port is None:
             raise ValueError(f"url: got {url!r}, expected http://host:port")
         self._host, self._port, self._idle_s = parts.hostname, parts.port, idle_s
-        self._fixed = "".join(f"{name}: {value}\r\n" for name, value in ({"Host": parts.netloc} | dict(headers)).items())
+        fixed = "".join(f"{name}: {value}\r\n" for name, value in ({"Host": parts.netloc} | dict(headers)).items())
+        self._fixed = fixed.encode("latin-1")
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -189,7 +193,7 @@ class KeptConnections:
             TimeoutError: there was none after so many seconds.
             ConnectionError: the connection failed, or the reply is of another form.
         """
-        head = f"POST {path} HTTP/1.1\r\n{self._fixed}Content-Length: {len(body)}\r\n\r\n".encode("latin-1")
+        head = f"POST {path} HTTP/1.1\r\n".encode() + self._fixed + f"Content-Length: {len(body)}\r\n\r\n".encode()
         async with asyncio.timeout(seconds):
             connection = self._take() or await self._connect()
             reply = await connection.ask(head + body)

@@ -90,7 +90,8 @@ def run(job: BatchJob) -> RankTook:
     if job.tp > 1:
         dist.init_process_group("gloo", init_method=f"file://{job.meeting}", rank=job.tp_rank, world_size=job.tp)
         group = dist.group.WORLD
-    place: Any = SimpleNamespace(tp=job.tp, tp_rank=job.tp_rank, tp_group=group, dp=DP, dp_rank=0, device=torch.device("cpu"))
+    place: Any = SimpleNamespace(tp=job.tp, tp_rank=job.tp_rank, cp=1, cp_rank=0, dp=DP, dp_rank=0, device=torch.device("cpu"))
+    place.replica_group, place.fetches = group, job.tp_rank == 0
     place.grid = BatchGrid(job.tp)
     config, layers = settings(job.batch, job.steps), QWEN3_30B.layers
 

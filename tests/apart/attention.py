@@ -37,7 +37,7 @@ META = torch.device("meta")
 def core(scale: float | None = None) -> attention.PackedAttention:
     made = attention.PackedAttention.__new__(attention.PackedAttention)
     torch.nn.Module.__init__(made)
-    made.config, made.scale = CONFIG, scale
+    made.config, made.scale, made._ranks = CONFIG, scale, None
     return made
 
 

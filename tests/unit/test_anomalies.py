@@ -126,7 +126,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch(tmp_path: Path, *given: str, done: int = 0) -> tuple[Config, batch_guard.AnomalyWatch]:
     loaded = configuration.load(ROOT / "examples" / "demo.yaml", [f"run.dir={tmp_path}", *given])
-    return loaded, batch_guard.AnomalyWatch(loaded, SimpleNamespace(rank=0, reports=True), done)  # type: ignore[arg-type]
+    return loaded, batch_guard.AnomalyWatch(loaded, SimpleNamespace(rank=0, reports_trajectories=True), done)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("alone")

@@ -19,7 +19,7 @@ from test_record_answer import MASKED, PLAIN, by_msgspec, numbers, plain, render
 
 from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang import packed_answers
-from asyncmoe.platform.sglang.packed_answers import BEGIN, MEDIA_TYPE, Head, packed
+from asyncmoe.platform.sglang.packed_answers import BEGIN, MEDIA_TYPE, AnswerHead, packed
 from asyncmoe.rollout.engines.sglang.answer import packed_answer, response
 from asyncmoe.rollout.engines.types import Generation
 
@@ -123,7 +123,7 @@ def test_damaged_answers() -> None:
     ],
 )
 def test_sizes_that_lie(counts: tuple[int | None, ...], says: str) -> None:
-    head = msgspec.json.encode(Head(counts, msgspec.Raw(b'{"type":"stop"}'), msgspec.Raw(b"[]"), 0))
+    head = msgspec.json.encode(AnswerHead(counts, msgspec.Raw(b'{"type":"stop"}'), msgspec.Raw(b"[]"), 0))
     claimed = [4 * count for count in counts if count is not None and 0 <= count < 9]
     body = BEGIN.pack(b"ama1", len(head)) + head + bytes(sum(claimed))
     with pytest.raises(ValueError, match=says):

@@ -33,7 +33,7 @@ from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Fetch, Leased
 from asyncmoe.rpc.server import Server
-from asyncmoe.rpc.worker_messages import WorkerJoin
+from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerJoin
 from asyncmoe.trajectory import NOTHING, Trajectory, decode, frames_in
 from tests.unit import openai_policy
 from tests.unit.fake_engine import FakeEngine, FakeHandle
@@ -115,11 +115,14 @@ class Cluster:
     def connect(self, name: str, url: str, key: str) -> FakeEngine:
         return next(handle.client for handle in self.handles if handle.name == name)
 
+    async def _first(self) -> WorkerBegin:
+        first = await self.journaling.for_workers()
+        return msgspec.structs.replace(first, payloads="" if self.stored is None else self.stored.prefix)
+
     async def __aenter__(self) -> Cluster:
         config = self.config
         self.stored = await asyncio.to_thread(StoredGroups.open, config)
-        first = msgspec.structs.replace(self.journaling.for_workers, payloads="" if self.stored is None else self.stored.prefix)
-        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, first, lambda engine: (f"at {engine.name}", ""))
+        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self._first, lambda engine: (f"at {engine.name}", ""))
         self.journaling.settled, self.journaling.retain = self.fleet.settled, self.fleet.retain
         resumed = await self.journaling.resume(0)
         self.queue = BoundedQueue(

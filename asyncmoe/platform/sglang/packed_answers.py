@@ -42,7 +42,7 @@ MODULE = "sglang.srt.entrypoints.http_server"
 _WANTED = ContextVar("asyncmoe_packed_answer", default=False)
 
 
-class Head(msgspec.Struct, frozen=True):
+class AnswerHead(msgspec.Struct, frozen=True):
     """What is no array in an answer.
 
     Attributes:
@@ -73,7 +73,7 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
         parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), _routes(meta, b64decode)]
         counts = tuple(None if part is None else len(part) for part in parts)
         finish, versions = (msgspec.Raw(msgspec.json.encode(meta[name])) for name in ("finish_reason", "weight_versions"))
-        head = msgspec.json.encode(Head(counts, finish, versions, meta.get("cached_tokens", 0)))
+        head = msgspec.json.encode(AnswerHead(counts, finish, versions, meta.get("cached_tokens", 0)))
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
     head += b" " * (-len(head) % 8)

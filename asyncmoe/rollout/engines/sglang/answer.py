@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import EngineError
-from asyncmoe.platform.sglang.packed_answers import BEGIN, MAGIC, PARTS, Head
+from asyncmoe.platform.sglang.packed_answers import BEGIN, MAGIC, PARTS, AnswerHead
 from asyncmoe.rollout.engines.types import ABORTED, Generation, IdLists, VersionSpan
 from asyncmoe.trajectory import Buffer, Recording
 from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists
@@ -106,7 +106,7 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
     if magic != MAGIC:
         raise ValueError(f"got {magic!r} at the beginning, expected {MAGIC!r}")
     at = BEGIN.size + size
-    head = msgspec.json.decode(view[BEGIN.size : at], type=Head)
+    head = msgspec.json.decode(view[BEGIN.size : at], type=AnswerHead)
     tokens, logprobs, counts, ids, mask_logprobs, routes = _parts(view, at, head.counts)
     if tokens is None or logprobs is None or len(tokens) != len(logprobs):
         raise ValueError("output_token_logprobs: expected one for each of output_ids")

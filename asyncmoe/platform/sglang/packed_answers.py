@@ -5,7 +5,7 @@ and the routes' own, and a reader looks at arrays where they lie instead of read
 cannot pack says so in its log and sends SGLang's. So it does with an answer whose parts do not fit together, and the reader says what is
 wrong with it.
 
-Bytes, little-endian: "ama1"; uint32, the size of the head; the head, JSON (`Head`) and spaces up to a multiple of 8 bytes; the parts.
+Bytes, little-endian: "ama1"; uint32, the size of the head; the head, JSON (`AnswerHead`) and spaces up to a multiple of 8 bytes; the parts.
 """
 
 from __future__ import annotations

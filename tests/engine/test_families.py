@@ -78,7 +78,7 @@ def check_routes(stage: Stage, oracle: Oracle) -> None:
     answer = stage.rig.run(stage.rig.engine.client.generate(PROMPT, sampling, "x", 60.0))
     seen = [*PROMPT, *answer.tokens.tolist()]
     assert answer.routes is not None
-    assert answer.routes.startswith(MAGIC), "the engine did not pack its routes"
+    assert bytes(answer.routes[: len(MAGIC)]) == MAGIC, "the engine did not pack its routes"
     reported = decode_routes(routed_experts(answer.routes, routing, tokens=len(seen), routed=0, key="x"), "x").transpose(1, 0, 2)
     np.testing.assert_array_equal(np.sort(reported, 2), np.sort(chosen(oracle.model, seen[:-1]), 2))
 

@@ -114,13 +114,16 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     def _each(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
         """[T, heads, d] -> [T, heads, d]. Padding comes after a sequence's rows, which are causal, so none of them sees it."""
         laid, place = sequences.batches
-        spread = [together.spread(x, place, laid.rows) for x in (query, key, value)]
+        spread = [query, key, value]
+        if not laid.in_place:
+            spread = [together.spread(x, place, laid.rows) for x in spread]
         sizes = [count * longest for count, longest in laid.shapes]
         made = []
         for (count, longest), *part in zip(laid.shapes, *(torch.split(x, sizes) for x in spread), strict=True):
             q, k, v = (x.unflatten(0, (count, longest)).transpose(0, 1) for x in part)
             made.append(self._attend(q, k, v).transpose(0, 1).flatten(0, 1))
-        return together.taken(made[0] if len(made) == 1 else torch.cat(made), place)
+        whole = torch.cat(made)
+        return whole if laid.in_place else together.taken(whole, place)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[S, B, heads, d] -> [S, B, heads, d]."""

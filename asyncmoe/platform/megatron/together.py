@@ -33,6 +33,11 @@ class Batches:
         """Rows of all batches, padding included."""
         return sum(count * longest for count, longest in self.shapes)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the rows are laid out already: one sequence, or equal ones."""
+        return self.rows == len(self.place) and bool((self.place == np.arange(len(self.place))).all())
+
 
 def batches(bounds: Sequence[int], longest: int) -> Batches:
     """Lay packed sequences out as batches of similar lengths; padding follows each sequence's rows.

@@ -84,7 +84,9 @@ class RedisGroups:
     def begin(self, run: str) -> str:
         """See `GroupStore`."""
         name = redis_scripts.begin_of(run)
-        session = int(self._server.call(lambda redis: redis.hincrby(redis_scripts.totals(name), "session", 1)))
+        # The server may have been started again, without the number of the controller whose groups came after that.
+        highest = max((redis_scripts.session_of(stored) for _, stored, _ in self._entries(name)), default=0)
+        session = self._note(name, max(highest, 0), 1)
         prefix = redis_scripts.prefix_of(name, session)
         if left := self._drop_entries(prefix, lambda stored, age_s: redis_scripts.session_of(stored) < session):
             log.info("payloads: %d groups that an earlier controller left in %s are deleted", left, self._server.name)
@@ -117,6 +119,7 @@ class RedisGroups:
         """See `GroupStore`."""
         settings.check_config(self._server.call(lambda redis: settings.read(redis, _USE)), self._server.name, _USE)
         session, known = redis_scripts.session_of(prefix), set(live)
+        self._note(redis_scripts.run_of(prefix), session, 0)
         return self._drop_entries(
             prefix, lambda stored, age_s: age_s > self._left_s and stored not in known and redis_scripts.session_of(stored) <= session
         )
@@ -200,21 +203,30 @@ class RedisGroups:
 
     def _drop_entries(self, prefix: str, dead: Callable[[str, float], bool]) -> int:
         """Drop the groups in a run's stream of which `dead(name, age in seconds)` is true, and second entries of others."""
-        run, dropped, after = redis_scripts.run_of(prefix), 0, "-"
         seconds, micros = self._server.call(lambda redis: redis.time())
-        now_ms, seen = seconds * 1000 + micros // 1000, set[str]()
+        now_ms, seen, dropped = seconds * 1000 + micros // 1000, set[str](), 0
+        for entry, name, nbytes in self._entries(redis_scripts.run_of(prefix)):
+            gone = dead(name, (now_ms - int(entry.partition(b"-")[0])) / 1000)
+            if gone or name in seen:
+                if gone and redis_scripts.session_of(name) >= 0:
+                    self._drop([name])
+                self._server.step(redis_scripts.FORGET, self._keys(prefix)[:2], entry, nbytes)
+                dropped += 1
+            seen.add(name)
+        return dropped
+
+    def _entries(self, run: str) -> Iterator[tuple[bytes, str, bytes]]:
+        """Yield id, name and bytes of each entry in a run's stream."""
+        after = "-"
         while page := self._page(run, after):
             after = f"({page[-1][0].decode()}"
             for entry, told in page:
-                name = told.get(b"name", b"").decode(errors="replace")
-                gone = dead(name, (now_ms - int(entry.partition(b"-")[0])) / 1000)
-                if gone or name in seen:
-                    if gone and redis_scripts.session_of(name) >= 0:
-                        self._drop([name])
-                    self._server.step(redis_scripts.FORGET, self._keys(prefix)[:2], entry, told.get(b"bytes", b"0"))
-                    dropped += 1
-                seen.add(name)
-        return dropped
+                yield entry, told.get(b"name", b"").decode(errors="replace"), told.get(b"bytes", b"0")
+
+    def _note(self, run: str, session: int, more: int) -> int:
+        """Note the number of a run's newest controller, at least `session`, plus `more`; return it."""
+        keys = redis_scripts.totals(run), redis_scripts.stream(run)
+        return int(self._server.step(redis_scripts.SESSION, keys, session, more))
 
     def _page(self, run: str, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         page: list[tuple[bytes, dict[bytes, bytes]]]

@@ -226,6 +226,34 @@ def test_what_an_earlier_controller_left_is_deleted_and_a_newer_one_s_is_not(ser
     assert left(server) == ([], 0, [])
 
 
+def test_what_a_controller_put_after_its_server_lost_its_number_is_deleted_by_the_next(server: LocalRedis) -> None:
+    old = opened(server)
+    for _ in range(3):
+        before = old.begin(RUN)
+    with server.client() as client:
+        client.flushall()  # started again, empty
+    old.put(f"{before}w.0", FRAMES)
+    new = opened(server)
+    after = new.begin(RUN)
+    assert left(server) == ([], 0, [])
+    with server.client() as client:
+        client.flushall()
+    assert new.sweep(after, ()) == 0  # which notes the number again
+    newest = opened(server)
+    assert len({before, after, newest.begin(RUN)}) == 3
+
+
+def test_a_server_that_is_full_of_an_earlier_controller_s_groups_is_emptied(server: LocalRedis) -> None:
+    old = opened(server)
+    before = old.begin(RUN)
+    old.put(f"{before}w.0", FRAMES)
+    server.configure(maxmemory="1000000")
+    new = opened(server)
+    assert new.begin(RUN) != before
+    assert left(server) == ([], 0, [])
+    assert new.sweep(before, ()) == 0
+
+
 def test_what_nobody_knows_of_is_deleted_once_it_is_old_and_a_second_entry_at_once(server: LocalRedis) -> None:
     store = opened(server)
     prefix = store.begin(RUN)

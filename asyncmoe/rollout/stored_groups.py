@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncmoe import storage
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, DataError
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError
 from asyncmoe.payloads.opening import open_store
 from asyncmoe.payloads.store import GroupStore
 from asyncmoe.payloads.writer import GroupWriter
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 MARKER = "payloads.json"
 """File in the run directory with the name of the run in its store."""
 _LOOK_S = 0.1
+_AGAIN_S = 1.0
+"""After a failure."""
 _LOOKS_A_SWEEP = 50
 
 
@@ -36,7 +38,7 @@ class StoredGroups:
         self.prefix, self._store, self._writer = prefix, store, GroupWriter(store, prefix)
         self._live: set[str] = set()
         self._over: list[str] = []
-        self._failed = False
+        self._failing = False
 
     @classmethod
     def open(cls, config: Config) -> StoredGroups | None:
@@ -70,28 +72,37 @@ class StoredGroups:
     async def run(self) -> None:
         """Delete groups that are over, and look after the store; never returns.
 
+        A store that does not answer is asked again: only who has something to put needs it.
+
         Raises:
-            StorageError: it does not answer.
-            UserError: it may have begun to drop what it holds.
+            UserError: it may have begun to drop what it holds, or refuses the user.
         """
         looks = 0
-        try:
-            while True:
-                await asyncio.sleep(_LOOK_S)
-                over, self._over = self._over, []
-                if over:
-                    await asyncio.to_thread(self._store.delete, over)
-                looks += 1
-                if looks % _LOOKS_A_SWEEP == 0 and (left := await asyncio.to_thread(self._store.sweep, self.prefix, frozenset(self._live))):
-                    log.warning("payloads: %d groups that a lost process left are deleted", left)
-        except AsyncmoeError:
-            self._failed = True
-            raise
+        while True:
+            await asyncio.sleep(_AGAIN_S if self._failing else _LOOK_S)
+            looks += 1
+            try:
+                await self._look(sweep=self._failing or looks % _LOOKS_A_SWEEP == 0)
+                self._failing = False
+            except StorageError as error:
+                if not self._failing:
+                    log.warning("what is over stays in the store until it answers: %s", error)
+                self._failing = True
+            except AsyncmoeError:
+                self._failing = True
+                raise
+
+    async def _look(self, sweep: bool) -> None:
+        if over := tuple(self._over):
+            await asyncio.to_thread(self._store.delete, over)
+            del self._over[: len(over)]
+        if sweep and (left := await asyncio.to_thread(self._store.sweep, self.prefix, frozenset(self._live))):
+            log.warning("payloads: %d groups that a lost process left are deleted", left)
 
     async def close(self) -> None:
         """Delete all groups of the run; what is not trained is in its journal."""
         try:
-            if not self._failed:
+            if not self._failing:
                 await asyncio.to_thread(self._store.clear, self.prefix)
         except AsyncmoeError as error:
             log.warning("payloads: the run's groups stay in the store until its next start: %s", error)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,36 @@ def test_the_controller_holds_no_frames_and_reads_what_is_gone_from_its_journal(
 
     in_loop(run())
     journal.close()
+
+
+def test_a_server_that_does_not_answer_for_a_while_ends_no_run_that_has_nothing_to_put(
+    tmp_path: Path, server: LocalRedis, caplog: Any
+) -> None:
+    config = configured(tmp_path, 0, 1, **stored(server, redis_patience_s=0.2))
+    config.run.dir.mkdir()
+
+    async def until(true: Callable[[], bool], looking: asyncio.Task[None]) -> None:
+        while not true():
+            assert not looking.done(), looking.exception()
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        groups = await asyncio.to_thread(StoredGroups.open, config)
+        assert groups is not None
+        queue, looking = queue_of(groups), asyncio.create_task(groups.run())
+        await leased(queue)
+        server.signal(signal.SIGSTOP)
+        try:
+            queue.commit(0)
+            await until(lambda: "stays in the store until it answers" in caplog.text, looking)
+        finally:
+            server.signal(signal.SIGCONT)
+        await until(lambda: keys(server) == {"stream": 0, "hashes": 0}, looking)
+        looking.cancel()
+        await groups.close()
+        assert caplog.text.count("stays in the store until it answers") == 1
+
+    in_loop(run())
 
 
 def test_without_a_journal_what_is_gone_ends_the_run_with_one_line(tmp_path: Path, server: LocalRedis) -> None:

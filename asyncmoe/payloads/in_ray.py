@@ -84,7 +84,7 @@ class RayGroups:
         self._ray, self._max_bytes, self._full_s = ray, max_bytes, full_s
         self._actors: dict[str, Any] = {}
         self._left_s = full_s + _LEFT_S
-        self._closed = threading.Event()
+        self._ended = threading.Event()
 
     @classmethod
     def open(cls, section: QueueSection) -> RayGroups:
@@ -113,12 +113,14 @@ class RayGroups:
         """See `GroupStore`."""
         pieces = {key: packed.packed(stored, key, one) for key, one in frames.items()}
         nbytes = sum(memoryview(data).nbytes for one in pieces.values() for data in one.values())
+        self._refuse_ended()
         self._reserve(stored, nbytes)
         try:
             arrays = {key: {name: np.frombuffer(data, np.uint8) for name, data in one.items()} for key, one in pieces.items()}
             references = {key: [self._ray.put(one)] for key, one in arrays.items()}
         except self._ray.exceptions.RayError as error:
             raise self._failed(error) from error
+        self._refuse_ended()
         self._ask(stored, "put", stored, references)
 
     def get(self, asked: Sequence[Asked]) -> Found:
@@ -144,9 +146,13 @@ class RayGroups:
         if (actor := self._actors.pop(_actor_of(prefix), None)) is not None:
             self._ray.kill(actor)
 
+    def end(self) -> None:
+        """See `GroupStore`."""
+        self._ended.set()
+
     def close(self) -> None:
         """See `GroupStore`."""
-        self._closed.set()
+        self.end()
 
     def _reserve(self, stored: str, nbytes: int) -> None:
         until, pause_s, bound = time.monotonic() + self._full_s, 0.01, f"queue.payload_bytes = {gibibytes(self._max_bytes)}"
@@ -158,9 +164,13 @@ class RayGroups:
                 raise StorageError(
                     f"{said}; nothing was freed for {self._full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
                 )
-            if self._closed.wait(pause_s):
-                raise StorageError(said)
+            self._ended.wait(pause_s)
+            self._refuse_ended()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _refuse_ended(self) -> None:
+        if self._ended.is_set():
+            raise StorageError("payloads: the run ends, and puts nothing more")
 
     def _read(self, asked: Asked, reference: Sequence[Any], until: float) -> list[Buffer] | DataError:
         try:

@@ -57,7 +57,7 @@ class RedisGroups:
     def __init__(self, server: RedisServer, max_bytes: int, full_s: float) -> None:
         self._server, self._max_bytes, self._full_s = server, max_bytes, full_s
         self._left_s = full_s + _LEFT_S
-        self._closed = threading.Event()
+        self._ended = threading.Event()
 
     @classmethod
     def open(cls, section: QueueSection, *, patient: bool = True) -> RedisGroups:
@@ -129,9 +129,13 @@ class RedisGroups:
         session = redis_scripts.session_of(prefix)
         self._drop_entries(prefix, lambda stored, age_s: redis_scripts.session_of(stored) <= session)
 
+    def end(self) -> None:
+        """See `GroupStore`."""
+        self._ended.set()
+
     def close(self) -> None:
         """See `GroupStore`."""
-        self._closed.set()
+        self.end()
         self._server.close()
 
     # ------------------------------------------------------------ putting
@@ -181,6 +185,8 @@ class RedisGroups:
 
     def _unless_full(self, request: Callable[[], str]) -> str:
         """Send a request; return why it must wait, or nothing."""
+        if self._ended.is_set():
+            raise StorageError("payloads: the run ends, and puts nothing more")
         try:
             return request()
         except StorageError as error:
@@ -195,8 +201,7 @@ class RedisGroups:
             )
         if pause_s == _LONGEST_PAUSE_S:
             log.warning("%s; a group waits for the trainer", said)
-        if self._closed.wait(pause_s):
-            raise StorageError(said)
+        self._ended.wait(pause_s)
         return min(2 * pause_s, _LONGEST_PAUSE_S)
 
     # ------------------------------------------------------------ the stream

@@ -31,7 +31,7 @@ class GroupStore(Protocol):
             frames: of `asyncmoe.trajectory.encode`, by the key of the trajectory. Not changed by anybody until this returns.
 
         Raises:
-            StorageError: it remained full, too.
+            StorageError: it remained full, or `end` was called, too.
         """
         ...
 
@@ -57,6 +57,10 @@ class GroupStore(Protocol):
 
     def clear(self, prefix: str) -> None:
         """Delete all groups of the run that are no newer controller's."""
+        ...
+
+    def end(self) -> None:
+        """Have each `put` fail at its next request, also one that waits; the rest goes on."""
         ...
 
     def close(self) -> None:

@@ -102,6 +102,8 @@ class StoredGroups:
     async def close(self) -> None:
         """Delete all groups of the run; what is not trained is in its journal."""
         try:
+            if not await asyncio.to_thread(self._writer.end):
+                log.warning("payloads: a group is still being put; what there is of it stays in the store until the run's next start")
             if not self._failing:
                 await asyncio.to_thread(self._store.clear, self.prefix)
         except AsyncmoeError as error:

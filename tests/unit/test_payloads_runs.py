@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,37 @@ def test_a_server_that_does_not_answer_for_a_while_ends_no_run_that_has_nothing_
         looking.cancel()
         await groups.close()
         assert caplog.text.count("stays in the store until it answers") == 1
+
+    in_loop(run())
+
+
+def test_what_is_being_put_at_the_end_leaves_nothing_in_the_store(
+    tmp_path: Path, server: LocalRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, 0, 1, **stored(server))
+    config.run.dir.mkdir()
+    entered, ended = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        groups = await asyncio.to_thread(StoredGroups.open, config)
+        assert groups is not None
+        store: Any = groups._store
+        write, end = store._write, store.end
+
+        def slow(*arguments: Any) -> None:
+            entered.set()
+            ended.wait()
+            write(*arguments)
+
+        monkeypatch.setattr(store, "_write", slow)
+        monkeypatch.setattr(store, "end", lambda: (end(), threading.Timer(0.2, ended.set).start()))
+        putting = asyncio.create_task(leased(queue_of(groups)))
+        await asyncio.to_thread(entered.wait)
+        assert keys(server)["stream"] == 1
+        await groups.close()
+        assert keys(server) == {"stream": 0, "hashes": 0}
+        with pytest.raises(StorageError, match="payloads: the run ends"):
+            await putting
 
     in_loop(run())
 

@@ -1,0 +1,64 @@
+"""What puts groups into a store waits for a bounded time only, whatever the store does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Mapping, Sequence
+
+import pytest
+
+from asyncmoe.payloads import writer as writing
+from asyncmoe.payloads.packed import Asked
+from asyncmoe.payloads.store import Found
+from asyncmoe.payloads.writer import GroupWriter
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.trajectory import Buffer
+
+
+class Stuck:
+    """A store that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go, self.putting = threading.Event(), threading.Semaphore(0)
+
+    def begin(self, run: str) -> str:
+        return f"{run}:"
+
+    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]]) -> None:
+        self.putting.release()
+        self.let_go.wait()
+
+    def get(self, asked: Sequence[Asked]) -> Found:
+        return []
+
+    def delete(self, stored: Sequence[str]) -> None: ...
+
+    def sweep(self, prefix: str, live: Collection[str]) -> int:
+        return 0
+
+    def clear(self, prefix: str) -> None: ...
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_closing_does_not_wait_for_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_END_S", 0.05)
+    store = Stuck()
+    writer = GroupWriter(store, "run:")
+
+    async def run() -> None:
+        putting = asyncio.create_task(writer.put(Group(0, (), {})))
+        await asyncio.to_thread(store.putting.acquire)
+        closing = threading.Thread(target=writer.close, daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, 10)
+        assert not closing.is_alive()
+        assert not putting.done()
+        store.let_go.set()
+        await putting
+        assert writer.end()
+
+    asyncio.run(run())

@@ -77,11 +77,11 @@ class RayGroups:
     Args:
         ray: the module, connected.
         max_bytes: bound on all groups of a run.
-        full_s: seconds for which `put` waits while there is no room.
+        full_s: seconds for which a group waits while there is no room.
     """
 
     def __init__(self, ray: Any, max_bytes: int, full_s: float) -> None:
-        self._ray, self._max_bytes, self._full_s = ray, max_bytes, full_s
+        self._ray, self._max_bytes, self.full_s = ray, max_bytes, full_s
         self._actors: dict[str, Any] = {}
         self._left_s = full_s + _LEFT_S
         self._ended = threading.Event()
@@ -109,12 +109,12 @@ class RayGroups:
         self._ask(prefix, "delete", [])  # it has started
         return prefix
 
-    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]]) -> None:
+    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]], until: float | None = None) -> None:
         """See `GroupStore`."""
         pieces = {key: packed.packed(stored, key, one) for key, one in frames.items()}
         nbytes = sum(memoryview(data).nbytes for one in pieces.values() for data in one.values())
         self._refuse_ended()
-        self._reserve(stored, nbytes)
+        self._reserve(stored, nbytes, time.monotonic() + self.full_s if until is None else until)
         try:
             arrays = {key: {name: np.frombuffer(data, np.uint8) for name, data in one.items()} for key, one in pieces.items()}
             references = {key: [self._ray.put(one)] for key, one in arrays.items()}
@@ -154,15 +154,15 @@ class RayGroups:
         """See `GroupStore`."""
         self.end()
 
-    def _reserve(self, stored: str, nbytes: int) -> None:
-        until, pause_s, bound = time.monotonic() + self._full_s, 0.01, f"queue.payload_bytes = {gibibytes(self._max_bytes)}"
+    def _reserve(self, stored: str, nbytes: int, until: float) -> None:
+        pause_s, bound = 0.01, f"queue.payload_bytes = {gibibytes(self._max_bytes)}"
         if nbytes > self._max_bytes:
             raise StorageError(f"payloads: got a group of {gibibytes(nbytes)}, expected at most {bound}; raise it")
         while (used := int(self._ask(stored, "reserve", stored, nbytes, self._max_bytes))) >= 0:
             said = f"payloads: Ray holds {gibibytes(used)} of the run's groups, and {bound}"
             if time.monotonic() >= until:
                 raise StorageError(
-                    f"{said}; nothing was freed for {self._full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
+                    f"{said}; nothing was freed for {self.full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
                 )
             self._ended.wait(pause_s)
             self._refuse_ended()

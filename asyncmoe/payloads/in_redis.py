@@ -51,11 +51,11 @@ class RedisGroups:
 
     Args:
         max_bytes: bound on all groups of a run.
-        full_s: seconds for which `put` waits while there is no room.
+        full_s: seconds for which a group waits while there is no room.
     """
 
     def __init__(self, server: RedisServer, max_bytes: int, full_s: float) -> None:
-        self._server, self._max_bytes, self._full_s = server, max_bytes, full_s
+        self._server, self._max_bytes, self.full_s = server, max_bytes, full_s
         self._left_s = full_s + _LEFT_S
         self._ended = threading.Event()
 
@@ -92,13 +92,13 @@ class RedisGroups:
             log.info("payloads: %d groups that an earlier controller left in %s are deleted", left, self._server.name)
         return prefix
 
-    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]]) -> None:
+    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]], until: float | None = None) -> None:
         """See `GroupStore`."""
         fields: dict[str, Buffer] = {}
         for key, one in frames.items():
             fields |= {field(key, piece): data for piece, data in packed.packed(stored, key, one).items()}
         nbytes = sum(memoryview(data).nbytes + len(name) + _OVERHEAD for name, data in fields.items())
-        until = time.monotonic() + self._full_s
+        until = time.monotonic() + self.full_s if until is None else until
         for _ in range(_TRIES):
             self._reserve(stored, nbytes, until)
             self._write(stored, fields, until)
@@ -197,7 +197,7 @@ class RedisGroups:
     def _pause(self, said: str, until: float, pause_s: float) -> float:
         if time.monotonic() >= until:
             raise StorageError(
-                f"{said}; nothing was freed for {self._full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
+                f"{said}; nothing was freed for {self.full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
             )
         if pause_s == _LONGEST_PAUSE_S:
             log.warning("%s; a group waits for the trainer", said)

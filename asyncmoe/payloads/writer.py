@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from asyncmoe.errors import StorageError
 from asyncmoe.payloads.store import GroupStore
 from asyncmoe.queue.group_buffer import Group
 
@@ -34,10 +36,21 @@ class GroupWriter:
         self._putting: set[Future[None]] = set()
 
     async def put(self, group: Group) -> Group:
-        """Put a group into the store, and return it without its frames. Raises as `GroupStore.put`."""
-        stored, self._count = f"{self._prefix}{self._count}", self._count + 1
-        async with self._room:
-            await asyncio.wrap_future(self._start(stored, group))
+        """Put a group into the store, and return it without its frames. Raises as `GroupStore.put`.
+
+        The time that a group waits for its turn counts as time that it waits for room.
+        """
+        full_s = self._store.full_s
+        stored, self._count, until = f"{self._prefix}{self._count}", self._count + 1, time.monotonic() + full_s
+        try:
+            await asyncio.wait_for(self._room.acquire(), full_s)
+        except TimeoutError as error:
+            said = f"payloads: the {_AT_ONCE} groups before this one were not put within {full_s:g} s (queue.lease_timeout_s)"
+            raise StorageError(f"{said}; see the store's log, raise that, or lower queue.capacity") from error
+        try:
+            await asyncio.wrap_future(self._start(stored, group, until))
+        finally:
+            self._room.release()
         return replace(group, frames={}, items=tuple(msgspec.structs.replace(item, stored=stored) for item in group.items))
 
     def end(self) -> bool:
@@ -50,19 +63,19 @@ class GroupWriter:
         self.end()
         self._store.close()
 
-    def _start(self, stored: str, group: Group) -> Future[None]:
+    def _start(self, stored: str, group: Group, until: float) -> Future[None]:
         future = Future[None]()
         self._putting.add(future)
         future.add_done_callback(self._putting.discard)
         # A daemon, as the process must be able to end while a store never answers.
-        threading.Thread(target=partial(self._put, future, stored, group), name=f"put {stored}", daemon=True).start()
+        threading.Thread(target=partial(self._put, future, stored, group, until), name=f"put {stored}", daemon=True).start()
         return future
 
-    def _put(self, future: Future[None], stored: str, group: Group) -> None:
+    def _put(self, future: Future[None], stored: str, group: Group, until: float) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            self._store.put(stored, group.frames)
+            self._store.put(stored, group.frames, until)
         except BaseException as error:  # noqa: BLE001  passed to who awaits it
             future.set_exception(error)
         else:

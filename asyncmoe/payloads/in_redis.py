@@ -35,6 +35,7 @@ _USE = ServerUse(
     {"maxmemory-policy": (_DROPS, "otherwise a full server deletes what is not yet trained")},
     "raise its maxmemory, or lower queue.capacity",
     "start the run again: what was finished is in the journal",
+    "docs/guides/payloads.md",
 )
 _PAGE = 1000
 _OVERHEAD = 128

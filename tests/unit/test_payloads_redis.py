@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from asyncmoe.payloads.opening import open_store
 from asyncmoe.payloads.packed import Asked
 from asyncmoe.trajectory import Buffer, encode, frames_in, part
 from tests.redis_server import LocalRedis, LossyLink, needed, server
+from tests.unit.doc_pages import read
 from tests.unit.test_config import GOOD, refused, with_value
 from tests.unit.test_packed import trajectory
 
@@ -166,6 +168,25 @@ def test_keys_that_do_not_fit_together_are_refused() -> None:
     line = refused({**GOOD, "queue": {"payloads": "redis", "redis": "redis://:secret@r"}})
     assert "queue.redis: got an address with a password" in line
     assert "secret" not in line
+
+
+def test_the_guide_s_user_may_do_all_that_is_needed_and_one_that_may_not_is_sent_to_it(server: LocalRedis) -> None:
+    (rights,) = re.findall(r"^user asyncmoe on >PASSWORD (.*)$", read("guides/payloads.md"), re.MULTILINE)
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "small", "on", "nopass", *rights.split())
+    address = {"redis": f"{server.url}?username=small&db=3", "payload_bytes": 1 << 20}
+    store = opened(server, **address)
+    name = f"{store.begin(RUN)}w.0"
+    store.put(name, FRAMES)
+    assert same(store.get([Asked(name, KEYS[0])])[0], FRAMES[KEYS[0]])
+    assert store.sweep(name, [name]) == 0
+    store.delete([name])
+    store.clear(name)
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "small", "-eval")
+    with pytest.raises(UserError, match=r"queue\.redis: got .*, expected a user who may do it; docs/guides/payloads\.md has the list"):
+        store.delete([name])
+    store.close()
 
 
 # ---------------------------------------------------------------- a full server

@@ -113,18 +113,28 @@ class StoredGroups:
 
 
 def run_name(run_dir: Path) -> str:
-    """Return the name of a run in its store, from a file that is written once.
+    """Return the name of a run in its store, from a file that is written once; a copy of the folder is another run.
 
     Raises:
         DataError: it is damaged.
         StorageError: it cannot be written.
     """
     path = run_dir / MARKER
+    # Not the device: on a network file system its number depends on the node and on the order of mounts.
+    inode = run_dir.stat().st_ino
     try:
-        name = json.loads(path.read_text())["run"]
-        if not (isinstance(name, str) and name.isascii() and name.isalnum()):
-            raise ValueError(f"the name {name!r}")
-        return name
+        found = json.loads(path.read_text())
+        name, of = found["run"], found["inode"]
+        if not (isinstance(name, str) and name.isascii() and name.isalnum() and isinstance(of, int)):
+            raise ValueError(f"the name {name!r} of folder {of!r}")
+        if of == inode:
+            return name
+        log.warning(
+            "payloads: %s is of another folder, of which this one is a copy; this run has a name of its own. If the folder was moved from "
+            "another file system, what asyncmoe:%s:* still has in the store can be deleted",
+            path,
+            name,
+        )
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -133,7 +143,7 @@ def run_name(run_dir: Path) -> str:
     with storage.writing("the name of the run in its store", path):
         temporary = path.with_suffix(".tmp")
         with temporary.open("w") as file:
-            json.dump({"run": name}, file)
+            json.dump({"run": name, "inode": inode}, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -294,10 +295,22 @@ def test_without_a_journal_what_is_gone_ends_the_run_with_one_line(tmp_path: Pat
 def test_the_run_has_one_name_in_its_store_and_a_damaged_file_is_named(tmp_path: Path) -> None:
     name = run_name(tmp_path)
     assert run_name(tmp_path) == name == json.loads((tmp_path / MARKER).read_text())["run"]
-    for damaged in ("", "{}", '{"run": "a:b"}', '{"run": 3}'):
+    for damaged in ("", "{}", '{"run": "a:b", "inode": 1}', '{"run": 3, "inode": 1}', '{"run": "a"}', '{"run": "a", "inode": "1"}'):
         (tmp_path / MARKER).write_text(damaged)
         with pytest.raises(DataError, match=r"payloads\.json: got .*, expected the name of the run in its store; delete it"):
             run_name(tmp_path)
+
+
+def test_a_copy_of_a_run_has_a_name_of_its_own_and_a_folder_that_was_moved_keeps_it(tmp_path: Path, caplog: Any) -> None:
+    (run := tmp_path / "run").mkdir()
+    name = run_name(run)
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    moved = run.rename(tmp_path / "moved")
+    assert run_name(moved) == name
+    assert not caplog.text
+    other = run_name(copy)
+    assert run_name(copy) == other != name
+    assert caplog.text.count(f"asyncmoe:{name}:*") == 1
 
 
 def test_a_trajectory_in_a_store_that_the_run_has_not_is_refused(tmp_path: Path, server: LocalRedis) -> None:

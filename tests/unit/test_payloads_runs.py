@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
+from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, StorageError, UserError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.stored_groups import MARKER, StoredGroups, run_name
+from asyncmoe.rpc import held
+from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch
 from asyncmoe.trajectory import decode, frames_in
 from tests.redis_server import LocalRedis, needed, server
@@ -321,5 +323,44 @@ def test_a_trajectory_in_a_store_that_the_run_has_not_is_refused(tmp_path: Path,
             wanted = Fetch(0, tuple(item.key for item in answer.items))
             frames = await asyncio.to_thread(cluster.fetched, wanted, answer)  # read from the journal
             assert len(frames) == frames_in(len(wanted.keys))
+
+    asyncio.run(run())
+
+
+def test_a_rank_leaves_a_store_that_failed_alone_for_a_while_and_one_that_cannot_open_it_ends_the_run(
+    tmp_path: Path, server: LocalRedis
+) -> None:
+    class Failing:
+        asked = 0
+
+        def get(self, asked: Any) -> Any:
+            self.asked += 1
+            raise StorageError("payloads: it did not answer")
+
+        def close(self) -> None: ...
+
+    def refuses() -> Any:
+        raise ConfigError("queue.redis_password_variable", got="QUEUE_PASSWORD, which is not set", expected="a variable with the password")
+
+    def fetch(client: Client, answer: Any) -> None:
+        keys = tuple(item.key for item in answer.items)
+        assert len(held.fetch(client, Fetch(0, keys), answer.items, answer.holders, 10.0)) == frames_in(len(keys))
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=4, seed=5, **stored(server)) as cluster:
+            answer = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
+            failing = Failing()
+            with Client(cluster._rendezvous, "trainer.0") as client:
+                client.reads(lambda: failing)  # type: ignore[arg-type,return-value]
+                for _ in range(3):
+                    await asyncio.to_thread(fetch, client, answer)
+                assert failing.asked == 1
+                client._rests_until = 0.0
+                await asyncio.to_thread(fetch, client, answer)
+                assert failing.asked == 2
+            with Client(cluster._rendezvous, "trainer.0") as client:
+                client.reads(refuses)
+                with pytest.raises(ConfigError, match=r"queue\.redis_password_variable: got QUEUE_PASSWORD, which is not set"):
+                    await asyncio.to_thread(fetch, client, answer)
 
     asyncio.run(run())

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 KEY = "queue.payloads"
 _NAMESPACE = "asyncmoe"
 _ANSWER_S = 30.0
+"""Seconds for one request to the actor, or for one trajectory."""
 _LEFT_S = 900
 """Seconds, besides those for which `put` waits, after which a group of which the controller does not know was left by a lost process."""
 _LONGEST_PAUSE_S = 1.0
@@ -129,8 +130,7 @@ class RayGroups:
         for prefix in sorted({_prefix_of(one.stored) for one in asked}):
             names = sorted({(one.stored, one.key) for one in asked if _prefix_of(one.stored) == prefix})
             found |= dict(zip(names, self._ask(prefix, "get", names), strict=True))
-        until = time.monotonic() + _ANSWER_S
-        return [self._read(one, found[one.stored, one.key], until) for one in asked]
+        return [self._read(one, found[one.stored, one.key]) for one in asked]
 
     def delete(self, stored: Sequence[str]) -> None:
         """See `GroupStore`."""
@@ -172,11 +172,11 @@ class RayGroups:
         if self._ended.is_set():
             raise StorageError("payloads: the run ends, and puts nothing more")
 
-    def _read(self, asked: Asked, reference: Sequence[Any], until: float) -> list[Buffer] | DataError:
+    def _read(self, asked: Asked, reference: Sequence[Any]) -> list[Buffer] | DataError:
         try:
             if not reference:
                 raise DataError(asked.name, got="nothing", expected="what was put there")
-            pieces = self._ray.get(reference[0], timeout=max(until - time.monotonic(), 0.1))
+            pieces = self._ray.get(reference[0], timeout=_ANSWER_S)
             views: dict[str, Buffer | None] = {name: memoryview(piece) for name, piece in pieces.items()}
             return packed.unpacked(asked, packed.opened(asked, views.get(HEAD)), views)
         except DataError as error:

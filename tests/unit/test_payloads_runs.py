@@ -351,7 +351,7 @@ def test_a_rank_leaves_a_store_that_failed_alone_for_a_while_and_one_that_cannot
             answer = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
             failing = Failing()
             with Client(cluster._rendezvous, "trainer.0") as client:
-                client.reads(lambda: failing)  # type: ignore[arg-type,return-value]
+                client.reads(lambda: failing)
                 for _ in range(3):
                     await asyncio.to_thread(fetch, client, answer)
                 assert failing.asked == 1

@@ -202,6 +202,16 @@ class RayGroups:
         return StorageError(f"payloads: Ray has failed: {type(error).__name__}: {why}; see `ray status`, then start the run again")
 
 
+def check() -> None:
+    """Connect to the cluster, and leave it, unless this process was connected before. Blocks. Raises UserError: there is none."""
+    import ray
+
+    with _OPENING:
+        if not ray.is_initialized():
+            _connect(ray)
+            ray.shutdown()
+
+
 def _connect(ray: Any) -> None:
     """Become a driver of the cluster; this process keeps its handler of SIGTERM."""
     address = os.environ.get("RAY_ADDRESS") or "auto"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncmoe.payloads import in_ray, packed
+from asyncmoe.config.queue import QueueSection
+from asyncmoe.payloads import in_ray, opening, packed
 from asyncmoe.payloads.packed import Asked
 from asyncmoe.trajectory import encode
 from tests.unit.test_packed import trajectory
@@ -35,3 +37,29 @@ def test_each_trajectory_in_ray_has_the_time_of_an_answer(monkeypatch: pytest.Mo
     monkeypatch.setattr(in_ray, "time", SimpleNamespace(monotonic=lambda: now))
     found = in_ray.RayGroups(Slow(), 1 << 30, 1.0).get([Asked(name, "g0.e0") for name in names])
     assert [list(map(bytes, one)) for one in found if isinstance(one, list)] == [list(map(bytes, frames))] * len(names)
+
+
+class Cluster:
+    """Counts the connections of this process."""
+
+    __spec__ = "of a module"
+
+    def __init__(self, connected: bool) -> None:
+        self.connected, self.inits = connected, 0
+
+    def is_initialized(self) -> bool:
+        return self.connected
+
+    def init(self, **_: Any) -> None:
+        self.connected, self.inits = True, self.inits + 1
+
+    def shutdown(self) -> None:
+        self.connected = False
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_check_before_a_run_leaves_the_process_as_connected_as_it_was(monkeypatch: pytest.MonkeyPatch, connected: bool) -> None:
+    cluster = Cluster(connected)
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    opening.check(QueueSection(payloads="ray"))
+    assert (cluster.connected, cluster.inits) == (connected, int(not connected))

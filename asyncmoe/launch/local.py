@@ -38,7 +38,7 @@ from asyncmoe.models import resume
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
-from asyncmoe.payloads.opening import open_store
+from asyncmoe.payloads import opening as stores
 from asyncmoe.plan import budget
 from asyncmoe.rollout import journaling
 from asyncmoe.rollout.engines import backend, succession
@@ -82,8 +82,8 @@ def check(config: Config) -> Survey:
     here = not config.engines.join and config.launch == "local"
     if config.journal.enabled and config.journal.redis is not None and config.launch == "local":
         _check_redis(config.journal)
-    if config.launch == "local" and (store := open_store(config.queue, patient=False)) is not None:
-        store.close()
+    if config.launch == "local":
+        stores.check(config.queue)
     plugin_probe.check(config)
     if here and devices.none_here():
         _check_profile(config)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 KEY = "queue.payloads"
 _NAMESPACE = "asyncmoe"
 _ANSWER_S = 30.0
+"""Seconds for one request to the actor, or for one trajectory."""
 _LEFT_S = 900
 """Seconds, besides those for which `put` waits, after which a group of which the controller does not know was left by a lost process."""
 _LONGEST_PAUSE_S = 1.0
@@ -77,14 +78,14 @@ class RayGroups:
     Args:
         ray: the module, connected.
         max_bytes: bound on all groups of a run.
-        full_s: seconds for which `put` waits while there is no room.
+        full_s: seconds for which a group waits while there is no room.
     """
 
     def __init__(self, ray: Any, max_bytes: int, full_s: float) -> None:
-        self._ray, self._max_bytes, self._full_s = ray, max_bytes, full_s
+        self._ray, self._max_bytes, self.full_s = ray, max_bytes, full_s
         self._actors: dict[str, Any] = {}
         self._left_s = full_s + _LEFT_S
-        self._closed = threading.Event()
+        self._ended = threading.Event()
 
     @classmethod
     def open(cls, section: QueueSection) -> RayGroups:
@@ -109,16 +110,18 @@ class RayGroups:
         self._ask(prefix, "delete", [])  # it has started
         return prefix
 
-    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]]) -> None:
+    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]], until: float | None = None) -> None:
         """See `GroupStore`."""
         pieces = {key: packed.packed(stored, key, one) for key, one in frames.items()}
         nbytes = sum(memoryview(data).nbytes for one in pieces.values() for data in one.values())
-        self._reserve(stored, nbytes)
+        self._refuse_ended()
+        self._reserve(stored, nbytes, time.monotonic() + self.full_s if until is None else until)
         try:
             arrays = {key: {name: np.frombuffer(data, np.uint8) for name, data in one.items()} for key, one in pieces.items()}
             references = {key: [self._ray.put(one)] for key, one in arrays.items()}
         except self._ray.exceptions.RayError as error:
             raise self._failed(error) from error
+        self._refuse_ended()
         self._ask(stored, "put", stored, references)
 
     def get(self, asked: Sequence[Asked]) -> Found:
@@ -127,8 +130,7 @@ class RayGroups:
         for prefix in sorted({_prefix_of(one.stored) for one in asked}):
             names = sorted({(one.stored, one.key) for one in asked if _prefix_of(one.stored) == prefix})
             found |= dict(zip(names, self._ask(prefix, "get", names), strict=True))
-        until = time.monotonic() + _ANSWER_S
-        return [self._read(one, found[one.stored, one.key], until) for one in asked]
+        return [self._read(one, found[one.stored, one.key]) for one in asked]
 
     def delete(self, stored: Sequence[str]) -> None:
         """See `GroupStore`."""
@@ -144,29 +146,37 @@ class RayGroups:
         if (actor := self._actors.pop(_actor_of(prefix), None)) is not None:
             self._ray.kill(actor)
 
+    def end(self) -> None:
+        """See `GroupStore`."""
+        self._ended.set()
+
     def close(self) -> None:
         """See `GroupStore`."""
-        self._closed.set()
+        self.end()
 
-    def _reserve(self, stored: str, nbytes: int) -> None:
-        until, pause_s, bound = time.monotonic() + self._full_s, 0.01, f"queue.payload_bytes = {gibibytes(self._max_bytes)}"
+    def _reserve(self, stored: str, nbytes: int, until: float) -> None:
+        pause_s, bound = 0.01, f"queue.payload_bytes = {gibibytes(self._max_bytes)}"
         if nbytes > self._max_bytes:
             raise StorageError(f"payloads: got a group of {gibibytes(nbytes)}, expected at most {bound}; raise it")
         while (used := int(self._ask(stored, "reserve", stored, nbytes, self._max_bytes))) >= 0:
             said = f"payloads: Ray holds {gibibytes(used)} of the run's groups, and {bound}"
             if time.monotonic() >= until:
                 raise StorageError(
-                    f"{said}; nothing was freed for {self._full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
+                    f"{said}; nothing was freed for {self.full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
                 )
-            if self._closed.wait(pause_s):
-                raise StorageError(said)
+            self._ended.wait(pause_s)
+            self._refuse_ended()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _read(self, asked: Asked, reference: Sequence[Any], until: float) -> list[Buffer] | DataError:
+    def _refuse_ended(self) -> None:
+        if self._ended.is_set():
+            raise StorageError("payloads: the run ends, and puts nothing more")
+
+    def _read(self, asked: Asked, reference: Sequence[Any]) -> list[Buffer] | DataError:
         try:
             if not reference:
                 raise DataError(asked.name, got="nothing", expected="what was put there")
-            pieces = self._ray.get(reference[0], timeout=max(until - time.monotonic(), 0.1))
+            pieces = self._ray.get(reference[0], timeout=_ANSWER_S)
             views: dict[str, Buffer | None] = {name: memoryview(piece) for name, piece in pieces.items()}
             return packed.unpacked(asked, packed.opened(asked, views.get(HEAD)), views)
         except DataError as error:
@@ -190,6 +200,16 @@ class RayGroups:
     def _failed(self, error: Exception) -> StorageError:
         why = " ".join((str(error) or type(error).__name__).split())[:300]
         return StorageError(f"payloads: Ray has failed: {type(error).__name__}: {why}; see `ray status`, then start the run again")
+
+
+def check() -> None:
+    """Connect to the cluster, and leave it, unless this process was connected before. Blocks. Raises UserError: there is none."""
+    import ray
+
+    with _OPENING:
+        if not ray.is_initialized():
+            _connect(ray)
+            ray.shutdown()
 
 
 def _connect(ray: Any) -> None:

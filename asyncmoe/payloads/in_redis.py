@@ -35,6 +35,7 @@ _USE = ServerUse(
     {"maxmemory-policy": (_DROPS, "otherwise a full server deletes what is not yet trained")},
     "raise its maxmemory, or lower queue.capacity",
     "start the run again: what was finished is in the journal",
+    "docs/guides/payloads.md",
 )
 _PAGE = 1000
 _OVERHEAD = 128
@@ -51,13 +52,13 @@ class RedisGroups:
 
     Args:
         max_bytes: bound on all groups of a run.
-        full_s: seconds for which `put` waits while there is no room.
+        full_s: seconds for which a group waits while there is no room.
     """
 
     def __init__(self, server: RedisServer, max_bytes: int, full_s: float) -> None:
-        self._server, self._max_bytes, self._full_s = server, max_bytes, full_s
+        self._server, self._max_bytes, self.full_s = server, max_bytes, full_s
         self._left_s = full_s + _LEFT_S
-        self._closed = threading.Event()
+        self._ended = threading.Event()
 
     @classmethod
     def open(cls, section: QueueSection, *, patient: bool = True) -> RedisGroups:
@@ -84,19 +85,21 @@ class RedisGroups:
     def begin(self, run: str) -> str:
         """See `GroupStore`."""
         name = redis_scripts.begin_of(run)
-        session = int(self._server.call(lambda redis: redis.hincrby(redis_scripts.totals(name), "session", 1)))
+        # The server may have been started again, without the number of the controller whose groups came after that.
+        highest = max((redis_scripts.session_of(stored) for _, stored, _ in self._entries(name)), default=0)
+        session = self._note(name, max(highest, 0), 1)
         prefix = redis_scripts.prefix_of(name, session)
         if left := self._drop_entries(prefix, lambda stored, age_s: redis_scripts.session_of(stored) < session):
             log.info("payloads: %d groups that an earlier controller left in %s are deleted", left, self._server.name)
         return prefix
 
-    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]]) -> None:
+    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]], until: float | None = None) -> None:
         """See `GroupStore`."""
         fields: dict[str, Buffer] = {}
         for key, one in frames.items():
             fields |= {field(key, piece): data for piece, data in packed.packed(stored, key, one).items()}
         nbytes = sum(memoryview(data).nbytes + len(name) + _OVERHEAD for name, data in fields.items())
-        until = time.monotonic() + self._full_s
+        until = time.monotonic() + self.full_s if until is None else until
         for _ in range(_TRIES):
             self._reserve(stored, nbytes, until)
             self._write(stored, fields, until)
@@ -117,6 +120,7 @@ class RedisGroups:
         """See `GroupStore`."""
         settings.check_config(self._server.call(lambda redis: settings.read(redis, _USE)), self._server.name, _USE)
         session, known = redis_scripts.session_of(prefix), set(live)
+        self._note(redis_scripts.run_of(prefix), session, 0)
         return self._drop_entries(
             prefix, lambda stored, age_s: age_s > self._left_s and stored not in known and redis_scripts.session_of(stored) <= session
         )
@@ -126,9 +130,13 @@ class RedisGroups:
         session = redis_scripts.session_of(prefix)
         self._drop_entries(prefix, lambda stored, age_s: redis_scripts.session_of(stored) <= session)
 
+    def end(self) -> None:
+        """See `GroupStore`."""
+        self._ended.set()
+
     def close(self) -> None:
         """See `GroupStore`."""
-        self._closed.set()
+        self.end()
         self._server.close()
 
     # ------------------------------------------------------------ putting
@@ -178,6 +186,8 @@ class RedisGroups:
 
     def _unless_full(self, request: Callable[[], str]) -> str:
         """Send a request; return why it must wait, or nothing."""
+        if self._ended.is_set():
+            raise StorageError("payloads: the run ends, and puts nothing more")
         try:
             return request()
         except StorageError as error:
@@ -188,33 +198,41 @@ class RedisGroups:
     def _pause(self, said: str, until: float, pause_s: float) -> float:
         if time.monotonic() >= until:
             raise StorageError(
-                f"{said}; nothing was freed for {self._full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
+                f"{said}; nothing was freed for {self.full_s:g} s (queue.lease_timeout_s); raise it, or lower queue.capacity"
             )
         if pause_s == _LONGEST_PAUSE_S:
             log.warning("%s; a group waits for the trainer", said)
-        if self._closed.wait(pause_s):
-            raise StorageError(said)
+        self._ended.wait(pause_s)
         return min(2 * pause_s, _LONGEST_PAUSE_S)
 
     # ------------------------------------------------------------ the stream
 
     def _drop_entries(self, prefix: str, dead: Callable[[str, float], bool]) -> int:
         """Drop the groups in a run's stream of which `dead(name, age in seconds)` is true, and second entries of others."""
-        run, dropped, after = redis_scripts.run_of(prefix), 0, "-"
         seconds, micros = self._server.call(lambda redis: redis.time())
-        now_ms, seen = seconds * 1000 + micros // 1000, set[str]()
+        now_ms, seen, dropped = seconds * 1000 + micros // 1000, set[str](), 0
+        for entry, name, nbytes in self._entries(redis_scripts.run_of(prefix)):
+            gone = dead(name, (now_ms - int(entry.partition(b"-")[0])) / 1000)
+            if gone or name in seen:
+                if gone and redis_scripts.session_of(name) >= 0:
+                    self._drop([name])
+                self._server.step(redis_scripts.FORGET, self._keys(prefix)[:2], entry, nbytes)
+                dropped += 1
+            seen.add(name)
+        return dropped
+
+    def _entries(self, run: str) -> Iterator[tuple[bytes, str, bytes]]:
+        """Yield id, name and bytes of each entry in a run's stream."""
+        after = "-"
         while page := self._page(run, after):
             after = f"({page[-1][0].decode()}"
             for entry, told in page:
-                name = told.get(b"name", b"").decode(errors="replace")
-                gone = dead(name, (now_ms - int(entry.partition(b"-")[0])) / 1000)
-                if gone or name in seen:
-                    if gone and redis_scripts.session_of(name) >= 0:
-                        self._drop([name])
-                    self._server.step(redis_scripts.FORGET, self._keys(prefix)[:2], entry, told.get(b"bytes", b"0"))
-                    dropped += 1
-                seen.add(name)
-        return dropped
+                yield entry, told.get(b"name", b"").decode(errors="replace"), told.get(b"bytes", b"0")
+
+    def _note(self, run: str, session: int, more: int) -> int:
+        """Note the number of a run's newest controller, at least `session`, plus `more`; return it."""
+        keys = redis_scripts.totals(run), redis_scripts.stream(run)
+        return int(self._server.step(redis_scripts.SESSION, keys, session, more))
 
     def _page(self, run: str, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         page: list[tuple[bytes, dict[bytes, bytes]]]

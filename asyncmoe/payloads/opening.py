@@ -27,3 +27,14 @@ def open_store(section: QueueSection, *, patient: bool = True) -> GroupStore | N
     from asyncmoe.payloads.in_redis import RedisGroups
 
     return RedisGroups.open(section, patient=patient)
+
+
+def check(section: QueueSection) -> None:
+    """Refuse a store that cannot be used; stay connected to none. Blocks. Raises as `open_store`, which it has not wait."""
+    if section.payloads == "ray":
+        installed.need(section.payloads, f"queue.payloads={section.payloads}")
+        from asyncmoe.payloads import in_ray
+
+        in_ray.check()
+    elif (store := open_store(section, patient=False)) is not None:
+        store.close()

@@ -12,6 +12,16 @@ _NAME = re.compile(r"asyncmoe:[^:]+:payload:(0|[1-9][0-9]{0,17})\.[^:]*", re.ASC
 ENTRY = "entry"
 """Field of a group's hash: id and bytes of its entry in the stream. The others are named by `field`."""
 
+SESSION = """
+redis.call('XDEL', KEYS[2], '0-0')
+local before = tonumber(redis.call('HGET', KEYS[1], 'session') or '0')
+return redis.call('HINCRBY', KEYS[1], 'session', math.max(tonumber(ARGV[1]) - before, 0) + ARGV[2])
+"""
+"""totals, stream; a controller's number, 0 or 1: the number noted, at least that one, plus 0 or 1, which is noted now.
+
+No stream has an entry 0-0: a full server takes whatever follows a deletion in a step, and nothing else that writes.
+"""
+
 RESERVE = f"""
 if redis.call('HEXISTS', KEYS[3], '{ENTRY}') == 1 then return 'done' end
 local used = tonumber(redis.call('HGET', KEYS[1], 'bytes') or '0')
@@ -65,7 +75,7 @@ def begin_of(run: str) -> str:
 
 
 def totals(run: str) -> str:
-    """A hash: bytes of all groups, and the number of controllers so far. `run` as `run_of` returns it, also below."""
+    """A hash: bytes of all groups, and the number of the newest controller. `run` as `run_of` returns it, also below."""
     return f"{run}:totals"
 
 

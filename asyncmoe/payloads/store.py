@@ -17,21 +17,27 @@ class GroupStore(Protocol):
     """The trajectories of groups, under a name for each group. Blocks; methods may be called from any thread.
 
     All raise StorageError if the store does not answer within its bound, and UserError if it refuses the user.
+
+    Attributes:
+        full_s: seconds for which a group waits while the store is full.
     """
+
+    full_s: float
 
     def begin(self, run: str) -> str:
         """Delete what earlier controllers of a run have left, and return how names of this one's groups begin."""
         ...
 
-    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]]) -> None:
+    def put(self, stored: str, frames: Mapping[str, Sequence[Buffer]], until: float | None = None) -> None:
         """Keep a group; return once it can be read. Waits while the store is full. Putting it again changes nothing.
 
         Args:
             stored: its name: what `begin` returned, and more.
             frames: of `asyncmoe.trajectory.encode`, by the key of the trajectory. Not changed by anybody until this returns.
+            until: `time.monotonic()` at which it waits no longer for room; None: in `full_s`.
 
         Raises:
-            StorageError: it remained full, too.
+            StorageError: it remained full, or `end` was called, too.
         """
         ...
 
@@ -57,6 +63,10 @@ class GroupStore(Protocol):
 
     def clear(self, prefix: str) -> None:
         """Delete all groups of the run that are no newer controller's."""
+        ...
+
+    def end(self) -> None:
+        """Have each `put` fail at its next request, also one that waits; the rest goes on."""
         ...
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ CONNECT_S = 10.0
 """A controller without a connection for this long counts as dead, whatever the timeout of the reply."""
 _BESIDE_S = 2.0
 """The same for a rollout worker, in whose place the controller can be asked."""
+_STORE_RESTS_S = 60.0
+"""Seconds for which a store that has failed is not asked."""
 
 
 class ConnectionGone(WaitTimeout):
@@ -51,6 +53,7 @@ class Client:
         self._beside: dict[str, tuple[Rendezvous, Client]] = {}
         self._open_store: Callable[[], GroupStore | None] = lambda: None
         self._store: GroupStore | None = None
+        self._rests_until = -math.inf
 
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
         """Return a client of another server of the run, which this one keeps, and closes once another server has taken its place."""
@@ -73,6 +76,15 @@ class Client:
         if self._store is None:
             raise ProtocolError(f"{self.name} was told of a trajectory in a store, and queue.payloads is workers")
         return self._store
+
+    @property
+    def store_rests(self) -> bool:
+        """Whether the store has failed less than a minute ago, so that the controller is asked at once."""
+        return time.monotonic() < self._rests_until
+
+    def store_failed(self) -> None:
+        """Have the store rest."""
+        self._rests_until = time.monotonic() + _STORE_RESTS_S
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
         """Send a request and wait for its reply and the frames that follow (read-only views of the received data).

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncmoe.errors import AsyncmoeError, DataError, ProtocolError
+from asyncmoe.errors import AsyncmoeError, DataError, ProtocolError, StorageError, UserError
 from asyncmoe.payloads.packed import Asked
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
@@ -31,6 +31,7 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
         holders: where workers serve, by number.
 
     Raises:
+        UserError: the store cannot be opened, or refuses the user.
         AsyncmoeError: the controller cannot send it either.
     """
     found = _stored(client, request, [item for item in items if item.stored])
@@ -54,12 +55,18 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
 
 
 def _stored(client: Client, request: Fetch, items: Sequence[Item]) -> dict[str, Sequence[Buffer]]:
-    """Return the frames of those trajectories that the store has whole, by key."""
-    if not items:
+    """Return the frames of those trajectories that the store has whole, by key. Raises UserError."""
+    if not items or client.store_rests:
         return {}
     asked = [Asked(item.stored, item.key, request.layers, request.masks) for item in items]
     try:
         found = client.store.get(asked)
+    except UserError:
+        raise  # the same is wrong at each fetch, and the controller can hardly do the work of a store for all ranks
+    except StorageError as error:
+        client.store_failed()
+        log.warning("%s; the controller is asked instead, and for a minute at once", error)
+        return {}
     except AsyncmoeError as error:
         log.warning("%s; the controller is asked instead", error)
         return {}

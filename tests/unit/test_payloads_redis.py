@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from asyncmoe.payloads.opening import open_store
 from asyncmoe.payloads.packed import Asked
 from asyncmoe.trajectory import Buffer, encode, frames_in, part
 from tests.redis_server import LocalRedis, LossyLink, needed, server
+from tests.unit.doc_pages import read
 from tests.unit.test_config import GOOD, refused, with_value
 from tests.unit.test_packed import trajectory
 
@@ -168,6 +170,25 @@ def test_keys_that_do_not_fit_together_are_refused() -> None:
     assert "secret" not in line
 
 
+def test_the_guide_s_user_may_do_all_that_is_needed_and_one_that_may_not_is_sent_to_it(server: LocalRedis) -> None:
+    (rights,) = re.findall(r"^user asyncmoe on >PASSWORD (.*)$", read("guides/payloads.md"), re.MULTILINE)
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "small", "on", "nopass", *rights.split())
+    address = {"redis": f"{server.url}?username=small&db=3", "payload_bytes": 1 << 20}
+    store = opened(server, **address)
+    name = f"{store.begin(RUN)}w.0"
+    store.put(name, FRAMES)
+    assert same(store.get([Asked(name, KEYS[0])])[0], FRAMES[KEYS[0]])
+    assert store.sweep(name, [name]) == 0
+    store.delete([name])
+    store.clear(name)
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "small", "-eval")
+    with pytest.raises(UserError, match=r"queue\.redis: got .*, expected a user who may do it; docs/guides/payloads\.md has the list"):
+        store.delete([name])
+    store.close()
+
+
 # ---------------------------------------------------------------- a full server
 
 
@@ -224,6 +245,34 @@ def test_what_an_earlier_controller_left_is_deleted_and_a_newer_one_s_is_not(ser
     assert left(server)[0] == left(server)[2] == [f"{after}w.0"]
     new.clear(after)
     assert left(server) == ([], 0, [])
+
+
+def test_what_a_controller_put_after_its_server_lost_its_number_is_deleted_by_the_next(server: LocalRedis) -> None:
+    old = opened(server)
+    for _ in range(3):
+        before = old.begin(RUN)
+    with server.client() as client:
+        client.flushall()  # started again, empty
+    old.put(f"{before}w.0", FRAMES)
+    new = opened(server)
+    after = new.begin(RUN)
+    assert left(server) == ([], 0, [])
+    with server.client() as client:
+        client.flushall()
+    assert new.sweep(after, ()) == 0  # which notes the number again
+    newest = opened(server)
+    assert len({before, after, newest.begin(RUN)}) == 3
+
+
+def test_a_server_that_is_full_of_an_earlier_controller_s_groups_is_emptied(server: LocalRedis) -> None:
+    old = opened(server)
+    before = old.begin(RUN)
+    old.put(f"{before}w.0", FRAMES)
+    server.configure(maxmemory="1000000")
+    new = opened(server)
+    assert new.begin(RUN) != before
+    assert left(server) == ([], 0, [])
+    assert new.sweep(before, ()) == 0
 
 
 def test_what_nobody_knows_of_is_deleted_once_it_is_old_and_a_second_entry_at_once(server: LocalRedis) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
+from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, StorageError, UserError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.stored_groups import MARKER, StoredGroups, run_name
+from asyncmoe.rpc import held
+from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch
 from asyncmoe.trajectory import decode, frames_in
 from tests.redis_server import LocalRedis, needed, server
@@ -209,6 +214,67 @@ def test_the_controller_holds_no_frames_and_reads_what_is_gone_from_its_journal(
     journal.close()
 
 
+def test_a_server_that_does_not_answer_for_a_while_ends_no_run_that_has_nothing_to_put(
+    tmp_path: Path, server: LocalRedis, caplog: Any
+) -> None:
+    config = configured(tmp_path, 0, 1, **stored(server, redis_patience_s=0.2))
+    config.run.dir.mkdir()
+
+    async def until(true: Callable[[], bool], looking: asyncio.Task[None]) -> None:
+        while not true():
+            assert not looking.done(), looking.exception()
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        groups = await asyncio.to_thread(StoredGroups.open, config)
+        assert groups is not None
+        queue, looking = queue_of(groups), asyncio.create_task(groups.run())
+        await leased(queue)
+        server.signal(signal.SIGSTOP)
+        try:
+            queue.commit(0)
+            await until(lambda: "stays in the store until it answers" in caplog.text, looking)
+        finally:
+            server.signal(signal.SIGCONT)
+        await until(lambda: keys(server) == {"stream": 0, "hashes": 0}, looking)
+        looking.cancel()
+        await groups.close()
+        assert caplog.text.count("stays in the store until it answers") == 1
+
+    in_loop(run())
+
+
+def test_what_is_being_put_at_the_end_leaves_nothing_in_the_store(
+    tmp_path: Path, server: LocalRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, 0, 1, **stored(server))
+    config.run.dir.mkdir()
+    entered, ended = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        groups = await asyncio.to_thread(StoredGroups.open, config)
+        assert groups is not None
+        store: Any = groups._store
+        write, end = store._write, store.end
+
+        def slow(*arguments: Any) -> None:
+            entered.set()
+            ended.wait()
+            write(*arguments)
+
+        monkeypatch.setattr(store, "_write", slow)
+        monkeypatch.setattr(store, "end", lambda: (end(), threading.Timer(0.2, ended.set).start()))
+        putting = asyncio.create_task(leased(queue_of(groups)))
+        await asyncio.to_thread(entered.wait)
+        assert keys(server)["stream"] == 1
+        await groups.close()
+        assert keys(server) == {"stream": 0, "hashes": 0}
+        with pytest.raises(StorageError, match="payloads: the run ends"):
+            await putting
+
+    in_loop(run())
+
+
 def test_without_a_journal_what_is_gone_ends_the_run_with_one_line(tmp_path: Path, server: LocalRedis) -> None:
     config = configured(tmp_path, 0, 1, **stored(server))
     config.run.dir.mkdir()
@@ -231,10 +297,22 @@ def test_without_a_journal_what_is_gone_ends_the_run_with_one_line(tmp_path: Pat
 def test_the_run_has_one_name_in_its_store_and_a_damaged_file_is_named(tmp_path: Path) -> None:
     name = run_name(tmp_path)
     assert run_name(tmp_path) == name == json.loads((tmp_path / MARKER).read_text())["run"]
-    for damaged in ("", "{}", '{"run": "a:b"}', '{"run": 3}'):
+    for damaged in ("", "{}", '{"run": "a:b", "inode": 1}', '{"run": 3, "inode": 1}', '{"run": "a"}', '{"run": "a", "inode": "1"}'):
         (tmp_path / MARKER).write_text(damaged)
         with pytest.raises(DataError, match=r"payloads\.json: got .*, expected the name of the run in its store; delete it"):
             run_name(tmp_path)
+
+
+def test_a_copy_of_a_run_has_a_name_of_its_own_and_a_folder_that_was_moved_keeps_it(tmp_path: Path, caplog: Any) -> None:
+    (run := tmp_path / "run").mkdir()
+    name = run_name(run)
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    moved = run.rename(tmp_path / "moved")
+    assert run_name(moved) == name
+    assert not caplog.text
+    other = run_name(copy)
+    assert run_name(copy) == other != name
+    assert caplog.text.count(f"asyncmoe:{name}:*") == 1
 
 
 def test_a_trajectory_in_a_store_that_the_run_has_not_is_refused(tmp_path: Path, server: LocalRedis) -> None:
@@ -245,5 +323,44 @@ def test_a_trajectory_in_a_store_that_the_run_has_not_is_refused(tmp_path: Path,
             wanted = Fetch(0, tuple(item.key for item in answer.items))
             frames = await asyncio.to_thread(cluster.fetched, wanted, answer)  # read from the journal
             assert len(frames) == frames_in(len(wanted.keys))
+
+    asyncio.run(run())
+
+
+def test_a_rank_leaves_a_store_that_failed_alone_for_a_while_and_one_that_cannot_open_it_ends_the_run(
+    tmp_path: Path, server: LocalRedis
+) -> None:
+    class Failing:
+        asked = 0
+
+        def get(self, asked: Any) -> Any:
+            self.asked += 1
+            raise StorageError("payloads: it did not answer")
+
+        def close(self) -> None: ...
+
+    def refuses() -> Any:
+        raise ConfigError("queue.redis_password_variable", got="QUEUE_PASSWORD, which is not set", expected="a variable with the password")
+
+    def fetch(client: Client, answer: Any) -> None:
+        keys = tuple(item.key for item in answer.items)
+        assert len(held.fetch(client, Fetch(0, keys), answer.items, answer.holders, 10.0)) == frames_in(len(keys))
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=4, seed=5, **stored(server)) as cluster:
+            answer = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
+            failing = Failing()
+            with Client(cluster._rendezvous, "trainer.0") as client:
+                client.reads(lambda: failing)
+                for _ in range(3):
+                    await asyncio.to_thread(fetch, client, answer)
+                assert failing.asked == 1
+                client._rests_until = 0.0
+                await asyncio.to_thread(fetch, client, answer)
+                assert failing.asked == 2
+            with Client(cluster._rendezvous, "trainer.0") as client:
+                client.reads(refuses)
+                with pytest.raises(ConfigError, match=r"queue\.redis_password_variable: got QUEUE_PASSWORD, which is not set"):
+                    await asyncio.to_thread(fetch, client, answer)
 
     asyncio.run(run())

@@ -142,7 +142,7 @@ class RedisServer:
             hint = f"set the variable that {use.key}_password_variable names; a user is named in the address, redis://user@host"
             return UserError(use.key, got=f"{said} at {self.name}", expected="the password of the server", hint=hint)
         if isinstance(error, NoPermissionError) or "unknown command" in str(error):
-            hint = "docs/guides/journal.md has the list"
+            hint = f"{use.guide} has the list"
             return UserError(use.key, got=f"{said} at {self.name}", expected="a user who may do it", hint=hint)
         if is_full(error):
             return StorageError(f"{use.what}: {self.name} is full ({said}); {use.cure}; then {use.then}")

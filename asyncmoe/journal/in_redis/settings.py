@@ -24,6 +24,7 @@ class ServerUse:
         needs: values of a setting, the expected one first, and why it is needed.
         cure: of a full server.
         then: what to do once the cause is removed.
+        guide: has the list of what its user must be allowed to do.
     """
 
     what: str
@@ -32,6 +33,7 @@ class ServerUse:
     needs: Mapping[str, tuple[tuple[str, ...], str]]
     cure: str
     then: str
+    guide: str
 
 
 JOURNAL = ServerUse(
@@ -46,6 +48,7 @@ JOURNAL = ServerUse(
     },
     "raise its maxmemory, or save checkpoints more often (trainer.checkpoint_every), which frees what they cover",
     "start the run again: what was acknowledged is not lost",
+    "docs/guides/journal.md",
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -99,17 +98,17 @@ def test_layouts_of_all_ranks_are_those_of_each() -> None:
 # ---------------------------------------------------------------- real sizes
 
 SIZES = [
-    ("Qwen3-30B-A3B", MegatronParallel(tp=2, pp=2, ep=8, dp=4), EngineParallel(2, 2), 4, 2.0),
-    ("Qwen3-30B-A3B", MegatronParallel(tp=4, ep=4, etp=2, dp=4), EngineParallel(8, 2), 2, 2.0),
-    ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8), 16, 2.0),
-    ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=8, etp=2, dp=32, te=True), EngineParallel(8, 2), 16, 2.0),
-    ("DeepSeek-V3", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, 10.0),
-    ("Kimi-K2", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, 10.0),
-    ("Kimi-K2", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8, 10.0),
-    ("Moonlight-16B-A3B", MegatronParallel(tp=2, ep=8, dp=8), EngineParallel(4, 4), 4, 2.0),
-    ("GLM-4.5", MegatronParallel(tp=8, ep=32, dp=32, te=True), EngineParallel(8, 8), 16, 5.0),
-    ("GLM-4.5-Air", MegatronParallel(tp=4, ep=16, dp=16), EngineParallel(8, 2), 8, 5.0),
-    ("Mixtral-8x22B", MegatronParallel(tp=4, ep=8, dp=16, te=True), EngineParallel(8), 8, 2.0),
+    ("Qwen3-30B-A3B", MegatronParallel(tp=2, pp=2, ep=8, dp=4), EngineParallel(2, 2), 4),
+    ("Qwen3-30B-A3B", MegatronParallel(tp=4, ep=4, etp=2, dp=4), EngineParallel(8, 2), 2),
+    ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8), 16),
+    ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=8, etp=2, dp=32, te=True), EngineParallel(8, 2), 16),
+    ("DeepSeek-V3", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16),
+    ("Kimi-K2", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16),
+    ("Kimi-K2", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8),
+    ("Moonlight-16B-A3B", MegatronParallel(tp=2, ep=8, dp=8), EngineParallel(4, 4), 4),
+    ("GLM-4.5", MegatronParallel(tp=8, ep=32, dp=32, te=True), EngineParallel(8, 8), 16),
+    ("GLM-4.5-Air", MegatronParallel(tp=4, ep=16, dp=16), EngineParallel(8, 2), 8),
+    ("Mixtral-8x22B", MegatronParallel(tp=4, ep=8, dp=16, te=True), EngineParallel(8), 8),
 ]
 
 
@@ -122,14 +121,12 @@ def planned(hf: Mapping[str, Any], trainer: MegatronParallel, engine: EnginePara
     return made
 
 
-@pytest.mark.parametrize(("model", "trainer", "engine", "engines", "seconds"), SIZES, ids=str)
-def test_real_sizes(model: str, trainer: MegatronParallel, engine: EngineParallel, engines: int, seconds: float) -> None:
+@pytest.mark.parametrize(("model", "trainer", "engine", "engines"), SIZES, ids=str)
+def test_real_sizes(model: str, trainer: MegatronParallel, engine: EngineParallel, engines: int) -> None:
     hf = REAL[model]
     family = family_of(hf)
     family.check(hf, trainer, engine)
-    began = time.process_time()
     made = planned(hf, trainer, engine, engines, 1)
-    assert time.process_time() - began <= seconds
     one = family.sglang_layouts(hf, engine, "bfloat16")
     needed = [sum(storage.nbytes for storage in layout.storages.values()) for layout in one]
     traffic = made.match.traffic()

@@ -129,7 +129,8 @@ def test_a_short_transfer_is_forwarded_in_the_last_rounds() -> None:
         with RelayExchanger(plans, [ThreadTransport(rank, Wires()) for _ in plans], bucket_bytes=20000, threads=1) as exchanger:
             assert exchanger._second is not None
             (chunks,) = exchanger._second.outgoing
-            counts[rank] = len(chunks), sum(1 for nbytes in chunks.nbytes if nbytes), chunks.nbytes[-1] > 0
+            filled = sum(1 for nbytes in chunks.nbytes if nbytes)
+            counts[rank] = len(chunks), filled, all(chunks.nbytes[-filled:])
     rounds = counts[1][0]
     assert counts[1] == (rounds, rounds, True)
     assert counts[3][0] == rounds

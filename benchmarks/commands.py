@@ -67,6 +67,18 @@ def plan_(
     typer.echo(plans.table(results))
 
 
+@bench.command("context")
+def context_(
+    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
+) -> None:
+    """What is gained if context-parallel ranks leave short sequences whole: computed, in seconds."""
+    from benchmarks import context
+
+    found = context.run()
+    typer.echo(context.table(found))
+    _show(found, results)
+
+
 @bench.command("staging")
 def staging_(
     results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,

@@ -28,7 +28,7 @@ from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
-LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
+LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "cp=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2", "cp=2,tp=2"]}
 TEMPERATURE, TOP_P, TOP_K = 0.7, 0.9, 50
 RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), masks=True, vocabulary=VOCAB)
 

@@ -18,6 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": (
         *("torch", "megatron", "transformers", "jinja2", "tokenizers", "safetensors"),
         *("aiohttp", "math_verify", "latex2sympy2_extended", "sympy", "huggingface_hub", "prometheus_client", "psutil", "fsspec"),
+        "uvloop",
     ),
     "report": ("plotly", "matplotlib"),
     "tensorboard": ("tensorboard",),

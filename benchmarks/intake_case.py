@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+import uvloop
 
 from asyncmoe.process import freeze
 from asyncmoe.queue.bounded import BoundedQueue
@@ -331,7 +332,7 @@ def main(values: Mapping[str, Any]) -> dict[str, Any]:
     """Measure one case. `values`: {"case": of `IntakeCase`, "ports": of the stand-ins}."""
     case = IntakeCase(**values["case"])
     measured = {"rate": rate, "agents": agents, "queued": queued, "unfinished": unfinished}[case.kind]
-    return asyncio.run(measured(case, values["ports"]))
+    return uvloop.run(measured(case, values["ports"]))
 
 
 if __name__ == "__main__":

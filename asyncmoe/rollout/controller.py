@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
@@ -95,7 +96,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
     stored = StoredGroups.open(config)  # after the journal, which refuses a second controller, as below
     keeper = kept.take_over(config, run_dir, memory)
-    asyncio.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper, stored))
+    uvloop.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper, stored))
 
 
 async def _serve(

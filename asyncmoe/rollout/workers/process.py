@@ -10,6 +10,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import uvloop
+
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import UserError, WaitTimeout
@@ -55,7 +57,7 @@ def run(config: Config, run_dir: Path, number: int) -> None:
         WaitTimeout: the controller did not start, or is gone.
     """
     with named(process_name(number)):
-        asyncio.run(_serve(config, run_dir, number))
+        uvloop.run(_serve(config, run_dir, number))
 
 
 async def _serve(config: Config, run_dir: Path, number: int) -> None:

@@ -48,6 +48,14 @@ def named(role: str) -> Iterator[None]:
         raise
 
 
+def keep_files() -> None:
+    """Let no program that this process starts inherit the files that this process has inherited: uvloop closes none of them."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the directory's own
+            if number > 2:
+                os.set_inheritable(number, False)
+
+
 def say(error: AsyncmoeError) -> None:
     """Print the error for the user, with control characters of foreign texts as escapes.
 

@@ -18,7 +18,7 @@ import uvloop
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
-from asyncmoe.process import freeze, named
+from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.engines import backend, kept
@@ -96,6 +96,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
     stored = StoredGroups.open(config)  # after the journal, which refuses a second controller, as below
     keeper = kept.take_over(config, run_dir, memory)
+    keep_files()
     uvloop.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper, stored))
 
 

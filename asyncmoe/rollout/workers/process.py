@@ -15,7 +15,7 @@ import uvloop
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import UserError, WaitTimeout
-from asyncmoe.process import freeze, named
+from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts, scoring
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.workers.worker import RolloutWorker
@@ -57,6 +57,7 @@ def run(config: Config, run_dir: Path, number: int) -> None:
         WaitTimeout: the controller did not start, or is gone.
     """
     with named(process_name(number)):
+        keep_files()
         uvloop.run(_serve(config, run_dir, number))
 
 

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR
 _NEW_USER, _NEW_MOUNTS, _NEW_PIDS, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x20000, 0x20000000, 0x40000000, 0x08000000
 _NEW_NAME, _NEW_CGROUP = 0x04000000, 0x02000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 1, 2, 4, 0x1000, 0x4000, 0x40000, 2
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_BYTES = 442, -100, 0x8000, 32
+_SYS_CLOSE_RANGE, _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_BYTES = 436, 442, -100, 0x8000, 32
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAP_SETIDS = 1 << 6 | 1 << 7
 """CAP_SETGID and CAP_SETUID."""
@@ -58,6 +58,7 @@ def main(settings: dict[str, Any]) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if settings["parent"] not in (None, os.getppid()):
         sys.exit("the process that asked has ended")
+    _check(_libc.syscall(_SYS_CLOSE_RANGE, 3, ctypes.c_uint(0xFFFFFFFF), 0), "close_range")
     program = sys.stdin.buffer.read()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if settings["root"] is not None and not settings["landlock"]:

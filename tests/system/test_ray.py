@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -67,15 +68,19 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """What runs meanwhile finds a cluster by RAY_ADDRESS."""
+    """What runs meanwhile finds a cluster by RAY_ADDRESS, and has its token."""
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text(secrets.token_hex(32))
     nodes = Nodes(tmp_path_factory.mktemp("ray"))
-    try:
-        nodes.start()
-        with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        try:
+            nodes.start()
             patch.setenv("RAY_ADDRESS", nodes.address)
             yield nodes
-    finally:
-        nodes.end()
+        finally:
+            nodes.end()
 
 
 def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:

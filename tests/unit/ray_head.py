@@ -25,6 +25,7 @@ def cluster() -> Iterator[Any]:
         for name, value in _PATIENT.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_AUTH_TOKEN_PATH", f"{directory}/token")  # Ray writes one, by default for all of the user's clusters
         ray.init(address="local", num_cpus=2, object_store_memory=100_000_000, _temp_dir=directory, **quiet)
         try:
             patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)

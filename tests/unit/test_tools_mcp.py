@@ -216,6 +216,7 @@ def test_last_words_are_told_however_late_they_are_read(monkeypatch: pytest.Monk
         await real(self)
 
     monkeypatch.setattr(ServerProcess, "_listen", late)
+    monkeypatch.setattr(servers, "_SETTLE_S", 30.0)
     assert ran("import sys\nsys.exit('no more')")[1] == "ended with status 1; said: no more"
 
 

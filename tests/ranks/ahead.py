@@ -34,6 +34,7 @@ from asyncmoe.trainer.objective import NO_PLUGINS
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, encode_routes
 from tests.ranks import case
+from tests.ranks.leaving import leave
 
 STEPS, GROUPS, SIZE = 4, 3, 2
 
@@ -140,7 +141,7 @@ def configuration(path: Path, sizes: dict[str, int], **queue: Any) -> Config:
 def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
     """What every step gave, and the weights at the end; and of the rank that has the controller, which fetches were ahead."""
     if mesh.groups.is_initialized():
-        mesh.leave()
+        leave()
     place = mesh.start(config.trainer)
     built = gpt.build(load_hf_config(path / "hf"), config, place)
     gpt.load_hf(built, path / "hf")

@@ -27,6 +27,7 @@ from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.ranks import case, lora, lora_case, parity
+from tests.ranks.leaving import leave
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
@@ -68,7 +69,7 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
     settings = replace(settings, microbatch=replace(settings.microbatch, dtype=str(built.dtype).removeprefix("torch.")))
     planned = host.checkpoint_copy(built.hf, built.parallel, settings)
     copied = max(collectives.everyones(sum(copy.nbytes for copy in saver._buffers.copies) if saver._buffers is not None else 0))
-    mesh.leave()
+    leave()
     return {
         "differ": differ,
         "copied_over_planned": copied / planned,

@@ -28,6 +28,7 @@ from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.samples import BatchSamples
 from asyncmoe.trajectory import Trajectory, decode
 from tests.ranks import case, parity
+from tests.ranks.leaving import leave
 
 KEPT = 10
 
@@ -50,7 +51,7 @@ def settings_of(layout: str) -> dict[str, Any]:
 def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     """Errors against the references; maxima, of gradients relative to the tensor's largest element."""
     if mesh.groups.is_initialized():
-        mesh.leave()
+        leave()
     config = case.config(path, ranks=dist.get_world_size(), pack=packed, optimizer={"clip_grad": 1e9}, **settings_of(layout))
     place = mesh.start(config.trainer)
     hf = load_hf_config(path / "hf")

@@ -27,6 +27,7 @@ from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.weight_sync.gather import Gatherer
 from tests.ranks import case, lora_case, parity
+from tests.ranks.leaving import leave
 
 SEED = 11
 
@@ -76,7 +77,7 @@ def try_layout(path: Path, layout: str, adapters: list[str]) -> dict[str, Any]:
     sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer, SEED)
     found = {name: try_adapter(path / lora_case.ADAPTERS[name][0], place, sizes, name) for name in adapters}
-    mesh.leave()
+    leave()
     return found
 
 

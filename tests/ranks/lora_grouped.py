@@ -24,6 +24,7 @@ from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import gpt, layers, mesh
 from asyncmoe.trainer.model.switches import Switches
 from tests.ranks import case, lora_case, parity
+from tests.ranks.leaving import leave
 from tests.ranks.lora import SEED, Job, forward_and_gradients
 
 megatron.prepare()
@@ -108,7 +109,7 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
                 job = Job(folder, config, place, reference, lora_case.section(name), oracle)
                 found[layout][f"{name} {recompute}"] = parity.worst(forward_and_gradients(job))
         refused(job)
-        mesh.leave()
+        leave()
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, indent=1))
     mesh.stop()

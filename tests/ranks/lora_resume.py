@@ -19,6 +19,7 @@ from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import mesh, optimizer
 from tests.ranks import case, lora_case, parity
+from tests.ranks.leaving import leave
 from tests.ranks.lora import Job
 
 
@@ -44,7 +45,7 @@ def first_step(path: Path, run: Path, name: str, distributed: bool, sizes: str) 
     adam = optimizer.build(job.config, built)
     train(job, built, adam, steps=1)
     checkpoint = state.save(job.config, 1, built, adam)
-    mesh.leave()
+    leave()
     return checkpoint, sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
 
 
@@ -58,7 +59,7 @@ def goes_on(path: Path, run: Path, name: str, distributed: bool, sizes: str, che
     train(job, built, adam, steps=case.STEPS - 1)
     mine, wanted = attach.parameters(built.chunks), job.expected(built, job.oracle["trained"])
     error: float = parity.worst({"error": max(float((mine[n].data - want).abs().max()) for n, want in wanted.items())})["error"]
-    mesh.leave()
+    leave()
     return error
 
 

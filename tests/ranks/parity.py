@@ -36,6 +36,7 @@ from asyncmoe.trainer.data.schedule import Schedule, schedule
 from asyncmoe.trainer.model import collectives, mesh, optimizer
 from asyncmoe.trainer.model import gpt as model
 from tests.ranks import case
+from tests.ranks.leaving import leave
 
 COMPARED = ("clip_fraction", "tis_capped_fraction", "ratio_mean", "train_infer_kl")
 """Figures of the policy loss that are the same in every layout."""
@@ -132,7 +133,7 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
     if variant == "plain":
         chosen = {name: check for name, check in checks.items() if layout in SWITCHED or name not in ("overlapped", "grouped")}
     found = {name: worst(check(job)) for name, check in chosen.items()}
-    mesh.leave()
+    leave()
     return found
 
 

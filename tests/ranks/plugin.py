@@ -24,6 +24,7 @@ from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.loop import agree
 from asyncmoe.trainer.model import gpt, mesh, optimizer
 from tests.ranks import case
+from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, snapshot
 
 OWN = "tests.unit.plugin_functions"
@@ -68,7 +69,7 @@ def try_layout(path: Path, layout: str) -> dict[str, Any]:
         "wrong": wrong_value(Job(path, config, place, reference)),
         "stale": stale_copy(path),
     }
-    mesh.leave()
+    leave()
     return found
 
 

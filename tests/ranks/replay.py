@@ -26,6 +26,7 @@ from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trajectory import Trajectory, decode
 from tests.ranks import case
 from tests.ranks.kept import settings_of
+from tests.ranks.leaving import leave
 
 
 def main(result: Path, path: Path, temperature: float, layouts: list[str]) -> None:
@@ -49,7 +50,7 @@ def read(file: Path) -> list[Trajectory]:
 def differences(path: Path, recorded: list[Trajectory], temperature: float, trainer: dict[str, Any]) -> dict[str, float]:
     """As `compare`, of a trainer with the weights that sampled them."""
     if mesh.groups.is_initialized():
-        mesh.leave()
+        leave()
     config = case.config(path, ranks=dist.get_world_size(), tokens_per_microbatch=256, **trainer)
     place = mesh.start(config.trainer)
     built = gpt.build(load_hf_config(path / "hf"), config, place)

@@ -22,6 +22,7 @@ from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 from tests.ranks import case
+from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, expected, worst
 
 SAVED: dict[str, dict[str, Any]] = {"tensor": {"tp": 2}, "chunks": {"pp": 2, "vpp": 2}}
@@ -53,7 +54,7 @@ def main(result: Path, path: Path) -> None:
             train(job, built, adam, steps=case.STEPS - 1)
             errors = [float((value - gpt.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
             found[f"{'distributed' if distributed else 'plain'}-{name}"] = worst({"weights": max(errors + gathered(job, built))})["weights"]
-            mesh.leave()
+            leave()
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     mesh.stop()
@@ -66,7 +67,7 @@ def saved(path: Path, run: Path, reference: dict[str, Any], distributed: bool, s
     adam = optimizer.build(job.config, built)
     train(job, built, adam, steps=1)
     checkpoint = state.save(job.config, 1, built, adam)
-    mesh.leave()
+    leave()
     return checkpoint
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import ctypes
 import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,8 +22,8 @@ import pytest
 if find_spec("mooncake") is None:
     pytest.skip("run: make test-integrations ONLY=mooncake", allow_module_level=True)
 try:
-    import mooncake.store
-except ImportError as missing:
+    ctypes.CDLL("libibverbs.so.1")
+except OSError as missing:
     pytest.skip(f"{missing}: install libibverbs (libibverbs1 of Debian)", allow_module_level=True)
 
 from asyncmoe.config.queue import QueueSection
@@ -51,7 +50,9 @@ class Master:
         self.start()
 
     def start(self) -> None:
-        program = Path(mooncake.store.__file__).with_name("mooncake_master")
+        package = find_spec("mooncake")
+        assert package is not None
+        program = Path((package.submodule_search_locations or [""])[0]) / "mooncake_master"
         command = [str(program), f"--rpc_port={self._port}", "--rpc_address=127.0.0.1", "--client_ttl=5"]
         admin = [f"--metrics_port={self._admin}", "--metrics_host=127.0.0.1", "--enable_http_metadata_server=false"]
         with self._log.open("ab") as log:
@@ -309,32 +310,5 @@ def test_a_queue_in_the_store_outlives_its_master_and_nothing_is_trained_twice(t
 
     try:
         asyncio.run(run())
-    finally:
-        own.kill()
-
-
-def test_a_whole_run_outlives_its_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang, two trainer ranks, two rollout workers; the master is killed in the middle."""
-    from tests.system import runs
-    from tests.system.test_journal import SHAPE, WARM, check, trained
-    from tests.system.test_rollout_workers import TWO
-
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(runs.REPOSITORY), sysconfig.get_path("purelib"))))
-    own, directory = Master(tmp_path / "log"), tmp_path / "run"
-    given = ("queue.payloads=mooncake", f"queue.mooncake.master={own.address}", f"queue.mooncake.segment_bytes={SEGMENT}")
-    engine = f"engines.python={runs.REPOSITORY / '.venv-engine' / 'bin' / 'python'}"
-    try:
-        command = runs.start(directory, *SHAPE, *TWO, *given, engine)
-        assert runs.wait_for(partial(trained, directory, 0, WARM + 2), 300), runs.logs(directory)
-        own.kill()
-        own.start()
-        last = runs.metrics(directory)[-1]["step"]
-        assert runs.wait_for(partial(trained, directory, 0, last + 2), 300), runs.logs(directory)
-        status, _, error = command.finish()
-        assert status == 0, error[-3000:] + runs.logs(directory)
-        check(directory, again=False)
-        reader = opened(own, writes=False)
-        assert reader._client.remove_matching("^asyncmoe:") == 0, "nothing of the run is left"
-        reader.close()
     finally:
         own.kill()

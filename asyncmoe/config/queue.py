@@ -11,7 +11,7 @@ from asyncmoe.config.journal import check_address
 
 StalenessRule = Literal["drop", "requeue", "downweight"]
 Unit = Literal["group", "trajectory"]
-Payloads = Literal["workers", "redis", "ray"]
+Payloads = Literal["workers", "redis", "ray", "mooncake"]
 
 
 class StalenessSection(Section):
@@ -56,6 +56,40 @@ class StalenessSection(Section):
         return self
 
 
+class MooncakeSection(Section):
+    """Mooncake's store, for payloads mooncake. All processes of the run must reach its master, and each other."""
+
+    master: str | None = Field(
+        None, description="host:port of mooncake_master, which the site runs. Needs the extra mooncake and libibverbs."
+    )
+    metadata: str = Field(
+        "P2PHANDSHAKE",
+        description="Where the store's clients find each other: P2PHANDSHAKE (they ask each other), or the URL of its metadata server, "
+        "http://host:port/metadata.",
+    )
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="How trajectories travel. rdma was never tried: no machine here has it.")
+    segment_bytes: NonNegative = Field(
+        0,
+        description="Memory that each process that samples gives to the store: the controller, or each rollout worker. What lies there is "
+        "lost with the process. 0: none; the site's nodes (mooncake_client) give it.",
+    )
+    patience_s: Annotated[float, Field(gt=0, le=240), FINITE, NUMBER] = Field(
+        30.0,
+        description="Seconds for which the master is asked again while it does not answer. Then a rank asks the controller, which reads "
+        "the journal, and a process that has something to put ends the run.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> MooncakeSection:
+        if self.master is not None:
+            host, _, port = self.master.rpartition(":")
+            if not (host and not set(host) & set("/@[]: ") and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(f"queue.mooncake.master: got {self.master}, expected host:port")
+        if self.metadata != "P2PHANDSHAKE" and not self.metadata.startswith(("http://", "https://")):
+            raise ValueError(f"queue.mooncake.metadata: got {self.metadata}, expected P2PHANDSHAKE or http://host:port/metadata")
+        return self
+
+
 class QueueSection(Section):
     """The bounded queue between engines and trainer."""
 
@@ -75,8 +109,8 @@ class QueueSection(Section):
         "workers",
         description="Where the trajectories of finished groups lie until they are trained; the trainer's ranks fetch them from there. "
         "workers: the memory of the controller, or of the rollout worker that sampled them. redis: a Redis server, queue.redis; needs the "
-        "extra redis. ray: objects of the Ray cluster that RAY_ADDRESS names, by default the machine's; needs the extra ray. What a store "
-        "has lost is read from the journal.",
+        "extra redis. ray: objects of the Ray cluster that RAY_ADDRESS names, by default the machine's; needs the extra ray. "
+        "mooncake: Mooncake's store, queue.mooncake; needs the extra mooncake. What a store has lost is read from the journal.",
     )
     redis: str | None = Field(
         None,
@@ -92,10 +126,11 @@ class QueueSection(Section):
         description="Seconds for which queue.redis is asked again while it does not answer. Then a rank asks the controller, which reads "
         "the journal, and a process that has something to put ends the run.",
     )
+    mooncake: MooncakeSection = MooncakeSection()
     payload_bytes: Positive = Field(
         64 << 30,
-        description="Bound on the bytes of a run's trajectories in a store; with workers queue.capacity bounds them. What would exceed it "
-        "waits for the trainer, up to lease_timeout_s.",
+        description="Bound on the bytes of a run's trajectories in Redis or Ray; with workers and mooncake queue.capacity bounds them. "
+        "What would exceed it waits for the trainer, up to lease_timeout_s.",
     )
 
     @model_validator(mode="after")
@@ -108,4 +143,11 @@ class QueueSection(Section):
                 raise ValueError(f"queue.{name}: got {got}, expected null because queue.payloads is {self.payloads}; set that to redis")
         if self.redis is not None:
             check_address(self.redis, "queue.redis")
+        master = self.mooncake.master
+        if self.payloads == "mooncake" and master is None:
+            raise ValueError("queue.mooncake.master: got null, expected host:port because queue.payloads is mooncake")
+        if self.payloads != "mooncake" and master is not None:
+            raise ValueError(
+                f"queue.mooncake.master: got {master}, expected null because queue.payloads is {self.payloads}; set that to mooncake"
+            )
         return self

@@ -7,11 +7,12 @@ from asyncmoe.config.queue import QueueSection
 from asyncmoe.payloads.store import GroupStore
 
 
-def open_store(section: QueueSection, *, patient: bool = True) -> GroupStore | None:
+def open_store(section: QueueSection, *, patient: bool = True, writes: bool = False) -> GroupStore | None:
     """Connect to the store of a run; None: it has none. Blocks.
 
     Args:
         patient: wait for one that does not answer.
+        writes: this process puts groups, and so may give the store memory.
 
     Raises:
         UserError: a package is missing, or the store cannot be reached or used.
@@ -24,6 +25,10 @@ def open_store(section: QueueSection, *, patient: bool = True) -> GroupStore | N
         from asyncmoe.payloads.in_ray import RayGroups
 
         return RayGroups.open(section)
+    if section.payloads == "mooncake":
+        from asyncmoe.payloads.in_mooncake import MooncakeGroups
+
+        return MooncakeGroups.open(section, patient=patient, writes=writes)
     from asyncmoe.payloads.in_redis import RedisGroups
 
     return RedisGroups.open(section, patient=patient)

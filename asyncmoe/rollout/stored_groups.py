@@ -48,7 +48,7 @@ class StoredGroups:
             DataError: the run's name in the store cannot be read.
             UserError, StorageError: as `asyncmoe.payloads.opening.open_store`.
         """
-        if (store := open_store(config.queue)) is None:
+        if (store := open_store(config.queue, writes=True)) is None:
             return None
         try:
             return cls(store, store.begin(run_name(config.run.dir)))

@@ -20,6 +20,7 @@ from asyncmoe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = {
+    "mooncake": "mooncake-transfer-engine-non-cuda",
     **{"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic"},
     **{"jinja2": "transformers", "huggingface_hub": "transformers", "sympy": "math-verify", "latex2sympy2_extended": "math-verify"},
 }

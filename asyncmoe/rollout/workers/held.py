@@ -49,7 +49,7 @@ class HeldGroups:
         Args:
             prefix: how their names begin.
         """
-        store = open_store(self._config.queue)
+        store = open_store(self._config.queue, writes=True)
         if store is None:
             raise ProtocolError("WorkerBegin: got the names of groups in a store, expected none because queue.payloads is workers")
         self._writer = GroupWriter(store, prefix)

@@ -22,7 +22,7 @@ def test_gsm8k_is_trained_by_ranks_that_share_sequences(tmp_path: Path) -> None:
         tmp_path / "run",
         *SHARED,
         *("task.kind=jsonl", f"task.path={GSM8K}", "task.chat_template=true", "scoring.scorer=math_verify", "rollout.max_new_tokens=48"),
-        *("run.steps=2", "warmup.steps=2", "rollout.top_p=0.9", "objective.updates_per_batch=2"),
+        *("run.steps=2", "warmup.steps=2", "rollout.top_p=0.9", "rollout.top_k=50", "objective.updates_per_batch=2"),
         *("objective.kl={coefficient: 0.01, estimator: unbiased}", "sync.verify_every=1"),
     )
     assert summary["steps"] == 2

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.system.runs import logs, metrics, refused, start, wait_for
+from tests.system.runs import Command, logs, metrics, provide, refused, start, wait_for
 from tests.system.test_journal import SHAPE, WARM, check, trained
 from tests.system.test_restarts import pid_of
 
@@ -50,3 +52,18 @@ def test_what_workers_cannot_do_is_refused_before_anything_starts(tmp_path: Path
         assert expected in refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", *overrides)
     assert not (tmp_path / "run").exists()
     assert "no worker, because rollout.workers is 0" in refused("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}")
+
+
+def test_a_worker_without_a_controller_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    model = provide(tmp_path / "model")
+    command = Command("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}", "rollout.workers=1")
+    worker = psutil.Process(command.process.pid)
+
+    def waits() -> bool:
+        before = sum(worker.cpu_times()[:2])
+        time.sleep(1.0)
+        return 1.0 < before > sum(worker.cpu_times()[:2]) - 0.02
+
+    assert wait_for(waits, 120)
+    command.process.terminate()
+    assert command.gone(20.0), command.alive()

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncmoe.config import Config
@@ -15,7 +17,7 @@ from asyncmoe.process import Child
 from asyncmoe.rollout.workers.process import process_name
 
 log = logging.getLogger(__name__)
-_GRACE_S, _LOOK_S = 10.0, 0.5
+_GRACE_S, _LOOK_S = 5.0, 0.5
 
 
 class WorkerProcesses:
@@ -60,10 +62,12 @@ class WorkerProcesses:
             await asyncio.sleep(_LOOK_S)
 
     def end(self) -> None:
-        """Ask those to end that have not been told that the run is over, and kill those that do not in time. Blocks."""
-        for child in self._children.values():
-            if not child.wait(_GRACE_S):
-                child.end(_GRACE_S)
+        """Ask those to end that have not been told that the run is over, and kill those that do not in time. Blocks, for 10 s at most:
+        the launcher waits for 20 s."""
+        until = time.monotonic() + _GRACE_S
+        late = [child for child in self._children.values() if not child.wait(max(0.0, until - time.monotonic()))]
+        with ThreadPoolExecutor(max(1, len(late))) as threads:
+            list(threads.map(lambda child: child.end(_GRACE_S), late))
 
     def _started(self, number: int) -> Child:
         name, log = process_name(number), self._run_dir / "logs" / f"rollout-{number}.log"

@@ -63,8 +63,6 @@ def run(config: Config, run_dir: Path, number: int) -> None:
 
 async def _serve(config: Config, run_dir: Path, number: int) -> None:
     stop = asyncio.Event()
-    for signal_ in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
     loaded = parts.load(config)
     worker = RolloutWorker(config, number, loaded, models.recording(config, models.hf_config_of(config)))
     here_only = not address.several(config.cluster.network)
@@ -75,6 +73,9 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
             serving = asyncio.create_task(server.serve())
             controller = await asyncio.to_thread(keys.read, run_dir, config.engines.start_timeout_s)
             await _join(config, controller, number, rendezvous)
+            # Until now they end the process, whatever it waits for: a run may be over before a worker that has started again has joined.
+            for signal_ in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
             freeze()
             going_on = worker.over.wait(), stop.wait(), watch(config, worker), write_log(config, number, loaded)
             tasks = [serving, *map(asyncio.create_task, going_on)]

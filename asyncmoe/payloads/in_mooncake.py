@@ -96,7 +96,8 @@ class MooncakeGroups:
         """See `GroupStore`."""
         names = list(dict.fromkeys(one.stored for one in asked))
         indexes = dict(zip(names, self._indexes(names), strict=True))
-        return [one for batch in _batches([_planned(each, indexes[each.stored]) for each in asked]) for one in self._read(batch)]
+        plans = [_planned(each, indexes[each.stored]) for each in asked]
+        return [one for batch in packed.batches(plans, _nbytes, _BATCH_BYTES) for one in self._read(batch)]
 
     def delete(self, stored: Sequence[str]) -> None:
         """See `GroupStore`."""
@@ -209,15 +210,5 @@ def _unpacked(plan: PlannedRead, data: memoryview, code: int | None) -> list[Buf
         return error
 
 
-def _batches(planned: Sequence[PlannedRead | DataError]) -> Iterator[list[PlannedRead | DataError]]:
-    """Yield trajectories whose wanted pieces are of `_BATCH_BYTES` together, or one."""
-    batch, nbytes = list[PlannedRead | DataError](), 0
-    for one in planned:
-        size = 0 if isinstance(one, DataError) else one.nbytes
-        if batch and nbytes + size > _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(one)
-        nbytes += size
-    if batch:
-        yield batch
+def _nbytes(planned: PlannedRead | DataError) -> int:
+    return 0 if isinstance(planned, DataError) else planned.nbytes

@@ -7,14 +7,17 @@ checksum (CRC-32C) of every other piece. A reader needs only some pieces: a pipe
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from asyncmoe.errors import DataError
 from asyncmoe.trajectory import Buffer, planes, with_planes
 from asyncmoe.trajectory.native import crc32c
+
+T = TypeVar("T")
 
 HEAD = "head"
 MOST_HEAD = 1 << 20
@@ -128,3 +131,17 @@ def unpacked(asked: Asked, head: PackedHead, pieces: Mapping[str, Buffer | None]
 
 def _digest(stored: str, key: str, head: Buffer) -> int:
     return crc32c(head, crc32c(f"{stored} {key}".encode()))
+
+
+def batches(planned: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield items, in order, of `most` bytes together, or one that is larger."""
+    batch, nbytes = list[T](), 0
+    for one in planned:
+        size = nbytes_of(one)
+        if batch and nbytes + size > most:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(one)
+        nbytes += size
+    if batch:
+        yield batch

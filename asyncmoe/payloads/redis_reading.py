@@ -40,7 +40,7 @@ def get(server: RedisServer, asked: Sequence[Asked]) -> Found:
     """Read trajectories. See `GroupStore.get`; errors as `RedisServer.call`."""
     found: list[list[Buffer] | DataError] = []
     for first in range(0, len(asked), _LOOKED_AT):
-        for batch in _batches(_plan(server, asked[first : first + _LOOKED_AT])):
+        for batch in packed.batches(_plan(server, asked[first : first + _LOOKED_AT]), _nbytes, BATCH_BYTES):
             found += _read(server, batch)
     return found
 
@@ -80,19 +80,8 @@ def _sized(planned: _Planned, lengths: bytes) -> _Planned:
     return planned
 
 
-def _batches(planned: Sequence[_Planned | DataError]) -> Iterator[list[_Planned | DataError]]:
-    """Yield trajectories whose wanted pieces are of `BATCH_BYTES` together, or one."""
-    batch: list[_Planned | DataError] = []
-    nbytes = 0
-    for one in planned:
-        size = 0 if isinstance(one, DataError) else one.nbytes
-        if batch and nbytes + size > BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(one)
-        nbytes += size
-    if batch:
-        yield batch
+def _nbytes(planned: _Planned | DataError) -> int:
+    return 0 if isinstance(planned, DataError) else planned.nbytes
 
 
 def _read(server: RedisServer, batch: Sequence[_Planned | DataError]) -> Iterator[list[Buffer] | DataError]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -11,11 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
+from asyncmoe.rollout.engines import turnstile
+from asyncmoe.rollout.engines.sglang import replies
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.generation import request_body
 from asyncmoe.rollout.engines.sglang.replies import HEAD_BYTES, MOST_BYTES, HttpReply, KeptConnections, ReplyHead, read_head
@@ -114,6 +120,54 @@ def test_a_connection_is_used_again_and_replies_stay_as_they_were() -> None:
     head = server.requests[0][0].decode()
     assert head.startswith("POST /generate HTTP/1.1\r\nHost: 127.0.0.1:")
     assert "\r\nAccept: x/y\r\n" in head
+
+
+def test_a_large_reply_is_read_over_many_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop reads a socket until it is empty. The kernel has all that a socket can hold before a turn, and more comes meanwhile."""
+    monkeypatch.setattr(turnstile, "BUDGET_S", 0.0)
+    size = 24 << 20
+    answered = threading.Event()
+    read: Counter[int] = Counter()
+
+    def answer(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(HEAD % size + bytes(size))
+            answered.wait(20.0)
+
+    async def use(port: int) -> HttpReply:
+        loop, turn = asyncio.get_running_loop(), 0
+
+        def tick() -> None:
+            nonlocal turn
+            turn += 1
+            loop.call_soon(tick)
+
+        updated = replies._Connection.buffer_updated
+
+        def noted(connection: replies._Connection, nbytes: int) -> None:
+            read[turn] += nbytes
+            updated(connection, nbytes)
+
+        monkeypatch.setattr(replies._Connection, "buffer_updated", noted)
+        tick()
+        kept = KeptConnections(f"http://127.0.0.1:{port}", {}, 5.0)
+        try:
+            return await kept.post("/generate", b"{}", 20.0)
+        finally:
+            kept.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=answer, args=(listening,))
+        server.start()
+        try:
+            reply = uvloop.run(use(listening.getsockname()[1]))
+        finally:
+            answered.set()
+            server.join(20.0)
+    assert len(reply.body) == size
+    assert max(read.values()) <= replies._AT_ONCE + replies._LITTLE
 
 
 def test_requests_at_a_time_have_connections_of_their_own() -> None:

@@ -32,6 +32,12 @@ class Turnstile:
             await turn
         self._next_turn()
 
+    def full(self) -> bool:
+        """Return whether this turn of the loop has computed long enough. Counted from the first call, or task that passed, of the turn."""
+        full = not self._room()
+        self._next_turn()
+        return full
+
     def _room(self) -> bool:
         return self._began is None or time.monotonic() - self._began < BUDGET_S
 

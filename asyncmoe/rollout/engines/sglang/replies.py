@@ -3,6 +3,9 @@
 Answers of `/generate` are nearly all that a rollout process receives, half a megabyte and more each with routes. A general HTTP client
 reads a reply in pieces, copies each out of its parser, and joins them. Here a reply is what SGLang's server sends: HTTP/1.1 with a
 Content-Length. Connections stay open for the next request; anything unexpected on one closes it.
+
+An event loop wakes for every few packets, and uvloop then reads a socket until it is empty. Here the kernel wakes the loop only once much
+of a body is there (SO_RCVLOWAT, socket(7)); and when a turn of the loop has taken long enough, the rest is read in the next.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from asyncmoe.rollout.engines.turnstile import turnstile
+
 HEAD_BYTES = 1 << 13
 """Bound on the status line and headers of a reply."""
 MOST_BYTES = 1 << 32
 """Bound on the body of a reply. Memory is taken as bytes arrive."""
 _AT_ONCE = 1 << 19
-"""Bytes taken from one connection in a turn of the event loop, in which all others that have some are read too."""
+"""Bytes read at once, and of which the loop is told at once."""
+_LITTLE = 1 << 12
+"""Bytes read at once when the turn of the loop is full."""
 _END = b"\r\n\r\n"
 
 
@@ -86,11 +93,12 @@ class _Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(self, every: set[_Connection]) -> None:
-        self.kept, self.since, self._every = True, 0.0, every
+        self.kept, self.since, self._every, self._turnstile = True, 0.0, every, turnstile()
         self._first = np.empty(HEAD_BYTES, np.uint8).data
         self._head: ReplyHead | None = None
         self._body = self._first
         self._got = 0
+        self._told_at = 1  # the socket's SO_RCVLOWAT
         self._reply: asyncio.Future[HttpReply] | None = None
 
     async def ask(self, request: bytes) -> HttpReply:
@@ -115,10 +123,11 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._every.add(self)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket = transport.get_extra_info("socket")
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._body[self._got : self._got + _AT_ONCE]
+        return self._body[self._got : self._got + (_LITTLE if self._turnstile.full() else _AT_ONCE)]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._reply is None or self._reply.done():
@@ -132,10 +141,26 @@ class _Connection(asyncio.BufferedProtocol):
                 self._finish(self._reply, self._head)
         except ConnectionError as error:
             self.close(error)
+        else:
+            self._wait_for_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._every.discard(self)
         self.close(ConnectionError(f"the server closed the connection{f': {exc}' if exc else ''}"))
+
+    def _wait_for_more(self) -> None:
+        """Have the kernel tell of the next bytes once enough are there, and none be read in this turn of the loop if it is full."""
+        at = 1 if self._head is None else min(self._head.size - self._got, _AT_ONCE)
+        if at != self._told_at and self.kept:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
+            self._told_at = at
+        if self._head is not None and self._turnstile.full():
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _begin(self, reply: asyncio.Future[HttpReply], searched: int) -> None:
         """Read the head once all of it is there, and take what follows it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -28,6 +29,7 @@ from asyncmoe.trajectory import Buffer
 log = logging.getLogger(__name__)
 KEY = "queue.payloads"
 _NAMESPACE = "asyncmoe"
+_REACH_S = 10.0
 _ANSWER_S = 30.0
 """Seconds for one request to the actor, or for one trajectory."""
 _LEFT_S = 900
@@ -218,14 +220,22 @@ def _connect(ray: Any) -> None:
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
+        _reach(address)
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:
         hint = "ray start --head, or set RAY_ADDRESS=HOST:PORT to a cluster's head; queue.payloads=workers needs none"
         got = " ".join(str(error).split())[:200]
         raise UserError(f"{KEY}: Ray cluster at {address}", got=got, expected="one that answers", hint=hint) from error
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)
+
+
+def _reach(address: str) -> None:
+    """Connect to HOST:PORT once: Ray itself tries for minutes. Raises OSError, or ValueError if the port is no number."""
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
 
 
 def _prefix_of(stored: str) -> str:

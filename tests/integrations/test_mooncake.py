@@ -319,19 +319,23 @@ def test_a_queue_in_the_store_outlives_its_master_and_nothing_is_trained_twice(t
 
 def test_a_run_with_real_engines_outlives_the_store_s_master(tmp_path: Path) -> None:
     """Two rollout workers, two SGLang servers, two trainer ranks, the weights of every version compared; every group is trained once."""
-    from tests.system.runs import logs, metrics, start, wait_for
+    from tests.system.runs import REPOSITORY, logs, metrics, start, wait_for
     from tests.system.test_journal import SHAPE, WARM, check, trained
     from tests.system.test_rollout_workers import TWO
 
     own, directory = Master(tmp_path / "log"), tmp_path / "run"
     settings = [f"queue.mooncake.{name}={value}" for name, value in queue(own)["mooncake"].items()]
+    settings.append(f"engines.python={REPOSITORY / '.venv-engine' / 'bin' / 'python'}")
     command = start(directory, *SHAPE, *TWO, "queue.payloads=mooncake", *settings)
+
+    def reached(step: int) -> bool:
+        return wait_for(lambda: trained(directory, 0, step) or command.process.poll() is not None, 150) and trained(directory, 0, step)
+
     try:
-        assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
+        assert reached(WARM + 2), logs(directory)
         own.kill()
         own.start()
-        last = metrics(directory)[-1]["step"]
-        assert wait_for(partial(trained, directory, 0, last + 2), 150), logs(directory)
+        assert reached(metrics(directory)[-1]["step"] + 2), logs(directory)
         status, _, error = command.finish()
         assert status == 0, error[-3000:] + logs(directory)
         check(directory, again=False)

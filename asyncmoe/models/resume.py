@@ -43,8 +43,7 @@ def sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
 def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
     """Refuse to resume another run, as far as a checkpoint tells: family, kind of training, sizes of the model, seed, dtype.
 
-    Facts that an older checkpoint lacks are not compared. Parallel sizes may change, except between `trainer.ep` 1 and more, and the dtype
-    may change if the optimizer's state is sharded.
+    Facts that an older checkpoint lacks are not compared. The layout may change, and the dtype if the optimizer's state was sharded.
 
     Raises:
         ConfigError, DataError: names what differs, and what the checkpoint needs.

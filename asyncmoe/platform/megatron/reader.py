@@ -147,8 +147,8 @@ def _regular(file: Path) -> BinaryIO:
 
 
 @contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
-    """Read a checkpoint's `.metadata` now, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what reading raises
+def reading(checkpoint: Path) -> Iterator[Metadata]:
+    """Read a checkpoint's `.metadata` now, yield it, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what reading raises
     (checkpoint/state_dict_loader.py), so a refusal must come before.
 
     Raises: see `metadata`.
@@ -156,7 +156,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
     file = checkpoint / METADATA_FILE
     _read[file] = metadata(file)
     try:
-        yield
+        yield _read[file]
     finally:
         del _read[file]
 

@@ -33,6 +33,8 @@ _PLAIN: dict[tuple[str, str], Any] = {
     **{("builtins", name): getattr(builtins, name) for name in ("set", "frozenset", "complex", "bytearray", "range", "slice", "list", "dict")},
 }
 """What makes plain values, and has no effect besides."""
+_FORMERLY = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""Names of modules of Python 2, which pickles of before protocol 3 have; `torch.save` writes protocol 2."""
 _RECORDED = ("megatron", "torch", "numpy", "transformer_engine", "modelopt", "pathlib", "datetime", "enum")
 """Packages, and modules within, whose names become records."""
 
@@ -47,9 +49,11 @@ class Record:
     """
 
     of = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.arguments, self.named, self.state = arguments, named, None
+        self.arguments, self.named = arguments, named
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -69,12 +73,13 @@ class Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = _FORMERLY.get(module, module)
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module == "builtins" and name == "getattr":
-            return _member
+        if (module, name) in _STAND_INS:
+            return _STAND_INS[module, name]
         if any(module == package or module.startswith(f"{package}.") for package in _RECORDED):
             return type(name, (Record,), {"of": f"{module}.{name}"})
         raise Unreadable(f"a pickle that names {module}.{name}"[:200])
@@ -91,6 +96,16 @@ def _member(owner: Any, name: str) -> Record:
     made = Record(name)
     made.of = owner.of
     return made
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    """Stand for `_codecs.encode`, with which Python pickles bytes."""
+    if encoding != "latin1":
+        raise Unreadable(f"a pickle that names _codecs.encode for {encoding!r}"[:200])
+    return text.encode(encoding)
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {("builtins", "getattr"): _member, ("_codecs", "encode"): _encoded}
 
 
 def common(file: Path) -> dict[str, Any]:

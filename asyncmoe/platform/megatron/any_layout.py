@@ -26,6 +26,7 @@ from asyncmoe.platform.megatron.patch import module
 
 AVOID_PREFIX = {"chained_optim_avoid_prefix": True}
 """Of Megatron's metadata of a save: both optimizers save under the names that a single one has."""
+_SHARDED = "param_state"
 _PREFIX = re.compile(r"^chained_\d+\.")
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """What precedes a parameter's name in that of its master, in each kind of optimizer that has masters."""
@@ -43,7 +44,7 @@ class Asked:
 
     Attributes:
         lacking: a tensor that the checkpoint has under no name; "" if it has all.
-        masters: False if the checkpoint has no masters, because the weights are float32 ones: take them for masters once they are loaded.
+        masters: False if the checkpoint has no masters, because the weights are float32 ones (see `take_weights`).
     """
 
     lacking: str
@@ -79,6 +80,20 @@ def take_names_of(state: Any, saved: Collection[str]) -> Asked:
 
     dicts.dict_list_map_inplace(fit, state)
     return Asked(next(iter(lacking), ""), not without)
+
+
+def take_weights(state: Any, optimizers: Sequence[Any]) -> None:
+    """Put the model's weights in the place of masters that a checkpoint does not have, once the weights are loaded.
+
+    Args:
+        state: the optimizer's, as loaded; changed in place. If masters are not sharded, `reload_model_params` has them follow.
+    """
+    parts = [state] if _SHARDED in state else [state[number] for number in sorted(state) if _SHARDED in state[number]]
+    for part, one in zip(parts, optimizers, strict=False):
+        # In the order of `sharded_param_state_fully_reshardable`; a rank takes its own part of each.
+        weights = [weight for buffer in one.buffers for weight in buffer.param_index_map]
+        for number, tensors in part[_SHARDED].items():
+            tensors["param"] = weights[number].detach()
 
 
 def common_strategy(state: Any, optimizers: Sequence[Any]) -> Any:

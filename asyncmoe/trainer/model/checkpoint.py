@@ -134,19 +134,17 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     if optimizer is not None:
         checkpoints.check_kind(checkpoint, config.checkpoint_kind)
     state, asked = _read(checkpoint, sharded_state(model, optimizer, loading=True), optimizer)
-    _load_weights(model, state)
+    for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
+        trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
+        without_masters = asked is not None and not asked.masters
+        if without_masters:
+            any_layout.take_weights(state["optimizer"], optimizers(optimizer))
         optimizer.load_state_dict(state["optimizer"])
-        if asked is not None and not asked.masters:
-            _load_weights(model, state)  # masters of float32 weights are the weights, which the optimizer has overwritten
+        if without_masters:
             optimizer.reload_model_params()
         fuse(optimizer)
     return int(facts["step"])
-
-
-def _load_weights(model: Model, state: dict[str, Any]) -> None:
-    for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
-        trained(chunk).load_state_dict(state[name])
 
 
 def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], Asked | None]:

@@ -24,9 +24,9 @@ _ARGS: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "group_query_attention": True,
     "num_query_groups": 2, "kv_channels": 16, "swiglu": True, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
     "normalization": "RMSNorm", "norm_epsilon": 1e-6, "untie_embeddings_and_output_weights": True, "vocab_size": VOCAB,
-    "padded_vocab_size": PADDED, "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False,
-    "use_rope_scaling": False, "rope_scaling_factor": 8.0, "apply_layernorm_1p": False, "num_experts": None, "moe_layer_freq": 1,
-    "moe_ffn_hidden_size": None, "moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
+    "padded_vocab_size": PADDED, "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0,
+    "rotary_interleaved": False, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "apply_layernorm_1p": False,
+    "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
     "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
     "moe_router_group_topk": None, "moe_shared_expert_intermediate_size": None, "multi_latent_attention": False, "rope_type": None,
     "max_position_embeddings": 64, "seq_length": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0,
@@ -90,7 +90,12 @@ def arguments(name: str, sizes: tuple[int, int, int, int]) -> argparse.Namespace
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
 
-    others = {"params_dtype": torch.float32, "attention_backend": AttnBackend.auto, "model_type": ModelType.encoder_or_decoder, "iteration": 0}
+    others = {
+        "params_dtype": torch.float32,
+        "attention_backend": AttnBackend.auto,
+        "model_type": ModelType.encoder_or_decoder,
+        "iteration": 0,
+    }
     return argparse.Namespace(**{**_ARGS, **MODELS[name][1], **dict(zip(_SIZES, sizes, strict=True)), **others})
 
 
@@ -189,6 +194,7 @@ def save(model: Any, args: argparse.Namespace, folder: Path, singleton: bool = F
         **({"singleton_local_shards": True} if singleton else {}),
     }
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    drawn = [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}]
     state: dict[str, Any] = {
         "args": args,
         "checkpoint_version": 3.0,
@@ -196,14 +202,14 @@ def save(model: Any, args: argparse.Namespace, folder: Path, singleton: bool = F
         "num_floating_point_operations_so_far": 1.0e9,
         "opt_param_scheduler": {"max_lr": 1e-4, "num_steps": ITERATION},
         "model": model.sharded_state_dict(metadata=metadata),
-        "rng_state": ShardedObject("rng_state", [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}], (world,), (rank,)),
+        "rng_state": ShardedObject("rng_state", drawn, (world,), (rank,)),
         "optimizer": {
             "param_groups": [{"lr": 1e-4, "step": ITERATION}],
             "moment": ShardedTensor.from_rank_offsets(
                 "optimizer.state.exp_avg.embedding.word_embeddings.weight", torch.ones(4, 64), (0, rank, world)
             ),
         },
-    }  # fmt: skip
+    }
     if rank == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()

@@ -69,4 +69,3 @@ def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = Fal
                 expected=f"{key} = {value}, as the configuration says",
                 hint="set it as when the run began, or choose another run.dir",
             )
-

@@ -113,8 +113,8 @@ def import_checkpoint(
 ) -> None:
     """Write a torch_dist checkpoint of Megatron-LM or Megatron-Bridge as a Hugging Face checkpoint, from which runs start.
 
-    The checkpoint may have been saved in any parallel layout; Megatron is not needed, and nothing that the checkpoint names is imported or run.
-    Its arguments are compared with DIR's config.json first. One shard is read at a time, and 4 GiB are held until they are written.
+    The checkpoint may have been saved in any parallel layout. Megatron is not needed, and nothing that the checkpoint names is run. Its
+    arguments are compared with DIR's config.json first. One shard is read at a time, and 4 GiB are held until they are written.
 
         asyncmoe import-checkpoint /data/megatron/qwen3 runs/models/mine --model Qwen3-30B-A3B
         asyncmoe run big.yaml model.path=runs/models/mine

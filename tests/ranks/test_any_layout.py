@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.ranks import launch, oracle
@@ -14,12 +12,14 @@ FOUR, TWO = "ranks=4,tp=2,ep=2", "ranks=2,tp=2,ep=2"
 RESUMED = {
     f"plain: {TWO}": ["ranks=2,pp=2", "ranks=2,cp=2", "ranks=1", "ranks=4,ep=4"],
     "plain: ranks=2,pp=2,distributed=1": ["ranks=2,ep=2,distributed=0"],
+    "plain: ranks=2,ep=2,prefixed=1": ["ranks=2,pp=2"],
 }
 """By what was saved, what it goes on in."""
 THOROUGH = {
     f"plain: {TWO}": ["ranks=2", "ranks=2,tp=2", "ranks=2,ep=2", "ranks=4,tp=2,pp=2", "ranks=4,pp=2,ep=2", "ranks=4,cp=2,ep=2"],
     f"plain: {FOUR}": ["ranks=2,pp=2", "ranks=2,cp=2", "ranks=4,ep=4", "ranks=4,tp=2,ep=2,etp=2", "ranks=1", "ranks=4,distributed=0"],
     "plain: ranks=2,pp=2,distributed=1": ["ranks=2,pp=2,vpp=2", "ranks=1", "ranks=4,tp=2,cp=2", "ranks=4,tp=2,ep=2,etp=2"],
+    "plain: ranks=2,tp=2,ep=2,prefixed=1": ["ranks=2,ep=2", "ranks=2"],
     "plain: ranks=4,pp=2,vpp=2,ep=2": ["ranks=2,tp=2", "ranks=1", "ranks=2,ep=2"],
     "deepseek: ranks=2,ep=2": ["ranks=2,pp=2", "ranks=1", "ranks=2,tp=2"],
     "tied: ranks=2,tp=2": ["ranks=2,pp=2", "ranks=2,ep=2", "ranks=4,pp=2,ep=2"],

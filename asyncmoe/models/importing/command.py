@@ -6,14 +6,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of, with_family
@@ -125,7 +124,9 @@ class _Source:
             raise DataError("the checkpoint", got=f"a tensor {tied}", expected="none: config.json of --model has tie_word_embeddings")
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise DataError("the checkpoint", got=f"a tensor {left[0]}{others}", expected="the weights of the model that --model names only")
+            raise DataError(
+                "the checkpoint", got=f"a tensor {left[0]}{others}", expected="the weights of the model that --model names only"
+            )
         return ["layers of multi-token prediction are left out: asyncmoe neither trains nor serves them"] if prediction else []
 
     def hf_name(self, tensor: str) -> str:
@@ -145,7 +146,9 @@ class _Source:
             flat = whole.reshape(-1)
             made: dict[str, torch.Tensor] = {}
             for piece in pieces[parameter]:
-                tensor = made.setdefault(piece.tensor, torch.empty(self.shapes[piece.tensor], dtype=self._dtype_of(piece.tensor, parameter)))
+                tensor = made.setdefault(
+                    piece.tensor, torch.empty(self.shapes[piece.tensor], dtype=self._dtype_of(piece.tensor, parameter))
+                )
                 box = tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.extent, strict=True))
                 tensor[box] = flat.as_strided(piece.box.extent, piece.strides, piece.offset)
             for name, tensor in made.items():
@@ -180,7 +183,9 @@ def _write_weights(scratch: Path, source: _Source, say: Callable[[str], None]) -
         held[source.hf_name(tensor)] = value
         size, total = size + value.nbytes, total + value.nbytes
     write()
-    final = {name: SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, name in enumerate(files, 1)}
+    final = {
+        name: SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, name in enumerate(files, 1)
+    }
     for name, last in final.items():
         (scratch / name).rename(scratch / last)
     if len(files) > 1:
@@ -192,8 +197,13 @@ def _write_weights(scratch: Path, source: _Source, say: Callable[[str], None]) -
 def _write_texts(model: Path, scratch: Path, hf: Mapping[str, Any], dtype: str) -> None:
     """Copy all but the weights; config.json gets the dtype of the weights, and no quantisation."""
     shutil.copytree(
-        model, scratch, dirs_exist_ok=True, ignore=lambda _, there: [name for name in there if name.endswith(_WEIGHTS) or name.startswith(".")]
+        model,
+        scratch,
+        dirs_exist_ok=True,
+        ignore=lambda _, there: [name for name in there if name.endswith(_WEIGHTS) or name.startswith(".")],
     )
     values = without(load_hf_config(model))
     values |= {key: dtype for key in _DTYPES if key in values}
-    (scratch / "config.json").write_text(json.dumps(values if set(_DTYPES) & values.keys() else {**values, "dtype": dtype}, indent=2) + "\n")
+    (scratch / "config.json").write_text(
+        json.dumps(values if set(_DTYPES) & values.keys() else {**values, "dtype": dtype}, indent=2) + "\n"
+    )

@@ -34,7 +34,9 @@ _FUSED = {
 }
 """Other names of a layer's norms."""
 _HALVES = ("_w", "_v")
-_NOT_OURS = re.compile(r"^(optimizer\.|chained_\d+\.|rng_state|rerun_state|opt_param_scheduler|mtp\.)|_extra_state$|\.expert_bias_|local_tokens_per_expert$")
+_NOT_OURS = re.compile(
+    r"^(optimizer\.|chained_\d+\.|rng_state|rerun_state|opt_param_scheduler|mtp\.)|_extra_state$|\.expert_bias_|local_tokens_per_expert$"
+)
 """What a checkpoint has besides the weights: the optimizer, states of layers, counts, and layers of multi-token prediction."""
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 

@@ -1,6 +1,6 @@
 """Reads parts of tensors from the shards of a `torch_dist` checkpoint, a shard at a time.
 
-A tensor is a grid of shards that the ranks of the run wrote. `.metadata` says where in the tensor, and where in which file, each lies; there
+A tensor is a grid of shards that the ranks of the run wrote. `.metadata` says where in the tensor each lies, and where in which file; there
 it is a file of `torch.save` of its own. Source: `FileSystemReader.read_data` of torch/distributed/checkpoint/filesystem.py (torch 2.13).
 """
 

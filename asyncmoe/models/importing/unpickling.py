@@ -30,7 +30,10 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("types", "SimpleNamespace"): types.SimpleNamespace,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): torch.Size,
-    **{("builtins", name): getattr(builtins, name) for name in ("set", "frozenset", "complex", "bytearray", "range", "slice", "list", "dict")},
+    **{
+        ("builtins", name): getattr(builtins, name)
+        for name in ("set", "frozenset", "complex", "bytearray", "range", "slice", "list", "dict")
+    },
 }
 """What makes plain values, and has no effect besides."""
 _FORMERLY = {"__builtin__": "builtins", "copy_reg": "copyreg"}

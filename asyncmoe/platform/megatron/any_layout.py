@@ -157,8 +157,8 @@ def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(parts: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the optimizers' count of steps, which is one. A count beside groups is the live one: groups may keep that of an earlier kind of
-    optimizer."""
+    """Return the optimizers' count of steps, which is one. A count beside groups is the live one: groups may keep that of another kind of
+    optimizer, which the run had before."""
     beside = [part["state"].get("common_step") for part in parts if isinstance(part.get("state"), Mapping)]
     inside = [group.get("step") for part in parts for group in part["param_groups"]]
     return next((float(step) for step in [*beside, *inside] if step is not None), None)

@@ -165,8 +165,8 @@ def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer 
             found = dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT, common_strategy=common)
             return dict(found), asked
     except any_layout.Missing as missing:
-        expected = f"the optimizer's state of this run, with {missing}"
-        raise DataError(str(checkpoint), got="a checkpoint without it", expected=expected, hint="choose another run.dir") from missing
+        expected = "the optimizer's state of the model that the run trains"
+        raise DataError(str(checkpoint), got=f"no {missing}", expected=expected, hint="choose another run.dir") from missing
     except reader.Unreadable as error:
         raise _unreadable(checkpoint, error) from error
     except CheckpointException as error:  # what a rank raised between collectives, on all ranks

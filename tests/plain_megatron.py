@@ -26,9 +26,10 @@ _ARGS: dict[str, Any] = {
     "normalization": "RMSNorm", "norm_epsilon": 1e-6, "untie_embeddings_and_output_weights": True, "vocab_size": VOCAB,
     "padded_vocab_size": PADDED, "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0,
     "rotary_interleaved": False, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "apply_layernorm_1p": False,
-    "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
-    "moe_router_group_topk": None, "moe_shared_expert_intermediate_size": None, "multi_latent_attention": False, "rope_type": None,
+    "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_topk": 2,
+    "moe_router_score_function": "softmax", "moe_router_pre_softmax": False, "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False, "moe_router_num_groups": None, "moe_router_group_topk": None,
+    "moe_shared_expert_intermediate_size": None, "multi_latent_attention": False, "rope_type": None,
     "max_position_embeddings": 64, "seq_length": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -148,8 +148,8 @@ def _regular(file: Path) -> BinaryIO:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[Metadata]:
-    """Read a checkpoint's `.metadata` now, yield it, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what reading
-    raises (checkpoint/state_dict_loader.py), so a refusal must come before.
+    """Read a checkpoint's `.metadata` now, yield it, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what
+    reading raises (checkpoint/state_dict_loader.py), so a refusal must come before.
 
     Raises: see `metadata`.
     """

@@ -1,4 +1,5 @@
-"""Checkpoints as users of Megatron-LM have them, made by plain megatron-core: `plain_megatron.py OUT MODEL...` on one process.
+"""Checkpoints as users of Megatron-LM have them, made by plain megatron-core: `plain_megatron.py OUT MODEL...` on one process, and
+`plain_megatron.py OUT MODEL... --from DIR --sizes TP PP EP ETP` under torchrun, which saves what is in DIR/MODEL anew in another layout.
 
 Model, weights and files are Megatron's own; of asyncmoe only what lets megatron-core run without a GPU. OUT/MODEL gets `hf`, a Hugging Face
 configuration of the same model, `megatron`, what Megatron-LM's --save would have, and `logits.pt`. Arguments and their meaning:
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,7 @@ def tokens() -> Any:
     return torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def main(out: Path, names: list[str]) -> None:
+def main(out: Path, names: list[str], origin: Path | None, sizes: tuple[int, int, int, int]) -> None:
     from asyncmoe.platform import megatron
 
     megatron.prepare()
@@ -235,23 +235,49 @@ def main(out: Path, names: list[str]) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    alone = {} if origin is not None else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **alone)
+    tp, pp, ep, etp = sizes
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     model_parallel_cuda_manual_seed(1)
     for name in names:
         model_name, _, how = name.partition("-")
-        args = arguments(model_name, (1, 1, 1, 1))
+        args = arguments(model_name, sizes)
         model = build(args)
-        fill(model)
-        save(model, args, out / name / "megatron" / f"iter_{ITERATION:07d}", how == "singleton")
-        ids = tokens()
-        with torch.no_grad():
-            logits = model(ids, torch.arange(ids.shape[1])[None].expand_as(ids), None)
-        torch.save(logits[..., :VOCAB].clone(), out / name / "logits.pt")
-        (out / name / "hf").mkdir()
-        (out / name / "hf" / "config.json").write_text(json.dumps(hf_of(model_name)))
-        (out / name / "hf" / "tokenizer.json").write_text("{}")
+        place = Path("megatron") / f"iter_{ITERATION:07d}"
+        if origin is None:
+            fill(model)
+        else:
+            load(model, origin / name / place)
+        save(model, args, out / name / place, how == "singleton")
+        if origin is None:
+            write_others(model, out / name, hf_of(model_name))
+
+
+def load(model: Any, folder: Path) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(folder))["model"])
+
+
+def write_others(model: Any, folder: Path, hf: dict[str, Any]) -> None:
+    import torch
+
+    ids = tokens()
+    with torch.no_grad():
+        logits = model(ids, torch.arange(ids.shape[1])[None].expand_as(ids), None)
+    torch.save(logits[..., :VOCAB].clone(), folder / "logits.pt")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(hf))
+    (folder / "hf" / "tokenizer.json").write_text("{}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--from", dest="origin", type=Path)
+    parser.add_argument("--sizes", nargs=4, type=int, default=(1, 1, 1, 1))
+    given = parser.parse_args()
+    main(given.out, given.models, given.origin, tuple(given.sizes))

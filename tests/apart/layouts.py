@@ -68,15 +68,18 @@ def test_a_group_that_nothing_is_known_of() -> None:
 def test_a_checkpoint_without_a_part_of_the_state_is_one_line(tmp_path: Path) -> None:
     make_model(tmp_path / "model", MadeModel(), seed=0)
     run = {"run": {"dir": str(tmp_path / "run"), "steps": 1}, "model": {"path": str(tmp_path / "model")}, "task": {"kind": "arithmetic"}}
-    config = parse(run)
-    built = gpt.build(models.load_hf_config(tmp_path / "model"), config, mesh.start(config.trainer))
-    saved = checkpoint.save(config, 1, built, optimizer.build(config, built))
-    found = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301  our own
-    name = next(name for name in found.state_dict_metadata if "exp_avg_sq" in name)
-    del found.state_dict_metadata[name]
-    (saved / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(DataError) as refused:
-        checkpoint.load(saved, config, built, optimizer.build(config, built))
+    config = parse({**run, "trainer": {"optimizer": {"distributed": True}}})
+    place = mesh.start(config.trainer)
+    try:
+        built = gpt.build(models.load_hf_config(tmp_path / "model"), config, place)
+        saved = checkpoint.save(config, 1, built, optimizer.build(config, built))
+        found = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301  our own
+        name = next(name for name in found.state_dict_metadata if "exp_avg_sq" in name)
+        del found.state_dict_metadata[name]
+        (saved / ".metadata").write_bytes(pickle.dumps(found))
+        with pytest.raises(DataError) as refused:
+            checkpoint.load(saved, config, built, optimizer.build(config, built))
+    finally:
+        mesh.stop()
     expected = "the optimizer's state of the model that the run trains; choose another run.dir"
     assert str(refused.value) == f"{saved}: got no {name}, expected {expected}"
-    mesh.stop()

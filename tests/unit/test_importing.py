@@ -22,7 +22,7 @@ from asyncmoe.cli import app
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.models import hf_checkpoint
 from asyncmoe.models.importing import command, folder, settings, unpickling
-from asyncmoe.models.importing.tensors import Tensors
+from asyncmoe.models.importing.tensors import CheckpointTensors
 from asyncmoe.platform.megatron.reader import Unreadable
 from asyncmoe.reshard.layout import Box
 from tests import plain_megatron
@@ -82,7 +82,7 @@ def rewritten(copy: Path, change: Callable[[str, torch.Tensor], torch.Tensor | N
     import torch.distributed.checkpoint as dcp
 
     place = copy / "megatron" / ITERATION
-    tensors = Tensors(place)
+    tensors = CheckpointTensors(place)
     state = {}
     for name in tensors.names():
         shape = tensors.shape(name)
@@ -113,7 +113,7 @@ def test_prediction_layers_and_a_model_within_another(copy: Path, tmp_path: Path
     place = copy / "megatron" / ITERATION
     import torch.distributed.checkpoint as dcp
 
-    tensors = Tensors(place)
+    tensors = CheckpointTensors(place)
     state = {
         f"{'' if name.startswith('optimizer.') else 'language_model.'}{name}": tensors.read(
             name, Box((0,) * len(tensors.shape(name)), tensors.shape(name))
@@ -121,11 +121,13 @@ def test_prediction_layers_and_a_model_within_another(copy: Path, tmp_path: Path
         for name in tensors.names()
     }
     state["language_model.mtp.layers.0.eh_proj.weight"] = torch.ones(2, 2)
+    (copy / "hf/config.json").write_text(json.dumps({**plain_megatron.hf_of("mla"), "num_nextn_predict_layers": 1}))
     for path in (place / ".metadata", *place.glob("*.distcp")):
         path.unlink()
     dcp.save(state, checkpoint_id=place, no_dist=True)
     found = command.import_checkpoint(copy / "megatron", tmp_path / "two", copy / "hf")
     assert found.notes == ("layers of multi-token prediction are left out: asyncmoe neither trains nor serves them",)
+    assert json.loads((tmp_path / "two/config.json").read_text())["num_nextn_predict_layers"] == 0
     again = load_file(tmp_path / "two/model.safetensors")
     assert whole.keys() == again.keys()
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
@@ -326,7 +328,7 @@ def _without(copy: Path) -> None:
 
 def _with_more(copy: Path) -> None:
     rewritten(copy, lambda name, value: value)
-    tensors = Tensors(copy / "megatron" / ITERATION)
+    tensors = CheckpointTensors(copy / "megatron" / ITERATION)
     state = {name: tensors.read(name, Box((0,) * len(tensors.shape(name)), tensors.shape(name))) for name in tensors.names()}
     import torch.distributed.checkpoint as dcp
 

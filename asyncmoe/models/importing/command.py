@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,11 @@ from safetensors.torch import save_file
 from asyncmoe.errors import DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
-from asyncmoe.models.families import family_of, with_family
-from asyncmoe.models.hf_checkpoint import INDEX, SINGLE
+from asyncmoe.models.families import family_of, with_family, without_family
+from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, copy_texts
 from asyncmoe.models.importing import folder, names, settings
-from asyncmoe.models.importing.names import Part
-from asyncmoe.models.importing.tensors import Tensors
+from asyncmoe.models.importing.names import TensorPart
+from asyncmoe.models.importing.tensors import CheckpointTensors
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import without
 from asyncmoe.models.shape import HfConfig, Shape, Shapes
@@ -27,7 +26,7 @@ from asyncmoe.reshard.layout import Piece, RankLayout
 from asyncmoe.storage import new_directory, writing
 
 _SHARD_BYTES = 4 << 30
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
+_PREDICTION = "num_nextn_predict_layers"
 _DTYPES = ("dtype", "torch_dtype")
 """Keys of config.json for the dtype of the weights, in transformers 5 and 4."""
 
@@ -61,7 +60,7 @@ def import_checkpoint(
 ) -> Imported:
     """Write `out`, which is complete or does not exist: the weights of the checkpoint, with configuration and tokenizer of `model`.
 
-    Memory: one shard of the checkpoint, and up to 4 GiB of what is written next.
+    Memory: one shard of the checkpoint, one of Megatron's parameters, and up to 4 GiB of what is written next.
 
     Args:
         checkpoint, iteration: see `folder.find`.
@@ -83,11 +82,12 @@ def import_checkpoint(
         if out.resolve().is_relative_to(place.resolve()):
             raise DataError("OUT", got=f"{out}, inside {place}", expected="a new path elsewhere")
     notes = settings.check(found, hf, model)
-    source = _Source(Tensors(found), hf)
+    source = _Source(CheckpointTensors(found), hf)
     notes += source.check()
     with new_directory("imported model", out, signals) as scratch, writing("imported model", out):
         nbytes, count = _write_weights(scratch, source, say)
-        _write_texts(model, scratch, hf, source.dtype)
+        copy_texts(model, scratch)
+        (scratch / "config.json").write_text(json.dumps(_config(hf, source.dtype), indent=2) + "\n")
         for path in scratch.glob("*.safetensors"):
             path.chmod((scratch / "config.json").stat().st_mode)  # safetensors writes for its user alone
     return Imported(found, count, source.dtype, nbytes, tuple(notes))
@@ -96,7 +96,7 @@ def import_checkpoint(
 class _Source:
     """The canonical tensors of a checkpoint."""
 
-    def __init__(self, tensors: Tensors, hf: HfConfig) -> None:
+    def __init__(self, tensors: CheckpointTensors, hf: HfConfig) -> None:
         family = family_of(hf)
         self._tensors, self._front = tensors, names.front_of(tensors)
         self._m: Shape = family.shape_of(hf)
@@ -107,7 +107,7 @@ class _Source:
         self._dtypes = {name: tensors.stored(parts[0].name).dtype for name, parts in self._parts.items()}
         self.dtype = str(self._dtypes["embedding.word_embeddings.weight"]).removeprefix("torch.")
 
-    def _parts_of(self, parameter: str, shape: tuple[int, ...]) -> list[Part]:
+    def _parts_of(self, parameter: str, shape: tuple[int, ...]) -> list[TensorPart]:
         return names.parts_of(self._tensors, self._front, parameter, shape, self._m.layers, self._m.experts)
 
     def check(self) -> list[str]:
@@ -194,16 +194,9 @@ def _write_weights(scratch: Path, source: _Source, say: Callable[[str], None]) -
     return total, len(index)
 
 
-def _write_texts(model: Path, scratch: Path, hf: Mapping[str, Any], dtype: str) -> None:
-    """Copy all but the weights; config.json gets the dtype of the weights, and no quantisation."""
-    shutil.copytree(
-        model,
-        scratch,
-        dirs_exist_ok=True,
-        ignore=lambda _, there: [name for name in there if name.endswith(_WEIGHTS) or name.startswith(".")],
-    )
-    values = without(load_hf_config(model))
-    values |= {key: dtype for key in _DTYPES if key in values}
-    (scratch / "config.json").write_text(
-        json.dumps(values if set(_DTYPES) & values.keys() else {**values, "dtype": dtype}, indent=2) + "\n"
-    )
+def _config(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the configuration of what is written: of this dtype, without quantisation and layers of multi-token prediction."""
+    values = {key: dtype if key in _DTYPES else value for key, value in without(without_family(hf)).items()}
+    if not set(_DTYPES) & values.keys():
+        values["dtype"] = dtype
+    return values | ({_PREDICTION: 0} if values.get(_PREDICTION) else {})

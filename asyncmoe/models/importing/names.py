@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncmoe.errors import DataError
-from asyncmoe.models.importing.tensors import Tensors
+from asyncmoe.models.importing.tensors import CheckpointTensors
 from asyncmoe.reshard.layout import Box
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -42,14 +42,14 @@ _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a checkpoint's tensor that has a parameter, or a half of one."""
 
     name: str
     box: Box
 
 
-def front_of(tensors: Tensors) -> str:
+def front_of(tensors: CheckpointTensors) -> str:
     """Return what precedes all names: "" unless the model is a part of another module.
 
     Raises:
@@ -61,7 +61,7 @@ def front_of(tensors: Tensors) -> str:
     return found[0].removesuffix(_EMBEDDING)
 
 
-def parts_of(tensors: Tensors, front: str, parameter: str, shape: tuple[int, ...], layers: int, experts: int) -> list[Part]:
+def parts_of(tensors: CheckpointTensors, front: str, parameter: str, shape: tuple[int, ...], layers: int, experts: int) -> list[TensorPart]:
     """Return where a parameter is; two parts are halves of its rows.
 
     Args:
@@ -77,14 +77,14 @@ def parts_of(tensors: Tensors, front: str, parameter: str, shape: tuple[int, ...
     for name, at, stacked in names:
         whole = front + name
         if whole in there:
-            return [Part(whole, _box(tensors, whole, parameter, at, stacked, shape))]
+            return [TensorPart(whole, _box(tensors, whole, parameter, at, stacked, shape))]
         if all(whole + half in there for half in _HALVES):
             rows = (shape[0] // 2, *shape[1:])
-            return [Part(whole + half, _box(tensors, whole + half, parameter, at, stacked, rows)) for half in _HALVES]
+            return [TensorPart(whole + half, _box(tensors, whole + half, parameter, at, stacked, rows)) for half in _HALVES]
     raise DataError("the checkpoint", got=f"no tensor {front}{names[0][0]}", expected="the weights of the model that --model names")
 
 
-def left_over(tensors: Tensors, front: str, taken: set[str]) -> tuple[list[str], bool]:
+def left_over(tensors: CheckpointTensors, front: str, taken: set[str]) -> tuple[list[str], bool]:
     """Return the weights that nothing was made of, sorted, and whether there are layers of multi-token prediction among the others."""
     rest = sorted(tensors.names() - taken)
     inner = {name: name.removeprefix(front) for name in rest}
@@ -114,7 +114,9 @@ def _in_layer(inner: str, experts: int) -> Iterator[tuple[str, tuple[int, ...], 
     yield f"mlp.experts.experts.{expert}.{rest}", (), ()
 
 
-def _box(tensors: Tensors, name: str, parameter: str, at: tuple[int, ...], stacked: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+def _box(
+    tensors: CheckpointTensors, name: str, parameter: str, at: tuple[int, ...], stacked: tuple[int, ...], shape: tuple[int, ...]
+) -> Box:
     """Return a parameter's box in a tensor. A vocabulary may be padded, so only its first rows are the model's."""
     got, wanted = tensors.shape(name), (*stacked, *shape)
     padded = parameter in _VOCABULARY and len(got) == len(wanted) and got[0] >= wanted[0] and got[1:] == wanted[1:]

@@ -26,7 +26,7 @@ _KEPT = 2
 
 
 @dataclass(frozen=True)
-class Shard:
+class StoredShard:
     """A shard on disk: its box in the tensor, and its bytes in a file."""
 
     box: Box
@@ -36,34 +36,34 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredShard, ...]
 
 
 class _Indexed:
     """A tensor's shards by their place in the leading dimensions that are cut into single entries, as stacked layers and experts are."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
         extents = [shard.box.extent for shard in stored.shards]
         self._cut = next((k for k, sizes in enumerate(zip(*extents, strict=True)) if set(sizes) != {1}), len(stored.shape))
-        self._at: dict[tuple[int, ...], list[Shard]] = {}
+        self._at: dict[tuple[int, ...], list[StoredShard]] = {}
         for shard in stored.shards:
             self._at.setdefault(shard.box.start[: self._cut], []).append(shard)
 
-    def near(self, box: Box) -> Sequence[Shard]:
+    def near(self, box: Box) -> Sequence[StoredShard]:
         """Return shards among which are all that overlap a box."""
         if all(size == 1 for size in box.extent[: self._cut]):
             return self._at.get(box.start[: self._cut], ())
         return self.stored.shards
 
 
-class Tensors:
+class CheckpointTensors:
     """The tensors of a checkpoint by name.
 
     Raises:
@@ -89,7 +89,7 @@ class Tensors:
         """Return a tensor's shape."""
         return tuple(self._found[name].size)
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         """Return a tensor's places.
 
         Raises:
@@ -102,7 +102,7 @@ class Tensors:
             self._stored[name] = _Indexed(self._listed(name))
         return self._stored[name]
 
-    def _listed(self, name: str) -> Stored:
+    def _listed(self, name: str) -> StoredTensor:
         one = self._found[name]
         shards = []
         for chunk in one.chunks:
@@ -112,8 +112,8 @@ class Tensors:
                 raise self._fault(name, f"no place of its shard {box}")
             if getattr(place, "transform_descriptors", None):
                 raise self._fault(name, f"a shard written through {place.transform_descriptors}")
-            shards.append(Shard(box, place.relative_path, place.offset, place.length))
-        return Stored(name, self.shape(name), one.properties.dtype, tuple(shards))
+            shards.append(StoredShard(box, place.relative_path, place.offset, place.length))
+        return StoredTensor(name, self.shape(name), one.properties.dtype, tuple(shards))
 
     def check(self, names: Sequence[str]) -> None:
         """Find out, without reading shards, whether tensors are whole.
@@ -154,7 +154,7 @@ class Tensors:
             raise self._fault(name, f"{filled} of the {box.size} elements of {box}")
         return made
 
-    def _shard(self, stored: Stored, shard: Shard) -> torch.Tensor:
+    def _shard(self, stored: StoredTensor, shard: StoredShard) -> torch.Tensor:
         """Read a shard; the last ones stay, because one may have several experts' weights."""
         if (key := (shard.file, shard.begin)) not in self._last:
             while len(self._last) >= _KEPT:
@@ -162,7 +162,7 @@ class Tensors:
             self._last[key] = self._read_shard(stored, shard)
         return self._last[key]
 
-    def _read_shard(self, stored: Stored, shard: Shard) -> torch.Tensor:
+    def _read_shard(self, stored: StoredTensor, shard: StoredShard) -> torch.Tensor:
         with (self._folder / shard.file).open("rb") as file:
             file.seek(shard.begin)
             content = file.read(shard.length)
@@ -178,7 +178,7 @@ class Tensors:
         return DataError(f"{self._folder}: tensor {name}", got=got, expected="a checkpoint that is whole", hint="take another iteration")
 
 
-def _overlapping(shards: Sequence[Shard], box: Box) -> Iterator[tuple[Shard, Box]]:
+def _overlapping(shards: Sequence[StoredShard], box: Box) -> Iterator[tuple[StoredShard, Box]]:
     """Yield the shards that have a part of a box, with that part."""
     for shard in shards:
         first = tuple(map(max, shard.box.start, box.start))

@@ -39,7 +39,7 @@ class Missing(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedState:
     """What a description of the optimizer's state asks a checkpoint for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Asked:
     masters: bool
 
 
-def take_names_of(state: Any, saved: Collection[str]) -> Asked:
+def take_names_of(state: Any, saved: Collection[str]) -> AskedState:
     """Have a description of the optimizer's state ask for the names that a checkpoint has.
 
     Args:
@@ -79,7 +79,7 @@ def take_names_of(state: Any, saved: Collection[str]) -> Asked:
         return value
 
     dicts.dict_list_map_inplace(fit, state)
-    return Asked(next(iter(lacking), ""), not without)
+    return AskedState(next(iter(lacking), ""), not without)
 
 
 def take_weights(state: Any, optimizers: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from asyncmoe.models import family_of
 from asyncmoe.models.resume import facts_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import any_layout, reader, writer
-from asyncmoe.platform.megatron.any_layout import AVOID_PREFIX, Asked
+from asyncmoe.platform.megatron.any_layout import AVOID_PREFIX, AskedState
 from asyncmoe.platform.megatron.snapshot import FORMAT, optimizers
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.checkpoint_files import explain
@@ -147,7 +147,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     return int(facts["step"])
 
 
-def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], Asked | None]:
+def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], AskedState | None]:
     """Return the checkpoint's values of `state`, and what it has of the optimizer's.
 
     Raises:

@@ -15,6 +15,7 @@ COMMANDS = {
     "make-model": "a tiny random model",
     "upcycle": "a mixture of experts from a dense model",
     "export": "a run's checkpoint in Hugging Face's format",
+    "import-checkpoint": "a Hugging Face checkpoint from one of Megatron-LM or Megatron-Bridge",
     "doctor": "what on this machine would stop a run",
     "plan": "memory of every GPU, and a split of a cluster",
     "simulate": "the speed of a run on a cluster",

@@ -51,10 +51,10 @@ def check_family(checkpoint: Path, family: str) -> None:
 
 
 def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> None:
-    """Refuse a checkpoint whose optimizer state another kind of training wrote.
+    """Refuse a checkpoint of another kind of training.
 
     Args:
-        now: settings that the names in a checkpoint depend on, as `finish` stored those of the run that wrote it.
+        now: settings that say what is trained, as `finish` stored those of the run that wrote it.
         recorded: compare only settings that the checkpoint has; otherwise one that it lacks differs.
 
     Raises:
@@ -64,17 +64,8 @@ def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = Fal
     for key, value in now.items():
         if saved.get(key) != value and not (recorded and key not in saved):
             raise DataError(
-                f"{checkpoint.name}: optimizer state",
+                f"{checkpoint.name}: training",
                 got=f"{key} = {saved.get(key)}",
                 expected=f"{key} = {value}, as the configuration says",
-                hint=_REMEDIES.get((key, saved.get(key))) if key != "lora" else None,
+                hint="set it as when the run began, or choose another run.dir",
             )
-
-
-_ELSEWHERE = "or choose another run.dir"
-_REMEDIES: Mapping[tuple[str, object], str] = {
-    ("distributed_optimizer", True): "set trainer.optimizer.distributed to true",
-    ("distributed_optimizer", False): "set trainer.optimizer.distributed to false",
-    ("expert_parallel", True): f"set trainer.ep above 1, as when the run began, {_ELSEWHERE}",
-    ("expert_parallel", False): f"set trainer.ep to 1, as when the run began, {_ELSEWHERE}",
-}

@@ -50,6 +50,7 @@ for _command in (
     models.make_model,
     models.upcycle,
     models.export,
+    models.import_checkpoint,
     planning.doctor,
     planning.plan,
 ):

@@ -290,10 +290,8 @@ class Config(Section):
 
     @property
     def checkpoint_kind(self) -> dict[str, Any]:
-        """Settings that the names in a checkpoint depend on, except `distributed_optimizer` where trainer.optimizer.distributed is null."""
-        kind: dict[str, Any] = {"expert_parallel": self.trainer.ep > 1, "train": self.train}
-        if self.trainer.optimizer.distributed is not None:
-            kind["distributed_optimizer"] = self.trainer.optimizer.distributed
+        """What is trained, which a run that goes on from a checkpoint must train too."""
+        kind: dict[str, Any] = {"train": self.train}
         if self.adapter is not None:
             kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "targets", "experts"})
         return kind

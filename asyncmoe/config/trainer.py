@@ -28,7 +28,7 @@ class OptimizerSection(Section):
     distributed: bool | None = Field(
         None,
         description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer), to save memory. null: shard "
-        "if there are several such ranks; a run that resumes from a checkpoint keeps the checkpoint's kind.",
+        "if there are several such ranks. A run may resume with another setting.",
     )
 
 

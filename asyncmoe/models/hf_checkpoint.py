@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,17 @@ from asyncmoe.reshard.float8 import SCALES, scales_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_TEMPLATES = "additional_chat_templates"
+
+
+def copy_texts(model: Path, folder: Path) -> None:
+    """Copy tokenizer and chat templates, of which there may be several in a directory of their own; neither weights nor config.json."""
+    for path in model.iterdir():
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, folder / path.name)
+    if (model / _TEMPLATES).is_dir():
+        shutil.copytree(model / _TEMPLATES, folder / _TEMPLATES)
 
 
 class HFCheckpoint:

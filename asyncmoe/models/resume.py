@@ -43,8 +43,8 @@ def sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
 def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
     """Refuse to resume another run, as far as a checkpoint tells: family, kind of training, sizes of the model, seed, dtype.
 
-    Facts that an older checkpoint lacks are not compared. Parallel sizes may change, except between `trainer.ep` 1 and more, and the dtype
-    may change if the optimizer's state is sharded.
+    Facts that an older checkpoint lacks are not compared. The layout may change, and the dtype if the optimizer's state is sharded before
+    and after.
 
     Raises:
         ConfigError, DataError: names what differs, and what the checkpoint needs.
@@ -61,7 +61,8 @@ def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
         hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
         raise ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
     dtype = saved.get("dtype", config.trainer.dtype)
-    # A sharded optimizer saves float32 masters under the same names for every dtype; Megatron's other ones do not (0.16.1).
-    if config.trainer.dtype not in (dtype, "auto") and saved.get("distributed_optimizer") is False:
+    # A sharded optimizer has float32 masters with every dtype; without, there are none with float32, and its weights would be rounded ones.
+    sharded = saved.get("distributed_optimizer")
+    if config.trainer.dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
         hint = f"set trainer.dtype={dtype}, {_ELSEWHERE}"
         raise ConfigError("trainer.dtype", got=config.trainer.dtype, expected=f"{dtype}, as {name} was made with", hint=hint)

@@ -70,7 +70,7 @@ def run(config: Config) -> None:
     if place.rank == 0:
         log.info("%d rank(s), %s", place.world, kernels.detect())
     newest = checkpoint_choice.choose(config.run.dir, place)
-    built = gpt.build(hf, checkpoint.as_saved(config, newest), place)
+    built = gpt.build(hf, config, place)
     if place.rank == 0:
         for line in built.switches.lines:
             log.info("%s", line)

@@ -1,18 +1,12 @@
-"""The optimizer: torch's fused Adam in the place of its loop over parameters, and whether its state is sharded."""
+"""torch's fused Adam in the place of its loop over parameters."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
-import pytest
 import torch
 
-from asyncmoe import checkpoints
 from asyncmoe.platform.megatron.adam import fuse
-from asyncmoe.trainer.model import checkpoint as state
-from asyncmoe.trainer.model import mesh  # noqa: F401  mesh prepares the platform
-from tests.ranks import case
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -50,26 +44,3 @@ def test_others_are_left_as_they_are() -> None:
     other = torch.optim.SGD(parameters(), lr=0.1)
     fuse([other])
     assert "fused" not in other.param_groups[0] or not other.param_groups[0]["fused"]
-
-
-@pytest.mark.parametrize(
-    ("said", "ranks", "saved", "wanted"),
-    [
-        (None, 1, None, False),
-        (None, 2, None, True),
-        (None, 2, False, False),
-        (None, 1, True, True),
-        (True, 1, False, True),
-        (False, 2, True, False),
-    ],
-)
-def test_the_kind_of_optimizer(said: bool | None, ranks: int, saved: bool | None, wanted: bool, tmp_path: Path) -> None:
-    """As configured; else as the checkpoint has it that a run goes on from; else by the data-parallel ranks."""
-    config = case.config(tmp_path, ranks=ranks, optimizer={"distributed": said})
-    checkpoint = None
-    if saved is not None:
-        checkpoints.start(tmp_path, 3)
-        checkpoints.finish(tmp_path, 3, {"step": 3, "distributed_optimizer": saved}, 1)
-        checkpoint = checkpoints.newest(tmp_path)
-    assert state.as_saved(config, checkpoint).trainer.distributed_optimizer == wanted
-    assert state.as_saved(config, checkpoint).trainer.model_copy(update={"optimizer": config.trainer.optimizer}) == config.trainer

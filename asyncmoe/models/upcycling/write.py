@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -15,7 +14,7 @@ from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of
-from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, HFCheckpoint
+from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, HFCheckpoint, copy_texts
 from asyncmoe.models.shape import HfConfig, Shapes
 from asyncmoe.models.upcycling.distil import Distillation, Distilled, distil
 from asyncmoe.models.upcycling.fresh import Fresh
@@ -24,8 +23,6 @@ from asyncmoe.models.upcycling.mixture import ROUTER_STD, Upcycling, settings, s
 from asyncmoe.storage import new_directory, writing
 
 _SHARD_BYTES = 4 << 30
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
-_TEMPLATES = "additional_chat_templates"
 
 
 def upcycle(
@@ -70,7 +67,7 @@ def upcycle(
         with writing("mixture", out):
             _write_weights(scratch, values, copied)
             (scratch / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-            _copy_texts(dense, scratch)
+            copy_texts(dense, scratch)
         found = distil(dense, scratch, how, say) if how is not None else None
         with writing("mixture", out):
             for path in scratch.glob("*.safetensors"):
@@ -83,15 +80,6 @@ def _check_share(share: float, width: int, experts: int) -> None:
         raise ConfigError("--diversify", got=f"{share:g}, less than half a neuron of {width}", expected=f"at least {1 / width:.2g}")
     if share and experts == 1:
         raise ConfigError("--diversify", got=f"{share:g} with --experts 1", expected="at least 2 experts: one differs from none")
-
-
-def _copy_texts(dense: Path, folder: Path) -> None:
-    """Copy tokenizer and chat templates, of which there may be several in a directory of their own."""
-    for path in dense.iterdir():
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, folder / path.name)
-    if (dense / _TEMPLATES).is_dir():
-        shutil.copytree(dense / _TEMPLATES, folder / _TEMPLATES)
 
 
 def shards_of(shapes: Shapes, itemsize: int, limit: int) -> list[list[str]]:

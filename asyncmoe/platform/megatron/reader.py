@@ -147,16 +147,16 @@ def _regular(file: Path) -> BinaryIO:
 
 
 @contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
-    """Read a checkpoint's `.metadata` now, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what reading raises
-    (checkpoint/state_dict_loader.py), so a refusal must come before.
+def reading(checkpoint: Path) -> Iterator[Metadata]:
+    """Read a checkpoint's `.metadata` now, yield it, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what
+    reading raises (checkpoint/state_dict_loader.py), so a refusal must come before.
 
     Raises: see `metadata`.
     """
     file = checkpoint / METADATA_FILE
     _read[file] = metadata(file)
     try:
-        yield
+        yield _read[file]
     finally:
         del _read[file]
 

@@ -1,8 +1,7 @@
 """Saves and restores model and optimizer atomically, with Megatron's dist_checkpointing (torch_dist format).
 
-Every rank writes its own shards. A checkpoint can be loaded under another tensor or pipeline size, and with another number of model chunks
-per stage, but not after switching between ep = 1 and ep > 1, because Megatron names the optimizer state differently then (KeyError on
-load, megatron-core 0.16 and 0.19).
+Every rank writes its own shards. A checkpoint can be loaded in any other layout, and with the optimizer's state sharded or not
+(`asyncmoe.platform.megatron.any_layout`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from asyncmoe.errors import DataError, StorageError
 from asyncmoe.models import family_of
 from asyncmoe.models.resume import facts_of
 from asyncmoe.platform import megatron
-from asyncmoe.platform.megatron import reader, writer
-from asyncmoe.platform.megatron.snapshot import FORMAT
+from asyncmoe.platform.megatron import any_layout, reader, writer
+from asyncmoe.platform.megatron.any_layout import AVOID_PREFIX, AskedState
+from asyncmoe.platform.megatron.snapshot import FORMAT, optimizers
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.checkpoint_files import explain
 from asyncmoe.trainer.model.gpt import Model, gather_weights
@@ -113,7 +113,8 @@ def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
     return {
         "step": step,
         "family": family_of(model.hf).name,
-        **_kind(config, model),
+        **config.checkpoint_kind,
+        "distributed_optimizer": _distributed(model),
         **facts_of(config, model.hf),
         "dtype": str(model.dtype).removeprefix("torch."),
         "time": time.time(),
@@ -121,42 +122,51 @@ def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
     }
 
 
-def as_saved(config: Config, checkpoint: Path | None) -> Config:
-    """Return the configuration, with the checkpoint's kind of optimizer if the configuration does not specify one."""
-    if checkpoint is None or config.trainer.optimizer.distributed is not None:
-        return config
-    distributed = checkpoints.facts(checkpoint).get("distributed_optimizer")
-    optimizer = config.trainer.optimizer.model_copy(update={"distributed": distributed})
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": optimizer})})
-
-
 def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOptimizer | None) -> int:
     """Restore the model and, if given, the optimizer; return the step. Collective over all ranks.
 
     Raises:
-        DataError: another model family made the checkpoint, or the optimizer state was written by the other kind of optimizer, or the run
-            has switched between ep = 1 and ep > 1, or the trained parameters differ from the configuration's, or a file cannot be read or
-            holds anything but tensors and plain values.
+        DataError: another model family made the checkpoint, or another kind of training, or it lacks a part of the optimizer's state, or
+            the trained parameters differ from the configuration's, or a file cannot be read or holds anything but tensors and plain values.
     """
     checkpoints.check_family(checkpoint, family_of(model.hf).name)
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
-        checkpoints.check_kind(checkpoint, _kind(config, model))
-    state = _read(checkpoint, sharded_state(model, optimizer, loading=True))
+        checkpoints.check_kind(checkpoint, config.checkpoint_kind)
+    state, asked = _read(checkpoint, sharded_state(model, optimizer, loading=True), optimizer)
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
+        without_masters = asked is not None and not asked.masters
+        if without_masters:
+            any_layout.take_weights(state["optimizer"], optimizers(optimizer))
         optimizer.load_state_dict(state["optimizer"])
+        if without_masters:
+            optimizer.reload_model_params()
         fuse(optimizer)
     return int(facts["step"])
 
 
-def _read(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint's values of `state`. Raise DataError if `reader` refuses a file."""
+def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], AskedState | None]:
+    """Return the checkpoint's values of `state`, and what it has of the optimizer's.
+
+    Raises:
+        DataError: `reader` refuses a file, or the optimizer's state is not whole.
+    """
+    common, asked = None, None
     try:
-        with reader.reading(checkpoint):
+        with reader.reading(checkpoint) as saved:
+            if optimizer is not None:
+                asked = any_layout.take_names_of(state["optimizer"], saved.state_dict_metadata)
+                common = any_layout.common_strategy(state["optimizer"], optimizers(optimizer))
+                if lacking := next(filter(None, collectives.everyones(asked.lacking)), ""):
+                    raise any_layout.Missing(lacking)
             # Whatever a checkpoint's metadata.json says: this is the only format whose files `reader` checks.
-            return dict(dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT))
+            found = dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT, common_strategy=common)
+            return dict(found), asked
+    except any_layout.Missing as missing:
+        expected = "the optimizer's state of the model that the run trains"
+        raise DataError(str(checkpoint), got=f"no {missing}", expected=expected, hint="choose another run.dir") from missing
     except reader.Unreadable as error:
         raise _unreadable(checkpoint, error) from error
     except CheckpointException as error:  # what a rank raised between collectives, on all ranks
@@ -173,7 +183,7 @@ def _unreadable(checkpoint: Path, found: reader.Unreadable) -> DataError:
 
 def sharded_state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
     """Return Megatron's description of all that is saved or loaded, with the tensors themselves. Collective over all ranks."""
-    metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **AVOID_PREFIX}
     if _distributed(model):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
     chunks = [trained(chunk) for chunk in model.chunks]
@@ -192,11 +202,6 @@ def trained(chunk: Any) -> Any:
 def _chunk_names(model: Model) -> list[str]:
     """Return each chunk's key in the state; tensors under it are saved under the names of the whole model's layers, whatever the split."""
     return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
-
-
-def _kind(config: Config, model: Model) -> dict[str, Any]:
-    """Return the settings that the saved names depend on."""
-    return {**config.checkpoint_kind, "distributed_optimizer": _distributed(model)}
 
 
 def _distributed(model: Model) -> bool:

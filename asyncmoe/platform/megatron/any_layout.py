@@ -1,0 +1,190 @@
+"""Loads the optimizer's state that a run of another layout has saved.
+
+Tensors have the shapes and names of the model's parameters in every layout, but a checkpoint also says how the run was laid out
+(optimizer/optimizer.py, `ChainedOptimizer`, 0.16.1 and 0.19.2):
+
+    names         with expert parallelism there are two optimizers, the second for experts, and they may prefix theirs: `chained_1.`
+    common state  one mapping with groups of parameters, or one for each optimizer; the step in the groups, or beside them
+    masters       `optimizer.state.param.` if the state is sharded, `optimizer.state.fp32_param.` with bfloat16 if it is not; with float32
+                  that is not sharded the weights themselves
+
+Here what is loaded takes the names that the checkpoint has, and the common state is put as this layout has it. Saves avoid the prefix.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncmoe.platform.megatron.patch import module
+
+AVOID_PREFIX = {"chained_optim_avoid_prefix": True}
+"""Of Megatron's metadata of a save: both optimizers save under the names that a single one has."""
+_SHARDED = "param_state"
+_PREFIX = re.compile(r"^chained_\d+\.")
+_MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+"""What precedes a parameter's name in that of its master, in each kind of optimizer that has masters."""
+_OF_LAYOUT = ("params", "is_expert_parallel")
+"""What the layout decides of a group of parameters: those of experts are told from others with expert parallelism only."""
+
+
+class Missing(Exception):
+    """What a checkpoint lacks; has one argument, so that it crosses processes."""
+
+
+@dataclass(frozen=True)
+class AskedState:
+    """What a description of the optimizer's state asks a checkpoint for.
+
+    Attributes:
+        lacking: a tensor that the checkpoint has under no name; "" if it has all.
+        masters: False if the checkpoint has no masters, because the weights are float32 ones (see `take_weights`).
+    """
+
+    lacking: str
+    masters: bool
+
+
+def take_names_of(state: Any, saved: Collection[str]) -> AskedState:
+    """Have a description of the optimizer's state ask for the names that a checkpoint has.
+
+    Args:
+        state: of `sharded_state_dict` of Megatron's optimizer; changed in place.
+        saved: names of all tensors in the checkpoint.
+    """
+    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
+    chained = ["", *sorted({found[0] for name in saved if (found := _PREFIX.match(name))})]
+    lacking: list[str] = []
+    without: list[str] = []
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, (mapping.ShardedTensor, mapping.ShardedTensorFactory)):
+            return value
+        own = _PREFIX.sub("", value.key)
+        front = next((front for front in _MASTERS if own.startswith(front)), None)
+        names = [own] if front is None else [other + own.removeprefix(front) for other in _MASTERS]
+        if (key := next((prefix + name for name in names for prefix in chained if prefix + name in saved), None)) is not None:
+            value.key = key
+        elif front is not None and own.removeprefix(front) in saved:
+            without.append(own)
+            return mapping.LocalNonpersistentObject(value.data)
+        else:
+            lacking.append(own)
+        return value
+
+    dicts.dict_list_map_inplace(fit, state)
+    return AskedState(next(iter(lacking), ""), not without)
+
+
+def take_weights(state: Any, optimizers: Sequence[Any]) -> None:
+    """Put the model's weights in the place of masters that a checkpoint does not have, once the weights are loaded.
+
+    Args:
+        state: the optimizer's, as loaded; changed in place. If masters are not sharded, `reload_model_params` has them follow.
+    """
+    parts = [state] if _SHARDED in state else [state[number] for number in sorted(state) if _SHARDED in state[number]]
+    for part, one in zip(parts, optimizers, strict=False):
+        # In the order of `sharded_param_state_fully_reshardable`; a rank takes its own part of each.
+        weights = [weight for buffer in one.buffers for weight in buffer.param_index_map]
+        for number, tensors in part[_SHARDED].items():
+            tensors["param"] = weights[number].detach()
+
+
+def common_strategy(state: Any, optimizers: Sequence[Any]) -> Any:
+    """Return Megatron's strategy for reading what all ranks have in common, which puts the optimizer's part as this layout has it.
+
+    Args:
+        state: of `sharded_state_dict` of Megatron's optimizer.
+        optimizers: that it is made of.
+    """
+    base = module("dist_checkpointing.strategies.common").TorchCommonLoadStrategy
+
+    class Translating(base):  # type: ignore[misc, valid-type]
+        def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+            found: dict[str, Any] = super().load_common(checkpoint_dir)
+            return {**found, "optimizer": translated(found.get("optimizer"), state, optimizers)}
+
+    return Translating()
+
+
+def translated(saved: Any, state: Any, optimizers: Sequence[Any]) -> dict[Any, Any]:
+    """Return the common part of an optimizer's state, with the values of a checkpoint and the form of this layout.
+
+    Args:
+        saved: as the checkpoint has it.
+        state, optimizers: see `common_strategy`.
+
+    Raises:
+        Missing: the checkpoint has no such group of parameters.
+    """
+    theirs = list(_parts(saved))
+    groups = [group for part in theirs for group in part["param_groups"]]
+    step = _step(theirs)
+    made: dict[Any, Any] = _plain(state)
+    for part, one in zip(_parts(made), optimizers, strict=True):
+        in_groups = "state" not in part
+        part["param_groups"] = [{**group, **_match(group, groups)} for group in part["param_groups"]]
+        if isinstance(one.optimizer, torch.optim.Adam):  # which counts steps for each parameter; AdamW is a subclass
+            for group in part["param_groups"]:
+                group.pop("step", None)
+                group.update({"step": float(step or 0.0)} if in_groups else {})
+            if not in_groups:
+                part["state"] = {"common_step": torch.tensor(float(step or 0.0))}
+        elif step is not None:
+            for group in part["param_groups"]:
+                group["step"] = int(step)
+    return made
+
+
+def _match(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of the saved group that is this one, except what the layout decides."""
+    for one in saved:
+        if _identity(one) == _identity(group):
+            return {name: copy.deepcopy(value) for name, value in one.items() if name not in _OF_LAYOUT}
+    raise Missing(f"a group of parameters with {', '.join(f'{name} {value}' for name, value in _identity(group).items())}")
+
+
+def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells groups of parameters apart in every layout."""
+    names = module("optimizer.optimizer").param_group_identifier_keys
+    return {name: group.get(name) for name in names if name not in _OF_LAYOUT}
+
+
+def _step(parts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the optimizers' count of steps, which is one. A count beside groups is the live one: groups may keep that of another kind of
+    optimizer, which the run had before."""
+    beside = [part["state"].get("common_step") for part in parts if isinstance(part.get("state"), Mapping)]
+    inside = [group.get("step") for part in parts for group in part["param_groups"]]
+    return next((float(step) for step in [*beside, *inside] if step is not None), None)
+
+
+def _parts(value: Any) -> Iterator[dict[Any, Any]]:
+    """Yield the mappings that hold groups of parameters, in the order of the optimizers."""
+    if isinstance(value, Mapping):
+        if "param_groups" in value:
+            yield value  # type: ignore[misc]
+        else:
+            for name in sorted(value, key=lambda name: (str(type(name)), name)):
+                yield from _parts(value[name])
+
+
+def _plain(value: Any) -> Any:
+    """Return what is plain in a description of state: all mappings, all groups, and other lists that hold something plain."""
+    mapping = module("dist_checkpointing.mapping")
+    if isinstance(value, (mapping.ShardedBase, mapping.LocalNonpersistentObject)):
+        return _NOT_PLAIN
+    if isinstance(value, dict):
+        made = {name: _plain(one) for name, one in value.items()}
+        return {name: one for name, one in made.items() if one is not _NOT_PLAIN or name == "param_groups"}
+    if isinstance(value, list):
+        return [one for one in map(_plain, value) if one is not _NOT_PLAIN and one != []] or _NOT_PLAIN
+    return copy.deepcopy(value)
+
+
+_NOT_PLAIN: list[Any] = []

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveTensors(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that operations make inside the context; other tensors count only if they are `held`.
 
     A storage counts once, however many tensors view it, from its making until it is freed; views of uncounted storages do not count. What a
@@ -23,7 +23,7 @@ class LiveTensors(TorchDispatchMode):
     """
 
     def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}  # of each storage seen, by the id of its Python object, which lives as long; uncounted ones: 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -172,6 +172,7 @@ def _everywhere(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
     """Return [ranks, ...]: every rank's values [...]."""
     if group is None or dist.get_world_size(group) == 1 or not local.numel():
         return local[None]
-    every = local.new_empty(dist.get_world_size(group), *local.shape)
+    ranks = dist.get_world_size(group)
+    every = local.new_empty(ranks * len(local), *local.shape[1:])
     dist.all_gather_into_tensor(every, local, group=group)
-    return every
+    return every.view(ranks, *local.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -62,8 +63,8 @@ def run(rounds: int = 7, threads: int = 1) -> dict[str, Any]:
 
 def _compared(rounds: int, entropy: bool) -> dict[str, dict[str, float]]:
     cases = {f"rows_{percent}": _case(percent, entropy) for percent in COUNTED}
-    passes: dict[str, Callable[[], torch.Tensor]] = {"full": lambda: _full(cases["rows_100"])}
-    passes |= {name: lambda case=case: _counted(case) for name, case in cases.items()}
+    passes: dict[str, Callable[[], torch.Tensor]] = {"full": partial(_full, cases["rows_100"])}
+    passes |= {name: partial(_counted, case) for name, case in cases.items()}
     found = {name: _memory(pass_) for name, pass_ in passes.items()}
     wall: dict[str, list[float]] = {name: [] for name in passes}
     cpu: dict[str, list[float]] = {name: [] for name in passes}

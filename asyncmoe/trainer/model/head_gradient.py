@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.trainer.model.logit_blocks import LogitBlocks, column_in
-
-_LEAST = -80.0
-"""As in `logprobs`."""
+from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, column_in
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,14 @@ class KeptCells:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Attributes:
-    hidden: [n, H].
-    normaliser: float32[n]; logsumexp of z over the whole vocabulary.
-    column: int64[n]; the target, counted from this rank's first id; -1 if another rank has it.
-    upstream: float32[n]; gradient of the rows' log-probabilities over the whole vocabulary, over the temperature.
-    kept: the same over supports, if there are any.
+    """The rows whose gradient is computed, n of them.
+
+    Attributes:
+        hidden: [n, H].
+        normaliser: float32[n]; logsumexp of z over the whole vocabulary.
+        column: int64[n]; the target, counted from this rank's first id; -1 if another rank has it.
+        upstream: float32[n]; gradient of the rows' log-probabilities over the whole vocabulary, over the temperature.
+        kept: the same over supports, if there are any.
     """
 
     hidden: torch.Tensor
@@ -63,10 +62,10 @@ def gradients(
     straight = of_weight and hasattr(weight, "main_grad")
     into: Any = None
     if of_weight:
-        into = weight.main_grad if straight else torch.empty_like(weight)
+        into = getattr(weight, "main_grad", None) if straight else torch.empty_like(weight)
     start = 0
     for number, (first, last, block) in enumerate(blocks.each()):
-        block.sub_(rows.normaliser[:, None]).clamp_(min=_LEAST).exp_().mul_(-rows.upstream[:, None])
+        block.sub_(rows.normaliser[:, None]).clamp_(min=LEAST).exp_().mul_(-rows.upstream[:, None])
         inside, place = column_in(rows.column, first, last)
         block.scatter_add_(1, place, torch.where(inside, rows.upstream, 0.0)[:, None])
         if rows.kept is not None:

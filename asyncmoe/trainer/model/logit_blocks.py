@@ -10,6 +10,9 @@ import torch
 from asyncmoe.models import head_blocks
 from asyncmoe.trainer.data.replay_data import Support
 
+LEAST = -80.0
+"""Exponents are at least this: exp is then a normal float32, which CPUs compute ten times as fast as smaller ones, and adds nothing."""
+
 
 class LogitBlocks:
     """Computes the logits of one block after another in the same memory.

@@ -15,10 +15,7 @@ import torch.distributed as dist
 from asyncmoe.trainer.data.replay_data import Support
 from asyncmoe.trainer.model import head_gradient
 from asyncmoe.trainer.model.head_gradient import KeptCells
-from asyncmoe.trainer.model.logit_blocks import LogitBlocks, SupportCells, column_in
-
-_LEAST = -80.0
-"""Exponents are at least this: exp is then a normal float32, which CPUs compute ten times as fast as smaller ones, and adds nothing."""
+from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, SupportCells, column_in
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class _TargetLogProbs(torch.autograd.Function):
             kept = KeptCells(places, shares, ctx.ends, upstream)
             upstream = torch.where(here, 0.0, upstream) + gradients[1] * ctx.scale
         rows = head_gradient.HeadRows(hidden, normaliser, column, upstream, kept)
-        return *head_gradient.gradients(rows, weight, ctx.scale, ctx.needs_input_grad[0], ctx.needs_input_grad[1]), *[None] * 5
+        return *head_gradient.gradients(rows, weight, ctx.scale, *ctx.needs_input_grad[:2]), *[None] * 5
 
 
 def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None, entropy: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -146,8 +143,8 @@ def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None,
             span = next(spans)
             torch.take(block, cells.places[span], out=values[span])
         higher = torch.maximum(most, block.amax(dim=1))
-        shift = (most - higher).clamp_(min=_LEAST)  # from minus infinity in the first block
-        block.sub_(higher[:, None]).clamp_(min=_LEAST)
+        shift = (most - higher).clamp_(min=LEAST)  # from minus infinity in the first block
+        block.sub_(higher[:, None]).clamp_(min=LEAST)
         exp = block.exp_() if spare is None else torch.exp(block, out=blocks.shaped(spare, first, last))
         here, fading, most = exp.sum(dim=1), shift.exp(), higher
         if spare is not None:

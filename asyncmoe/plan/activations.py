@@ -137,7 +137,7 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the output layer, which is done earlier."""
+    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the output layer before."""
     held = [chunk for chunk in parallel.chunk_layers(m.layers, stage * parallel.tp * parallel.dp) if len(chunk)]
     kinds = {number in m.dense_layers for chunk in held for number in chunk}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
@@ -161,9 +161,10 @@ def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:
 
 
 def head(m: Shape, parallel: MegatronParallel, pass_: Microbatch, entropy: bool = True) -> int:
-    """Return the peak bytes of the output layer with the log-probabilities (`asyncmoe.trainer.model.logprobs`): what it keeps, and the larger
-    of the blocks of the forward pass and those of the backward pass with the gradient of its input, which is summed in float32. The
-    weight's gradient is added where data parallelism sums it.
+    """Return the peak bytes of the output layer with the log-probabilities (`asyncmoe.trainer.model.logprobs`).
+
+    That is what it keeps, and the larger of the blocks of the forward pass and those of the backward pass with the gradient of its input,
+    which is summed in float32. The weight's gradient is added where data parallelism sums it.
 
     Args:
         entropy: the entropy is computed too, as in training.

@@ -79,6 +79,19 @@ def context_(
     _show(found, results)
 
 
+@bench.command("head")
+def head_(
+    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
+    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 7,
+) -> None:
+    """The output layer with log-probabilities: all logits against blocks of rows that count; seconds and bytes. Minutes."""
+    from benchmarks import head
+
+    found = head.run(rounds)
+    typer.echo(head.table(found))
+    _show(found, results)
+
+
 @bench.command("staging")
 def staging_(
     results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,

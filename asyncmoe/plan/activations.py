@@ -13,7 +13,9 @@ the first of p stages has p micro-batches in flight (section 4.2.3). Their layer
 - a mixture of experts keeps, for each row and each of its k experts, the expert's input h and 6 f, because the product is kept before
   and after the multiplication by the router's weight; rows are spread unevenly over ranks; shared experts are an MLP with the same
   input h;
-- adapters keep their low-rank rows.
+- adapters keep their low-rank rows;
+- the output layer keeps its input and 12 bytes per row whose token counts; its logits exist in blocks (`asyncmoe.models.head_blocks`). All
+  rows are taken to count, which is the most: those of prompts and tool results do not.
 
 The terms describe Megatron's unfused layers, and a test compares them with the tensors that torch saves. Fused kernels keep less.
 """
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from math import prod
 
 from asyncmoe.config.lora import ATTENTION, MLP
-from asyncmoe.models import MegatronParallel
+from asyncmoe.models import MegatronParallel, head_blocks
 from asyncmoe.models.attention import Grouped
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
@@ -33,10 +35,7 @@ from asyncmoe.reshard.layout import ITEM_BYTES
 
 IMBALANCE = 1.5
 """Rows of the busiest expert-parallel rank over an even share; capped at the number of such ranks."""
-_FLOAT_ROWS = 1024
-"""Rows of logits that `asyncmoe.trainer.model.logprobs` converts to float32 at a time."""
-_FLOAT_COPIES = 3
-"""Float32 copies of these rows."""
+_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,16 @@ class Microbatch:
         recompute: keep only the input of each layer, and recompute the layer in the backward pass.
         dtype: dtype of the model.
         adapter: the adapter that is trained in place of the weights, if any.
-        unmasked: also compute probabilities over the whole vocabulary, besides the objective's.
+        support: ids that a token was sampled from at most, if they are kept; 0 if not.
+        cpu: the trainer runs on CPUs, where blocks of logits are smaller.
     """
 
     rows: int
     recompute: bool
     dtype: str = "bfloat16"
     adapter: Kind | None = None
-    unmasked: bool = False
+    support: int = 0
+    cpu: bool = False
 
     @property
     def item(self) -> int:
@@ -136,11 +137,11 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the logits, which are freed earlier."""
+    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the output layer before."""
     held = [chunk for chunk in parallel.chunk_layers(m.layers, stage * parallel.tp * parallel.dp) if len(chunk)]
     kinds = {number in m.dense_layers for chunk in held for number in chunk}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
-    return max(most, _logits(m, parallel, pass_)) if stage == parallel.pp - 1 else most
+    return max(most, head(m, parallel, pass_)) if stage == parallel.pp - 1 else most
 
 
 def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
@@ -159,11 +160,20 @@ def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:
     return max(attention, 2 * m.hidden * experts, 2 * m.hidden * m.shared_width // parallel.tp)
 
 
-def _logits(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
-    """Return the bytes of the logits and a gradient for each of their uses, of their float32 slices, their input and their weight's
-    gradient."""
-    vocab = m.vocab // parallel.tp
-    uses = 2 if pass_.unmasked else 1
-    weight = 0 if pass_.adapter is not None else vocab * m.hidden * pass_.item
-    slices = _FLOAT_COPIES * 4 * min(_FLOAT_ROWS, pass_.rows) * vocab
-    return pass_.rows * pass_.item * ((1 + uses) * vocab + m.hidden) + slices + weight
+def head(m: Shape, parallel: MegatronParallel, pass_: Microbatch, entropy: bool = True) -> int:
+    """Return the peak bytes of the output layer with the log-probabilities (`asyncmoe.trainer.model.logprobs`).
+
+    That is what it keeps, and the larger of the blocks of the forward pass and those of the backward pass with the gradient of its input,
+    which is summed in float32. The weight's gradient is added where data parallelism sums it.
+
+    Args:
+        entropy: the entropy is computed too, as in training.
+    """
+    rows, vocab = pass_.rows, m.vocab // parallel.tp
+    ids = head_blocks.width(rows, vocab, pass_.cpu)
+    exact = pass_.item == _FLOAT32
+    kept = rows * (m.hidden * pass_.item + 12 + (1 + 12 * pass_.support if pass_.support else 0))
+    blocks = rows * ids * (_FLOAT32 if exact else _FLOAT32 + pass_.item)
+    forward = blocks + (rows * ids * _FLOAT32 if entropy else 0)
+    products = 0 if exact else m.hidden * pass_.item * (rows if pass_.adapter is not None else max(rows, ids))
+    return kept + max(forward, blocks + rows * m.hidden * _FLOAT32 + products)

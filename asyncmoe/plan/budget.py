@@ -221,7 +221,8 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         recompute=trainer.recompute == "full",
         dtype=dtype,
         adapter=adapter_of(config, hf),
-        unmasked=objective.kl.coefficient > 0 and config.keeps_sampling_mask,
+        support=config.rollout.top_k if config.keeps_sampling_mask and config.rollout.top_k else 0,
+        cpu=cpu,
     )
     return Training(
         microbatch,

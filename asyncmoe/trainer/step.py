@@ -21,12 +21,11 @@ from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.data.replay_data import Support
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss, PolicyLoss
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
-from asyncmoe.trainer.model.logprobs import target_logprobs
+from asyncmoe.trainer.model.logprobs import LogProbs, target_logprobs
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.profiling import mark
 
@@ -37,8 +36,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402
 from asyncmoe.trainer.model import optimizer as optimizers  # noqa: E402
-from asyncmoe.trainer.model import output_rows  # noqa: E402
+from asyncmoe.trainer.model import output_head  # noqa: E402
 from asyncmoe.trainer.model.optimizer import set_lr  # noqa: E402
+from asyncmoe.trainer.model.output_head import OutputHead  # noqa: E402
 from asyncmoe.trainer.model.replay import Replay  # noqa: E402
 
 _COMMON: Mapping[str, tuple[int, ...]] = {"loss": (), "rows": (), "entropy": ()}
@@ -187,8 +187,8 @@ def logprobs_only(
     return {index: values[starts[index] : starts[index + 1]] for index in range(len(lengths))}
 
 
-Finish = Callable[[MicroBatch, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, n of its rows or None for all, their logits [1, n, V / tp]) -> loss, an ignored token count, named results."""
+Finish = Callable[[MicroBatch, OutputHead, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+"""(micro-batch, head of n rows, their hidden rows [1, n, H]) -> loss, an ignored token count, named results."""
 
 
 Differs = Callable[[MicroBatch], torch.Tensor | None]
@@ -209,7 +209,7 @@ def _run(
     stage, and the result of `Replay.end`, {} without replay."""
     if replay is not None:
         replay.forget()
-    kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` converts slices to float32
+    kwargs = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}  # `target_logprobs` converts blocks to float32
 
     def forward(rows: Iterator[tuple[int, MicroBatch]], ddp: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         heartbeats.beat("a micro-batch")
@@ -219,9 +219,9 @@ def _run(
         batch = batch.to(model.mesh.device)
         counting = model.balance.counting(batch) if model.balance is not None and not forward_only else nullcontext()
         replayed = replay.forward(chunk, batch.experts, differs(batch)) if replay is not None else nullcontext()
-        with counting, replayed, output_rows.only(chosen, model.chunks[chunk]):
+        with counting, replayed, output_head.replaced(chosen, model.chunks[chunk]) as head:
             output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch, bounds), **kwargs)
-        return output, partial(finish, batch, chosen)
+        return output, partial(finish, batch, head)
 
     batches = MicroBatches.of(microbatches)
     most = max(batches.rows)
@@ -247,44 +247,32 @@ def _packed(batch: MicroBatch, bounds: list[int]) -> PackedSequences | None:
 
 
 def _loss_of(
-    mesh: Mesh, loss: Loss, batch: MicroBatch, rows: torch.Tensor | None, logits: torch.Tensor
+    mesh: Mesh, loss: Loss, batch: MicroBatch, head: OutputHead, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs, entropy = _targets(mesh, loss.temperature, batch, rows, logits, batch.support, entropy=True)
-    unmasked = None
-    if loss.wants_unmasked and batch.support is not None:
-        unmasked, _ = _targets(mesh, loss.temperature, batch, rows, logits, None)
-    value, sums = loss(logprobs, batch, unmasked)
-    assert entropy is not None
+    found = _logprobs(mesh, loss.temperature, batch, head, hidden, entropy=True)
+    assert found.entropy is not None
+    value, sums = loss(found.sampled, batch, found.whole if loss.wants_unmasked else None)
     sums = sums | {
         "loss": value.detach().clone(),  # the schedule may scale the loss in place
         "rows": (batch.segments >= 0).sum(),
-        "entropy": torch.where(batch.mask, entropy, 0.0).sum(),
+        "entropy": torch.where(batch.mask, found.entropy, 0.0).sum(),
     }
-    return value, _no_tokens(logits), sums
+    return value, _no_tokens(hidden), sums
 
 
 def _logprobs_of(
-    mesh: Mesh, temperature: float, batch: MicroBatch, rows: torch.Tensor | None, logits: torch.Tensor
+    mesh: Mesh, temperature: float, batch: MicroBatch, head: OutputHead, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs, _ = _targets(mesh, temperature, batch, rows, logits, batch.support)
-    return logprobs.sum(), _no_tokens(logits), {"logprobs": batch.everywhere(logprobs)}
+    logprobs = _logprobs(mesh, temperature, batch, head, hidden).sampled
+    return logprobs.sum(), _no_tokens(hidden), {"logprobs": batch.everywhere(logprobs)}
 
 
-def _targets(
-    mesh: Mesh,
-    temperature: float,
-    batch: MicroBatch,
-    rows: torch.Tensor | None,
-    logits: torch.Tensor,
-    support: Support | None,
-    entropy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `target_logprobs` as float32[T]: 0 for rows without logits."""
-    targets = batch.targets if rows is None else batch.targets[rows]
-    kept = support if rows is None or support is None else support.take(rows)
-    found, entropies = target_logprobs(logits[0], targets, temperature, mesh.tp_group, kept, entropy)
-    values = output_rows.spread(found, rows, batch.rows)
-    return values, None if entropies is None else output_rows.spread(entropies, rows, batch.rows)
+def _logprobs(mesh: Mesh, temperature: float, batch: MicroBatch, head: OutputHead, hidden: torch.Tensor, entropy: bool = False) -> LogProbs:
+    """Return `target_logprobs` of all T rows: 0 for rows that the head leaves out."""
+    support = batch.support if batch.support is None or head.rows is None else batch.support.take(head.rows)
+    found = target_logprobs(hidden[0], head.weight, head.take(batch.targets), temperature, mesh.tp_group, support, entropy)
+    rest = (None if one is None else head.spread(one, batch.rows) for one in (found.whole, found.entropy))
+    return LogProbs(head.spread(found.sampled, batch.rows), *rest)
 
 
 def _no_tokens(like: torch.Tensor) -> torch.Tensor:

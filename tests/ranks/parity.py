@@ -35,6 +35,7 @@ from asyncmoe.trainer.data.credit import token_advantages
 from asyncmoe.trainer.data.schedule import Schedule, schedule
 from asyncmoe.trainer.model import collectives, mesh, optimizer
 from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model.output_head import OutputHead
 from tests.ranks import case
 from tests.ranks.leaving import leave
 
@@ -359,7 +360,8 @@ def unclipped(config: Config) -> Config:
 def logits_error(job: Job, built: model.Model, batches: list[MicroBatch]) -> float:
     """Against Hugging Face's, of every row of every trajectory, from the shards of the vocabulary put together."""
 
-    def keep(rows: MicroBatch, _: torch.Tensor | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def keep(rows: MicroBatch, head: OutputHead, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        logits = hidden @ head.weight.t()
         parts = [torch.empty_like(logits) for _ in range(job.mesh.tp)]
         dist.all_gather(parts, logits.contiguous(), group=job.mesh.tp_group)
         return logits.sum(), torch.zeros([], dtype=torch.int), {"logits": rows.everywhere(torch.cat(parts, dim=2)[0])}

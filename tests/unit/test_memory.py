@@ -17,7 +17,6 @@ from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.plan import activations, budget, memory, traffic
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
-from asyncmoe.trainer.model.logprobs import _ROWS
 from benchmarks.published import REAL
 
 HF = REAL["Qwen3-30B-A3B"]
@@ -198,16 +197,20 @@ def test_stages_keep_micro_batches_as_the_published_schedules_do() -> None:
         assert first == pytest.approx(one * (1 + (p - 1) / (p * chunks)))
 
 
-def test_the_logits_are_the_last_stages_and_count_once_for_each_use() -> None:
-    assert activations._FLOAT_ROWS == _ROWS
+def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None:
+    """8192 rows and 2^26 logits: 8192 ids in a block. Two copies of it, in bfloat16 and in float32, one more for the entropy."""
     m = family_of(HF).shape_of(HF)
-    slices, weight, given = 3 * 4 * 1024 * V // 4, V // 4 * H * 2, 8192 * 2 * H
-    logits = 8192 * 2 * V // 4
+    kept, block, gradient = 8192 * (2 * H + 12), 6 << 26, 4 * 8192 * H + 2 * 8192 * H
     small = replace(PASS, recompute=False)
     parallel = MegatronParallel(tp=4, pp=2, ep=8, dp=2)
-    assert activations.working(m, parallel, 1, small) == 2 * logits + given + slices + weight
-    assert activations.working(m, parallel, 1, replace(small, unmasked=True)) == 3 * logits + given + slices + weight
-    assert activations.working(m, parallel, 1, replace(small, adapter=KIND)) == 2 * logits + given + slices
+    assert activations.head(m, parallel, small) == kept + max(block + (4 << 26), block + gradient)
+    assert activations.head(m, parallel, small, entropy=False) == kept + block + gradient
+    assert activations.head(m, parallel, replace(small, support=20)) == activations.head(m, parallel, small) + 8192 * (12 * 20 + 1)
+    on_cpu = replace(small, dtype="float32", cpu=True)
+    assert activations.head(m, parallel, on_cpu) == 8192 * (4 * H + 12) + max(8 << 22, (4 << 22) + 4 * 8192 * H)
+    layer = activations.working(m, parallel, 0, small)
+    assert activations.working(m, parallel, 1, small) == max(layer, activations.head(m, parallel, small))
+    assert activations.working(m, parallel, 1, replace(small, rows=64)) == activations.head(m, parallel, replace(small, rows=64))
     first = activations.working(m, parallel, 0, small)
     assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
     again = activations.working(m, parallel, 0, PASS)
@@ -290,7 +293,7 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
         engines={"max_running": 3, "dtype": "float32", "args": ["--chunked-prefill-size", "64", "--chunked-prefill-size=2048"]},
     )
     kind = Kind(GROUPED + MLP, 8, 32.0, "shared_outer")
-    assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, unmasked=True), True, True, 1000, ONE)
+    assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, support=20), True, True, 1000, ONE)
     assert budget.serving(rich, HF) == EngineMemory(6000, "full", 2048, 3, "float32", kind, 1000, communicators=ONE)
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
     assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7

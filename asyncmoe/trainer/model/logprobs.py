@@ -1,133 +1,175 @@
-"""Log-probabilities of given tokens from logits whose vocabulary is split over tensor-parallel ranks."""
+"""Log-probabilities of given tokens from hidden rows: the output layer is computed in blocks of the vocabulary, forward and again backward.
+
+The logits of all rows never exist together. The forward pass keeps a running maximum and sum of each row (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", arXiv 1805.02867); the backward pass computes each block again (`head_gradient`).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from asyncmoe.trainer.data.replay_data import Support
+from asyncmoe.trainer.model import head_gradient
+from asyncmoe.trainer.model.head_gradient import KeptCells
+from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, SupportCells, column_in
 
-_ROWS = 1024
-"""Rows converted to float32 at a time; limits the extra memory of a large vocabulary to 1024 * V / tp floats."""
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Of n tokens, in float32, the same on every rank of the tensor-parallel group.
+
+    Attributes:
+        sampled: [n]; over the ids that the token was sampled from; differentiable.
+        whole: [n]; over the whole vocabulary; differentiable. None without supports: `sampled` is.
+        entropy: [n]; of the softmax over all ids, in nats; not differentiable. None if not asked for.
+    """
+
+    sampled: torch.Tensor
+    whole: torch.Tensor | None
+    entropy: torch.Tensor | None
 
 
 def target_logprobs(
-    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
     group: dist.ProcessGroup | None,
     support: Support | None = None,
     entropy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute each target's log-probability as it was sampled, in float32, differentiable; and each row's entropy, not differentiable.
+) -> LogProbs:
+    """Compute each target's log-probability as it was sampled.
 
-    With z = logits / temperature, and S the ids the target was sampled from, or all ids if a row has no support:
+    With z = hidden @ weight.T / temperature, and S the ids the target was sampled from, or all ids if a row has no support:
 
         z[target] - logsumexp of z over S
 
-    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556 section 3.1). The entropy is that of the softmax over all ids.
+    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556 section 3.1). Where Megatron's data parallelism has the weight, the backward pass
+    adds the weight's gradient to its `main_grad`; see `head_gradient`. The gradient of `hidden` is of this rank's slice of the vocabulary
+    alone: whoever gathered or copied the rows over the group sums it.
 
     Args:
-        logits: [T, V / tp]; this rank's slice of the vocabulary, rank r of `group` holding [r * V/tp, (r + 1) * V/tp). Not modified.
-        targets: int64[T]; tokens of the whole vocabulary, the same on every rank of `group`.
+        hidden: float32 or bfloat16 [n, H]; the same on every rank of `group`.
+        weight: [V / tp, H], of the same dtype; this rank's slice of the vocabulary, rank r of `group` holding
+            [r * V/tp, (r + 1) * V/tp).
+        targets: int64[n]; tokens of the whole vocabulary, the same on every rank of `group`.
         temperature: the sampling temperature of the tokens.
-        group: the tensor-parallel group; None: the vocabulary is whole.
-        support: support of the T rows.
-        entropy: compute the entropy, in nats; if false, None is returned in its place.
-
-    Returns:
-        float32[T] and float32[T] or None, the same on every rank of `group`.
+        group: the tensor-parallel group; None: the vocabulary is whole. Collective over it.
+        support: support of the n rows.
+        entropy: compute the entropy.
     """
-    arguments = (logits, targets, 1.0 / temperature, group, support, entropy)
-    logprobs, entropies = _TargetLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return logprobs, entropies if entropy else None
+    arguments = (hidden, weight, targets, 1.0 / temperature, group, support, entropy)
+    sampled, whole, entropies = _TargetLogProbs.apply(*arguments)  # type: ignore[no-untyped-call]
+    return LogProbs(sampled, None if support is None else whole, entropies if entropy else None)
 
 
 class _TargetLogProbs(torch.autograd.Function):
-    """Keeps the logits, which the graph holds anyway, and one log-normaliser per row; the backward pass recomputes the softmax."""
+    """Keeps the hidden rows, and of each row a log-normaliser and its target; of each id of a support its place and its gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
         targets: torch.Tensor,
         scale: float,
         group: dist.ProcessGroup | None,
         support: Support | None,
         entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = logits.shape[1]
-        rank = dist.get_rank(group) if group is not None else 0
-        local = targets - rank * size
-        here = (local >= 0) & (local < size)
-        column = local.clamp(0, size - 1)
-        sparse = None if support is None else _local(support, rank * size, size)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        size = len(weight)
+        start = size * (dist.get_rank(group) if group is not None else 0)
+        column = torch.where((targets >= start) & (targets < start + size), targets - start, -1)
+        blocks = LogitBlocks(hidden, weight, scale)
+        cells = None if support is None else SupportCells.of(support, start, size, blocks.width)
+        local, values = _scan(blocks, column, cells, entropy)
+        del blocks
+        if cells is not None:
+            local += _over_cells(cells, values, len(column))
+        every = _everywhere(torch.stack(local), group)
 
-        maximum = logits.amax(dim=1).float() * scale
-        if sparse is not None:
-            # Supports need their own maximum: the most probable id now may be outside the support and dwarf all ids in it.
-            most = torch.full_like(maximum, -torch.inf).scatter_reduce_(0, sparse.rows, _values(logits, sparse, scale), "amax")
-            maximum = torch.stack([maximum, most])
-        _reduce(maximum, dist.ReduceOp.MAX, group)
-        whole = maximum if sparse is None else maximum[0]
-        shift = whole if sparse is None else torch.where(sparse.here, maximum[1], whole)
-
-        # One reduction for all: sum of exp over the support, chosen logit; for the entropy, sums of exp and of exp * logit over all ids.
-        sums = torch.zeros(4 if entropy else 2, logits.shape[0], dtype=torch.float32, device=logits.device)
-        for first in range(0, logits.shape[0], _ROWS):
-            rows = slice(first, first + _ROWS)
-            shifted = logits[rows].float() * scale
-            sums[1, rows] = (shifted.gather(1, column[rows, None]).squeeze(1) - shift[rows]) * here[rows]
-            exp = shifted.sub_(whole[rows, None]).exp()
-            sums[0, rows] = exp.sum(dim=1)
-            if entropy:
-                sums[2, rows] = sums[0, rows]
-                sums[3, rows] = exp.mul_(shifted).sum(dim=1)
-        if sparse is not None:
-            inside = torch.zeros_like(shift).index_add_(0, sparse.rows, (_values(logits, sparse, scale) - shift[sparse.rows]).exp())
-            sums[0] = torch.where(sparse.here, inside, sums[0])
-        _reduce(sums, dist.ReduceOp.SUM, group)
-
-        log_sum = sums[0].log()
-        entropies = sums[2].log() - sums[3] / sums[2] if entropy else log_sum.new_empty(0)
-        ctx.save_for_backward(logits, shift + log_sum, column, here)
-        ctx.scale, ctx.sparse = scale, sparse
-        ctx.mark_non_differentiable(entropies)
-        return sums[1] - log_sum, entropies
+        most, total = _joined(every[:, 0], every[:, 1])
+        chosen, log_total = every[:, 2].sum(0), total.log()
+        sampled = whole = chosen - most - log_total
+        saved, other, entropies = [hidden, weight, most + log_total, column], whole.new_empty(0), whole.new_empty(0)
+        if entropy:
+            # Of a rank, the sum of exp(z - m) (z - m) for its own m.
+            shift = every[:, 0] - most
+            entropies = log_total - ((every[:, 3] + shift * every[:, 1]) * shift.exp()).sum(0) / total
+        if support is not None and cells is not None:
+            most, total = _joined(torch.where(support.here, every[:, -2], 0.0), every[:, -1])
+            log_total = total.log()
+            sampled, other = torch.where(support.here, chosen - most - log_total, whole), whole
+            share = (values - most[cells.rows] - log_total[cells.rows]).exp_()
+            saved += [support.here, cells.places, (column[cells.rows] == cells.ids).float() - share]
+        ctx.save_for_backward(*saved)
+        ctx.scale, ctx.ends = scale, None if cells is None else cells.ends
+        ctx.mark_non_differentiable(*([entropies] if support is not None else [entropies, other]))
+        return sampled, other, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-        logits, normaliser, column, here = ctx.saved_tensors
-        sparse: Support | None = ctx.sparse
-        upstream = gradients[0] * ctx.scale
-        dense = upstream if sparse is None else upstream.masked_fill(sparse.here, 0.0)
-        result = torch.empty_like(logits)
-        for first in range(0, logits.shape[0], _ROWS):
-            rows = slice(first, first + _ROWS)
-            # If a row has a support, its normaliser does not cover all ids: exp could overflow, and 0 * inf is not 0.
-            softmax = (logits[rows].float() * ctx.scale).sub_(normaliser[rows, None]).clamp_(max=0.0).exp_()
-            gradient = softmax.mul_(-dense[rows, None])
-            gradient.scatter_add_(1, column[rows, None], (dense[rows] * here[rows])[:, None])
-            result[rows] = gradient
-        if sparse is not None:
-            share = (_values(logits, sparse, ctx.scale) - normaliser[sparse.rows]).exp()
-            chosen = (column[sparse.rows] == sparse.ids) & here[sparse.rows]
-            result[sparse.rows, sparse.ids] = (upstream[sparse.rows] * (chosen.float() - share)).to(result.dtype)
-        return result, None, None, None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, normaliser, column, *of_support = ctx.saved_tensors
+        upstream, kept = gradients[0] * ctx.scale, None
+        if of_support:
+            here, places, shares = of_support
+            kept = KeptCells(places, shares, ctx.ends, upstream)
+            upstream = torch.where(here, 0.0, upstream) + gradients[1] * ctx.scale
+        rows = head_gradient.HeadRows(hidden, normaliser, column, upstream, kept)
+        return *head_gradient.gradients(rows, weight, ctx.scale, *ctx.needs_input_grad[:2]), *[None] * 5
 
 
-def _local(support: Support, first: int, size: int) -> Support:
-    """Return the ids in this rank's slice of the vocabulary, counted from the slice's first id."""
-    mine = (support.ids >= first) & (support.ids < first + size)
-    return Support(support.here, support.rows[mine], support.ids[mine] - first)
+def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None, entropy: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Go over this rank's logits z once.
+
+    Returns:
+        Of each row, float32[n]: the maximum m, the sum of exp(z - m), z of the target if it is here, 0 if not; with entropy, the sum of
+        exp(z - m) (z - m). And z of the cells, float32[m].
+    """
+    count = len(column)
+    most, total, weighted = (column.new_full((count,), value, dtype=torch.float32) for value in (-torch.inf, 0.0, 0.0))
+    chosen = torch.zeros_like(total)
+    values = total.new_empty(0 if cells is None else len(cells.rows))
+    spare = blocks.like(torch.float32) if entropy else None
+    spans = None if cells is None else cells.spans()
+    for first, last, block in blocks.each():
+        inside, place = column_in(column, first, last)
+        chosen = torch.where(inside, block.gather(1, place).squeeze(1), chosen)
+        if cells is not None and spans is not None:
+            span = next(spans)
+            torch.take(block, cells.places[span], out=values[span])
+        higher = torch.maximum(most, block.amax(dim=1))
+        shift = (most - higher).clamp_(min=LEAST)  # from minus infinity in the first block
+        block.sub_(higher[:, None]).clamp_(min=LEAST)
+        exp = block.exp_() if spare is None else torch.exp(block, out=blocks.shaped(spare, first, last))
+        here, fading, most = exp.sum(dim=1), shift.exp(), higher
+        if spare is not None:
+            weighted = (weighted + shift * total) * fading + exp.mul_(block).sum(dim=1)
+        total = total * fading + here
+    return [most, total, chosen, *([weighted] if entropy else [])], values
 
 
-def _values(logits: torch.Tensor, support: Support, scale: float) -> torch.Tensor:
-    return logits[support.rows, support.ids].float() * scale
+def _over_cells(cells: SupportCells, values: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """Return of each row the maximum m of its cells' values, and the sum of exp(value - m): minus infinity and 0 without cells."""
+    most = values.new_full((rows,), -torch.inf).scatter_reduce_(0, cells.rows, values, "amax")
+    return [most, values.new_zeros(rows).index_add_(0, cells.rows, (values - most[cells.rows]).exp_())]
 
 
-def _reduce(tensor: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(tensor, op=operation, group=group)
+def _joined(most: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the maximum and the sum of exp over all ranks of maxima and sums [ranks, n]."""
+    highest = most.amax(dim=0)
+    return highest, (total * (most - highest).exp()).sum(dim=0)
+
+
+def _everywhere(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return [ranks, ...]: every rank's values [...]."""
+    if group is None or dist.get_world_size(group) == 1 or not local.numel():
+        return local[None]
+    ranks = dist.get_world_size(group)
+    every = local.new_empty(ranks * len(local), *local.shape[1:])
+    dist.all_gather_into_tensor(every, local, group=group)
+    return every.view(ranks, *local.shape)

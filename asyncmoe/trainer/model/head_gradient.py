@@ -1,0 +1,107 @@
+"""The backward pass of `logprobs`: the logits are computed again, block by block, and their gradients multiplied at once.
+
+With p the softmax of z = hidden @ weight.T / temperature, and u the gradient of a target's log-probability over the temperature, the
+gradient of z * temperature is g = u (onehot - p); hidden gets g @ weight, weight gets g.T @ hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, column_in
+
+
+@dataclass(frozen=True)
+class KeptCells:
+    """The ids that targets were sampled from, m of them, ordered by block.
+
+    Attributes:
+        places: int64[m]; as in `logit_blocks.SupportCells`.
+        shares: float32[m]; onehot - p of each, p being the softmax over the row's support.
+        ends: as in `logit_blocks.SupportCells`.
+        upstream: float32[n]; gradient of the rows' log-probabilities over their supports, over the temperature.
+    """
+
+    places: torch.Tensor
+    shares: torch.Tensor
+    ends: tuple[int, ...]
+    upstream: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows whose gradient is computed, n of them.
+
+    Attributes:
+        hidden: [n, H].
+        normaliser: float32[n]; logsumexp of z over the whole vocabulary.
+        column: int64[n]; the target, counted from this rank's first id; -1 if another rank has it.
+        upstream: float32[n]; gradient of the rows' log-probabilities over the whole vocabulary, over the temperature.
+        kept: the same over supports, if there are any.
+    """
+
+    hidden: torch.Tensor
+    normaliser: torch.Tensor
+    column: torch.Tensor
+    upstream: torch.Tensor
+    kept: KeptCells | None
+
+
+def gradients(
+    rows: HeadRows, weight: torch.Tensor, scale: float, of_hidden: bool, of_weight: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of the hidden rows, [n, H], and of the weight, [v, H], in their dtypes; None if not wanted.
+
+    A weight that has `main_grad`, as Megatron's data parallelism gives it, gets its gradient added there, and None is returned.
+    """
+    blocks = LogitBlocks(rows.hidden, weight, scale)
+    hidden = torch.zeros(rows.hidden.shape, dtype=torch.float32, device=weight.device) if of_hidden else None
+    straight = of_weight and hasattr(weight, "main_grad")
+    into: Any = None
+    if of_weight:
+        into = getattr(weight, "main_grad", None) if straight else torch.empty_like(weight)
+    start = 0
+    for number, (first, last, block) in enumerate(blocks.each()):
+        block.sub_(rows.normaliser[:, None]).clamp_(min=LEAST).exp_().mul_(-rows.upstream[:, None])
+        inside, place = column_in(rows.column, first, last)
+        block.scatter_add_(1, place, torch.where(inside, rows.upstream, 0.0)[:, None])
+        if rows.kept is not None:
+            span = slice(start, start := rows.kept.ends[number])
+            places = rows.kept.places[span]
+            of_rows = rows.kept.upstream[torch.div(places, last - first, rounding_mode="floor")]
+            block.view(-1).index_add_(0, places, rows.kept.shares[span] * of_rows)
+        gradient = blocks.rounded(block)
+        if hidden is not None:
+            _add_product(hidden, gradient, weight[first:last])
+        if straight:
+            _add_product(into[first:last], gradient.t(), rows.hidden)
+        elif of_weight:
+            torch.mm(gradient.t(), rows.hidden, out=into[first:last])
+    if straight:
+        _tell_data_parallelism(weight)
+    found = None if hidden is None else hidden.to(rows.hidden.dtype)
+    return found, into if of_weight and not straight else None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a @ b to `total`, whose dtype may be wider."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+
+
+def _tell_data_parallelism(weight: Any) -> None:
+    """Mark the weight's gradient as added, as Megatron's own layers do when they fuse it (`grad_added_to_main_grad` in
+    core/tensor_parallel/layers.py).
+
+    Data parallelism's hook, which runs next, then ignores `grad`, but with overlapped reductions there must be one: this takes no memory.
+    Not so the weight of an embedding of the same stage: that gradient comes by autograd, and `zero_out_wgrad` makes the hook add it.
+    """
+    if getattr(weight, "zero_out_wgrad", False):
+        return
+    weight.grad_added_to_main_grad = True
+    weight.grad = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)

@@ -1,0 +1,95 @@
+"""Blocks of logits: some rows, a span of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from asyncmoe.models import head_blocks
+from asyncmoe.trainer.data.replay_data import Support
+
+LEAST = -80.0
+"""Exponents are at least this: exp is then a normal float32, which CPUs compute ten times as fast as smaller ones, and adds nothing."""
+
+
+class LogitBlocks:
+    """Computes the logits of one block after another in the same memory.
+
+    Args:
+        hidden: [n, H].
+        weight: [v, H]; this rank's slice of the vocabulary.
+        scale: multiplies the logits.
+    """
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> None:
+        self._hidden, self._weight, self._scale = hidden, weight, scale
+        self._rows, self._vocabulary = len(hidden), len(weight)
+        self.width = head_blocks.width(self._rows, self._vocabulary, hidden.device.type == "cpu")
+        self._exact = self.like(torch.float32)
+        self._rounded = None if hidden.dtype == torch.float32 else self.like(hidden.dtype)
+
+    def like(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of a block: [n * width]."""
+        return torch.empty(self._rows * self.width, dtype=dtype, device=self._hidden.device)
+
+    def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield a block's first id, the id after its last, and its logits: float32[n, ids], valid until the next block. Logits of a
+        bfloat16 model are rounded to bfloat16, as an output layer's are."""
+        for first, last in head_blocks.spans(self._vocabulary, self.width):
+            ids = self._weight[first:last]
+            block = self.shaped(self._exact, first, last)
+            if self._rounded is None:
+                torch.addmm(block, self._hidden, ids.t(), beta=0, alpha=self._scale, out=block)
+            else:
+                block.copy_(torch.mm(self._hidden, ids.t(), out=self.shaped(self._rounded, first, last)))
+                if self._scale != 1.0:
+                    block.mul_(self._scale)
+            yield first, last, block
+
+    def rounded(self, block: torch.Tensor) -> torch.Tensor:
+        """Return a block in the dtype of the hidden rows; valid until the next block."""
+        return block if self._rounded is None else self._rounded[: block.numel()].view(block.shape).copy_(block)
+
+    def shaped(self, memory: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Return a part of the memory as [n, ids]."""
+        return memory[: self._rows * (last - first)].view(self._rows, last - first)
+
+
+def column_in(column: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each row whether the block has its id, bool[n], and the id's place in the block, int64[n, 1], 0 if it has not."""
+    inside = (column >= first) & (column < last)
+    return inside, torch.where(inside, column - first, 0)[:, None]
+
+
+@dataclass(frozen=True)
+class SupportCells:
+    """The part of a support that is in a rank's slice of the vocabulary, as places in blocks, ordered by block.
+
+    Attributes:
+        places: int64[m]; in the block's logits, row by row.
+        rows: int64[m].
+        ids: int64[m]; counted from the slice's first id.
+        ends: for each block, the number of cells up to its end.
+    """
+
+    places: torch.Tensor
+    rows: torch.Tensor
+    ids: torch.Tensor
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, support: Support, first: int, vocabulary: int, width: int) -> SupportCells:
+        """Cut a support; the slice has the ids [first, first + vocabulary), and blocks `width` of them."""
+        mine = (support.ids >= first) & (support.ids < first + vocabulary)
+        rows, ids = support.rows[mine], support.ids[mine] - first
+        block, order = torch.sort(torch.div(ids, width, rounding_mode="floor"), stable=True)
+        rows, ids = rows[order], ids[order]
+        ends = torch.bincount(block, minlength=-(-vocabulary // width)).cumsum(0)
+        wide = torch.clamp(vocabulary - block * width, max=width)
+        return cls(rows * wide + ids - block * width, rows, ids, tuple(ends.tolist()))
+
+    def spans(self) -> Iterator[slice]:
+        """Yield which cells each block has."""
+        yield from (slice(a, b) for a, b in zip((0, *self.ends), self.ends, strict=False))

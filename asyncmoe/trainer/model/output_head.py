@@ -1,0 +1,91 @@
+"""Makes a model return the hidden rows that its output layer multiplies, for `logprobs`, which multiplies them in blocks.
+
+Only rows are returned whose log-probabilities are asked for: prompts and tool results need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform import megatron
+
+megatron.prepare()
+
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+
+@dataclass
+class OutputHead:
+    """The output layer of one forward pass.
+
+    Attributes:
+        rows: int64[n]; distinct, ascending, the same on all tensor-parallel ranks: whose hidden rows the model returns. None: all rows.
+        layer_weight: [V / tp, H]; this rank's slice of the layer's weight, or of the embedding's that it shares. None before the pass.
+    """
+
+    rows: torch.Tensor | None
+    layer_weight: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        if self.layer_weight is None:
+            raise InvariantBroken("output layer: got no forward pass through it, expected one before its weight is used")
+        return self.layer_weight
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values [T, ...] of the head's rows: [n, ...]."""
+        return values if self.rows is None else values[self.rows]
+
+    def spread(self, values: torch.Tensor, count: int) -> torch.Tensor:
+        """Return values [n] of the head's rows as [count], 0 elsewhere; differentiable."""
+        return values if self.rows is None else values.new_zeros(count).index_copy(0, self.rows, values)
+
+
+@contextmanager
+def replaced(rows: torch.Tensor | None, chunk: torch.nn.Module) -> Iterator[OutputHead]:
+    """Within the context, a forward pass of the chunk returns hidden rows [1, n, H], not logits; the same on all tensor-parallel ranks.
+
+    The layer is still called, because data parallelism gathers its new weight in a hook of that call. In the backward pass the ranks'
+    gradients of a row, each of one slice of the vocabulary, are summed once: scattered to the ranks' rows under sequence parallelism, which
+    splits them [T / tp, 1, H]; all-reduced without it.
+
+    Args:
+        rows: as `OutputHead.rows`.
+        chunk: a bare GPTModel; one without an output layer is left alone.
+    """
+    head, layer = OutputHead(rows), getattr(chunk, "output_layer", None)
+    if layer is None:
+        yield head
+        return
+    if getattr(layer, "bias", None) is not None:
+        raise InvariantBroken("output layer: got a bias, expected none")
+
+    def forward(
+        hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        head.layer_weight = layer.weight if weight is None else weight
+        return _rows(layer, hidden, rows), None
+
+    layer.forward = forward  # of the object, before that of its class
+    try:
+        yield head
+    finally:
+        del layer.forward
+
+
+def _rows(layer: Any, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Return [n, 1, H] of [T / tp, 1, H] or [T, 1, H]."""
+    if layer.sequence_parallel:
+        whole: torch.Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
+    else:
+        whole = copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
+    return whole if rows is None else whole.index_select(0, rows)

@@ -1,0 +1,155 @@
+"""The output layer and log-probabilities: logits of all rows and log_softmax, next to the trainer's head of the rows that count.
+
+A pass is forward and backward, to the gradients of the hidden rows and of the weight, which is added to a float32 `main_grad` as under
+Megatron's data parallelism.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from asyncmoe.config.model import MadeModel
+from asyncmoe.models import MegatronParallel, family_of, make
+from asyncmoe.plan import activations
+from asyncmoe.plan.activations import Microbatch
+from asyncmoe.trainer.model.logprobs import target_logprobs
+from benchmarks.live_tensors import LiveTensors
+from benchmarks.memory import Growth, give_back
+from benchmarks.provenance import here
+
+ROWS, HIDDEN, VOCABULARY = 2048, 512, 32_768
+COUNTED = (10, 50, 100)
+"""Percent of the rows that have a loss."""
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class _Case:
+    hidden: torch.Tensor
+    weight: Any
+    targets: torch.Tensor
+    counted: torch.Tensor
+    entropy: bool
+
+
+def run(rounds: int = 7, threads: int = 1) -> dict[str, Any]:
+    """Both ways on one process, in turn in every round.
+
+    Returns:
+        {"date", "machine", "load", "rows", "hidden", "vocabulary", "threads", "products_cpu_s" (the three matrix products of all logits),
+        "ways" and "with_entropy" (the same, and each row's entropy too, as in training)}. Ways are "full" and "rows_N", N in `COUNTED`;
+        each has "s" and "cpu_s" (medians), "live_MB" (of a pass's own tensors, the most that exist at once), "peak_MB" (by how much the
+        resident memory rises), and of rows also "ratio" and "cpu_ratio" to full (medians over rounds), "foreseen_MB" (by
+        `asyncmoe plan`), and "logprobs_differ" (the largest difference from full).
+    """
+    measured_at = here()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ways = {name: _compared(rounds, entropy) for name, entropy in (("ways", False), ("with_entropy", True))}
+        products = _products(rounds)
+    finally:
+        torch.set_num_threads(before)
+    sizes = {"rows": ROWS, "hidden": HIDDEN, "vocabulary": VOCABULARY, "threads": threads}
+    return {**measured_at, **sizes, "products_cpu_s": products, **ways}
+
+
+def _compared(rounds: int, entropy: bool) -> dict[str, dict[str, float]]:
+    cases = {f"rows_{percent}": _case(percent, entropy) for percent in COUNTED}
+    passes: dict[str, Callable[[], torch.Tensor]] = {"full": partial(_full, cases["rows_100"])}
+    passes |= {name: partial(_counted, case) for name, case in cases.items()}
+    found = {name: _memory(pass_) for name, pass_ in passes.items()}
+    wall: dict[str, list[float]] = {name: [] for name in passes}
+    cpu: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(rounds):
+        for name, pass_ in passes.items():
+            began, began_cpu = time.perf_counter(), time.process_time()
+            pass_()
+            wall[name].append(time.perf_counter() - began)
+            cpu[name].append(time.process_time() - began_cpu)
+    for name, one in found.items():
+        one |= {"s": median(wall[name]), "cpu_s": median(cpu[name])}
+    wanted = _full(cases["rows_100"])
+    for name, case in cases.items():
+        found[name] |= {
+            "ratio": median(a / b for a, b in zip(wall[name], wall["full"], strict=True)),
+            "cpu_ratio": median(a / b for a, b in zip(cpu[name], cpu["full"], strict=True)),
+            "foreseen_MB": _foreseen(len(case.counted), entropy) / _MB,
+            "logprobs_differ": float((_counted(case) - wanted[case.counted]).abs().max()),
+        }
+    return found
+
+
+def _case(percent: int, entropy: bool) -> _Case:
+    """Hidden rows as of a norm, and logits about as far apart as a model's."""
+    made = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=made).requires_grad_()
+    weight: Any = torch.nn.Parameter(torch.randn(VOCABULARY, HIDDEN, generator=made) * (3 / HIDDEN**0.5))
+    weight.main_grad = torch.zeros(VOCABULARY, HIDDEN)
+    counted = torch.randperm(ROWS, generator=made)[: -(-ROWS * percent // 100)].sort().values
+    return _Case(hidden, weight, torch.randint(0, VOCABULARY, (ROWS,), generator=made), counted, entropy)
+
+
+def _full(case: _Case) -> torch.Tensor:
+    logprobs = torch.log_softmax(case.hidden @ case.weight.t(), dim=1)
+    if case.entropy:
+        with torch.no_grad():
+            -(logprobs.exp() * logprobs).sum(dim=1)
+    chosen = logprobs.gather(1, case.targets[:, None]).squeeze(1)
+    del logprobs
+    chosen.sum().backward()  # type: ignore[no-untyped-call]
+    case.weight.main_grad.add_(case.weight.grad)
+    case.weight.grad = case.hidden.grad = None
+    return chosen.detach()
+
+
+def _counted(case: _Case) -> torch.Tensor:
+    rows = case.hidden.index_select(0, case.counted)
+    found = target_logprobs(rows, case.weight, case.targets[case.counted], 1.0, None, entropy=case.entropy)
+    found.sampled.sum().backward()  # type: ignore[no-untyped-call]
+    case.weight.grad = case.hidden.grad = None
+    return found.sampled.detach()
+
+
+def _memory(pass_: Callable[[], torch.Tensor]) -> dict[str, float]:
+    with LiveTensors() as seen:
+        pass_()
+    give_back()
+    grown = Growth()
+    pass_()
+    return {"live_MB": seen.peak / _MB, "peak_MB": grown.peak_bytes() / _MB}
+
+
+def _foreseen(rows: int, entropy: bool) -> int:
+    hf = {**make.settings(MadeModel(hidden=HIDDEN)), "vocab_size": VOCABULARY}
+    microbatch = Microbatch(rows, recompute=False, dtype="float32", cpu=True)
+    return activations.head(family_of(hf).shape_of(hf), MegatronParallel(), microbatch, entropy=entropy)
+
+
+def _products(rounds: int) -> float:
+    hidden, weight = torch.randn(ROWS, HIDDEN), torch.randn(VOCABULARY, HIDDEN)
+    seconds = []
+    for _ in range(rounds):
+        began = time.process_time()
+        logits = hidden @ weight.t()
+        _ = logits @ weight, logits.t() @ hidden
+        seconds.append(time.process_time() - began)
+    return median(seconds)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """One line a way."""
+    lines = [f"{'':<26}{'s':>7}{'ratio':>7}{'CPU':>7}{'live MB':>9}{'foreseen':>9}{'RSS MB':>8}"]
+    for group in ("ways", "with_entropy"):
+        for name, one in results[group].items():
+            ratios = f"{one.get('ratio', 1.0):>7.2f}{one.get('cpu_ratio', 1.0):>7.2f}"
+            memory = f"{one['live_MB']:>9.1f}{one.get('foreseen_MB', 0.0):>9.1f}{one['peak_MB']:>8.0f}"
+            lines.append(f"{name + (', entropy' if group != 'ways' else ''):<26}{one['s']:>7.2f}{ratios}{memory}")
+    return "\n".join(lines)

@@ -13,7 +13,8 @@ the first of p stages has p micro-batches in flight (section 4.2.3). Their layer
 - a mixture of experts keeps, for each row and each of its k experts, the expert's input h and 6 f, because the product is kept before
   and after the multiplication by the router's weight; rows are spread unevenly over ranks; shared experts are an MLP with the same
   input h;
-- adapters keep their low-rank rows.
+- adapters keep their low-rank rows;
+- context-parallel ranks keep their own rows only, and hold the keys and values of all of them while a layer attends.
 
 The terms describe Megatron's unfused layers, and a test compares them with the tensors that torch saves. Fused kernels keep less.
 """
@@ -44,11 +45,12 @@ class Microbatch:
     """A micro-batch and how it is computed.
 
     Attributes:
-        rows: rows of the micro-batch, padding included.
+        rows: rows of the micro-batch on a rank, padding included: with context parallelism a share of all.
         recompute: keep only the input of each layer, and recompute the layer in the backward pass.
         dtype: dtype of the model.
         adapter: the adapter that is trained in place of the weights, if any.
         unmasked: also compute probabilities over the whole vocabulary, besides the objective's.
+        cp: context-parallel ranks among which the micro-batch is divided.
     """
 
     rows: int
@@ -56,6 +58,7 @@ class Microbatch:
     dtype: str = "bfloat16"
     adapter: Kind | None = None
     unmasked: bool = False
+    cp: int = 1
 
     @property
     def item(self) -> int:
@@ -147,7 +150,23 @@ def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, den
     """Return the bytes of the gradients of a layer's activations, of its recomputed activations, and of its largest weight's gradient
     before it is accumulated."""
     of_weights = 0 if pass_.adapter is not None else _largest_weight(m, parallel, dense) * pass_.item
-    return layer(m, parallel, pass_, dense) * (2 if pass_.recompute else 1) + of_weights
+    return layer(m, parallel, pass_, dense) * (2 if pass_.recompute else 1) + of_weights + gathered(m, parallel, pass_)
+
+
+def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
+    """Return the bytes of the keys and values of all context-parallel ranks that a rank holds while a layer attends.
+
+    Transformer Engine's ring receives one block after another, each into a buffer of its own, and frees them together
+    (`AttnFuncWithCPAndKVP2P`). On CPUs, where models are float32, keys and values are gathered, and the backward pass holds the gradients
+    of all of them besides (`asyncmoe.platform.megatron.context_attention`).
+    """
+    if pass_.cp == 1:
+        return 0
+    if isinstance(kind := m.attention, Latent):
+        width = m.heads * (2 * max(kind.nope + kind.rope, kind.value) if pass_.item == 4 else kind.nope + kind.rope + kind.value)
+    else:
+        width = 2 * m.kv_heads * m.head_dim
+    return pass_.rows * pass_.cp * width // parallel.tp * pass_.item * (2 if pass_.item == 4 else 1)
 
 
 def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:

@@ -222,6 +222,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         dtype=dtype,
         adapter=adapter_of(config, hf),
         unmasked=objective.kl.coefficient > 0 and config.keeps_sampling_mask,
+        cp=trainer.cp,
     )
     return Training(
         microbatch,

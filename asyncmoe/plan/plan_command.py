@@ -16,7 +16,7 @@ from asyncmoe.models import EngineParallel
 from asyncmoe.plan import budget, memory, render_plan, traffic
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
-from asyncmoe.plan.sizes import parse_adapter
+from asyncmoe.plan.sizes import context_ranks, parse_adapter
 from asyncmoe.plan.split import Cluster, suggest
 from asyncmoe.plan.traffic import Forecast, Speeds
 
@@ -86,7 +86,7 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
         family=asked.family,
     )
     hf = models.with_family(models.load_hf_config(model), asked.family)
-    columns, rooms = _trainers(asked, found, hf), dict[Staging, int]()
+    columns, rooms = _trainers(asked, context_ranks(asked.trainer), found, hf), dict[Staging, int]()
     for staging in memory.STAGED:
         if staging != "delta" or found.adapter is None:
             serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
@@ -98,10 +98,11 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
     return {**asdict(found), "memory": _values(columns), "kv_tokens": rooms}
 
 
-def _trainers(asked: PlanArguments, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
+def _trainers(asked: PlanArguments, cp: int, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
     columns: dict[str, GpuMemory] = {}
+    rows = -(-asked.context // cp)
     for name, recompute in (("trainer", False), ("trainer, recomputing", True)):
-        training = Training(Microbatch(asked.context, recompute, found.dtype, found.adapter), bucket_bytes=asked.bucket_bytes)
+        training = Training(Microbatch(rows, recompute, found.dtype, found.adapter, cp=cp), bucket_bytes=asked.bucket_bytes)
         columns[name] = max(memory.trainer(hf, found.trainer, training), key=lambda stage: stage.total)
     return columns
 

@@ -292,8 +292,8 @@ class Config(Section):
     def checkpoint_kind(self) -> dict[str, Any]:
         """Settings that the names in a checkpoint depend on, except `distributed_optimizer` where trainer.optimizer.distributed is null."""
         kind: dict[str, Any] = {"expert_parallel": self.trainer.ep > 1, "train": self.train}
-        if self.trainer.optimizer.distributed is not None:
-            kind["distributed_optimizer"] = self.trainer.optimizer.distributed
+        if self.trainer.optimizer.distributed is not None or self.trainer.memory.precision_aware:
+            kind["distributed_optimizer"] = self.trainer.distributed_optimizer
         if self.adapter is not None:
             kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "targets", "experts"})
         return kind

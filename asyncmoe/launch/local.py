@@ -25,6 +25,7 @@ from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.config.journal import JournalSection
+from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
@@ -85,8 +86,8 @@ def check(config: Config) -> Survey:
     if config.launch == "local":
         stores.check(config.queue)
     plugin_probe.check(config)
-    if here and devices.none_here():
-        _check_profile(config)
+    if config.launch == "local" and devices.none_here():
+        _check_without_gpu(config, here)
     hf = budget.hf_of(config)
     models.check(config, hf, cpu_engines=here and devices.none_here())
     _check_adapter(config, hf)
@@ -124,9 +125,13 @@ def _check_redis(section: JournalSection) -> None:
     opening.server_of(section).close()
 
 
-def _check_profile(config: Config) -> None:
-    """Refuse what the trainer would refuse on a machine without GPUs, a minute later."""
+def _check_without_gpu(config: Config, here: bool) -> None:
+    """Refuse what the trainer would refuse on a machine without GPUs, a minute later. `here`: engines are on this machine too."""
+    for key, value in config.trainer.needs_gpu:
+        raise no_gpu_for(key, value)
     telemetry = config.telemetry
+    if not here:
+        return
     if telemetry.nvtx:
         hint = "telemetry.profile.steps names the parts of a step in a trace, on a CPU too"
         raise ConfigError("telemetry.nvtx", got="true, and this machine has no GPU", expected="false", hint=hint)

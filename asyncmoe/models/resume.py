@@ -60,8 +60,8 @@ def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
     if (seed := saved.get("seed", config.run.seed)) != config.run.seed:
         hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
         raise ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
-    dtype = saved.get("dtype", config.trainer.dtype)
+    dtype = saved.get("dtype", config.trainer.weights_dtype)
     # A sharded optimizer saves float32 masters under the same names for every dtype; Megatron's other ones do not (0.16.1).
-    if config.trainer.dtype not in (dtype, "auto") and saved.get("distributed_optimizer") is False:
+    if config.trainer.weights_dtype not in (dtype, "auto") and saved.get("distributed_optimizer") is False:
         hint = f"set trainer.dtype={dtype}, {_ELSEWHERE}"
-        raise ConfigError("trainer.dtype", got=config.trainer.dtype, expected=f"{dtype}, as {name} was made with", hint=hint)
+        raise ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)

@@ -207,7 +207,7 @@ def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
 
 def for_cpu(config: Config) -> bool:
     """Return whether a run is for CPUs: it uses float32, which engines do not accept on GPUs, or a made model with dtype auto."""
-    dtypes = {config.trainer.dtype, config.engines.dtype}
+    dtypes = {config.trainer.weights_dtype, config.engines.dtype}
     return "float32" in dtypes or (config.model.make is not None and "auto" in dtypes)
 
 
@@ -215,7 +215,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
     """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation, of which
     a context-parallel rank has its part."""
     trainer, objective = config.trainer, config.objective
-    dtype = ("float32" if cpu else "bfloat16") if trainer.dtype == "auto" else trainer.dtype
+    dtype = ("float32" if cpu else "bfloat16") if trainer.weights_dtype == "auto" else trainer.weights_dtype
     microbatch = Microbatch(
         rows=-(-max(trainer.tokens_per_microbatch, config.environment.max_tokens or 0) // trainer.cp),
         recompute=trainer.recompute == "full",
@@ -223,6 +223,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         adapter=adapter_of(config, hf),
         unmasked=objective.kl.coefficient > 0 and config.keeps_sampling_mask,
         cp=trainer.cp,
+        modules=trainer.recompute_modules if trainer.recompute == "selective" else (),
     )
     return Training(
         microbatch,

@@ -123,7 +123,7 @@ def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
 
 def as_saved(config: Config, checkpoint: Path | None) -> Config:
     """Return the configuration, with the checkpoint's kind of optimizer if the configuration does not specify one."""
-    if checkpoint is None or config.trainer.optimizer.distributed is not None:
+    if checkpoint is None or config.trainer.optimizer.distributed is not None or config.trainer.memory.precision_aware:
         return config
     distributed = checkpoints.facts(checkpoint).get("distributed_optimizer")
     optimizer = config.trainer.optimizer.model_copy(update={"distributed": distributed})

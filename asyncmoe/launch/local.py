@@ -26,7 +26,7 @@ from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.trainer import no_gpu_for
-from asyncmoe.doctor.probes import plugin_probe
+from asyncmoe.doctor.probes import machine, plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight, prepared
@@ -91,6 +91,7 @@ def check(config: Config) -> Survey:
     hf = budget.hf_of(config)
     models.check(config, hf, cpu_engines=here and devices.none_here())
     _check_adapter(config, hf)
+    _check_host(config, hf)
     newest = checkpoints.newest(config.run.dir)
     if newest is not None and not config.run.resume:
         raise ConfigError(
@@ -138,6 +139,12 @@ def _check_without_gpu(config: Config, here: bool) -> None:
     if telemetry.profile is not None and not telemetry.profile.trace:
         got = "false, and this machine has no GPU to take a snapshot of"
         raise ConfigError("telemetry.profile.trace", got=got, expected="true", hint="without a GPU, allocations are in the trace")
+
+
+def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse an offload for which this machine has no memory."""
+    if config.launch == "local" and config.trainer.memory.optimizer_offload:
+        budget.check_host(config, budget.of_run(config, hf), machine.memory())
 
 
 def _check_steps(newest: Path, config: Config) -> None:

@@ -149,7 +149,12 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     size = config.engines
     spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""
     console.print("\n".join(filter(None, (*found.sums, spread, found.line, found.host_line))), highlight=False, soft_wrap=True)
-    host = {"checkpoint copy": found.checkpoint_copy, "delta base": found.delta_base}
+    host = {
+        "checkpoint copy": found.checkpoint_copy,
+        "delta base": found.delta_base,
+        "optimizer state": found.optimizer_state,
+        "reference": found.reference,
+    }
     return {**asdict(forecast), "memory": _values(columns), "host_memory": host}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,10 @@ import yaml
 from asyncmoe import models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.plan import activations, budget, memory, render_plan, split
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.plan import activations, budget, memory, render_plan, savings, split
 from asyncmoe.plan.activations import Microbatch
+from asyncmoe.plan.memory import Training
 from asyncmoe.plan.sizes import context_ranks, parse_trainer, trainer_text
 from asyncmoe.plan.split import Cluster
 from benchmarks.published import REAL
@@ -181,3 +185,42 @@ def test_a_state_that_is_offloaded_is_sharded_even_on_one_rank() -> None:
     assert one.trainer.distributed_optimizer
     assert one.checkpoint_kind["distributed_optimizer"] is True
     assert not parse(BASE).trainer.distributed_optimizer
+
+
+# ---------------------------------------------------------------- the cheapest settings, and the guide
+
+
+def test_the_cheapest_settings_are_the_first_that_fit() -> None:
+    parallel, training = MegatronParallel(tp=4, ep=8, dp=2), Training(Microbatch(8192, recompute=False))
+    rooms = {gb: savings.cheapest(HF, parallel, training, gb) for gb in (141.0, 80.0, 60.0, 20.0)}
+    assert rooms[20.0] is None
+    found = {gb: one.keys for gb, one in rooms.items() if one is not None}
+    assert found[141.0] == ()
+    assert found[80.0] == ("trainer.recompute=full",)
+    assert found[60.0][-1].startswith("trainer.memory.optimizer_offload=0.")
+    for gb, keys in found.items():
+        given = {key.removeprefix("trainer."): yaml.safe_load(value) for key, value in (one.split("=") for one in keys)}
+        nested: dict[str, Any] = {}
+        for key, value in given.items():
+            *section, name = key.split(".")
+            (nested.setdefault(section[0], {}) if section else nested)[name] = value
+        config = parse({**BASE, "trainer": {**SHARE, "recompute": "none", **nested}})
+        made = rooms[gb]
+        assert made is not None
+        held = max(memory.trainer(HF, parallel, replace(budget.training(config, HF), communicators=0)), key=lambda stage: stage.total)
+        assert held == made.memory, "the keys that are printed make what is meant"
+
+
+def test_the_tables_of_the_guide_are_the_planners() -> None:
+    file = Path(__file__).parents[2] / "docs" / "generate_memory.py"
+    spec = importlib.util.spec_from_file_location("generate_memory", file)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules["generate_memory"] = made
+    spec.loader.exec_module(made)
+    assert made.OUT.read_text() == made.page(made.OUT.read_text()), "run: PYTHONPATH=. python docs/generate_memory.py"
+    for plan in made.PLANS:
+        assert plan.parallel.world == 8 * plan.nodes
+        family_of(REAL[plan.model]).check(REAL[plan.model], plan.parallel, EngineParallel())
+        assert made.found(plan).memory.fits(plan.gpu_gb)

@@ -100,7 +100,7 @@ class TrainerSection(Section):
         "E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, routers, norms and "
         "attention compute as with bf16. Needs Hopper or newer and Transformer Engine. fp32, bf16: the same as dtype. null: as dtype.",
     )
-    fp8_edge_layers_bf16: NonNegative = Field(
+    edge_layers: NonNegative = Field(
         1, description="With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."
     )
     pack: bool = Field(True, description="Pack several sequences into a micro-batch; false: one sequence per micro-batch.")

@@ -78,6 +78,7 @@ class Training:
         delta_base: what a rank sent last is kept in this memory, to send only what changed since (`sync.delta`).
         averages: bytes of each of Adam's two averages (`trainer.memory.exp_avg_dtype` and `exp_avg_sq_dtype`).
         offload: share of the optimizer's state in host memory (`trainer.memory.optimizer_offload`).
+        cpu: the rank computes on a CPU.
         float8_edges: layers compute in float8, but for so many at either end; None: none does.
     """
 
@@ -89,6 +90,7 @@ class Training:
     delta_base: bool = False
     averages: tuple[int, int] = (4, 4)
     offload: float = 0.0
+    cpu: bool = False
     float8_edges: int | None = None
 
     @property
@@ -166,8 +168,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "adapters": adapters.nbytes,
         "gradients": trained.all * GRADIENT,
         "optimizer": optimizer_bytes(trained, parallel, training),
-        # `SecondCopy.in_place`: a second copy of the weights, on the GPU only during its forward passes, which keep no activations
-        "reference": max(0, weights.nbytes - kept) if training.reference and pass_.adapter is None else 0,
+        "reference": _reference(weights, kept, training),
         "float8 weights": 0 if training.float8_edges is None else _float8_weights(m, parallel, rank, training.float8_edges),
         "activations": kept,
         # of a backward pass, or of the optimizer's step, when there are no activations
@@ -180,6 +181,14 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "delta base": weights.sent + BUFFERS * min(training.bucket_bytes, weights.sent) if training.delta_base else 0,
     }
     return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
+
+
+def _reference(weights: RankParameters, kept: int, training: Training) -> int:
+    """Return the bytes of a reference policy, a second copy of the weights (`SecondCopy.in_place`). On a GPU it is there only during its
+    forward passes, which keep no activations; on CPUs always."""
+    if not training.reference or training.microbatch.adapter is not None:
+        return 0
+    return weights.nbytes if training.cpu else max(0, weights.nbytes - kept)
 
 
 def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:

@@ -74,7 +74,7 @@ def test_float8_is_blockwise_and_leaves_weights_and_the_layers_at_the_ends(tmp_p
     assert (made.params_dtype, made.bf16, made.moe_router_dtype) == (torch.bfloat16, True, "fp32")
     bf16 = [number for number in range(made.num_layers) if fp8_utils.is_first_last_bf16_layer(made, number)]
     assert bf16 == [0, made.num_layers - 1]
-    without = float8_arguments(configured(precision="fp8", fp8_edge_layers_bf16=0).trainer)
+    without = float8_arguments(configured(precision="fp8", edge_layers=0).trainer)
     assert not without["first_last_layers_bf16"]
     assert float8_arguments(configured(precision="bf16").trainer) == {}
 
@@ -121,10 +121,10 @@ def test_what_the_machine_has_is_not_refused() -> None:
 
 def test_sizes_that_float8_cannot_divide_are_named() -> None:
     shape = family_of(case.VARIANTS["plain"]).shape_of(case.VARIANTS["plain"])
-    fits = configured(precision="fp8", fp8_edge_layers_bf16=0).trainer
+    fits = configured(precision="fp8", edge_layers=0).trainer
     odd = replace(shape, hidden=2048, expert_width=24, dense_layers=frozenset(), shared_width=0)
     assert saving_of(fits, odd).trouble == "a side of its matrices is 24 / trainer.etp, not a multiple of 16"
     assert saving_of(fits, replace(odd, expert_width=32)).trouble == ""
-    many = configured(precision="fp8", fp8_edge_layers_bf16=shape.layers + 1).trainer
-    assert saving_of(many, shape).trouble.startswith("trainer.fp8_edge_layers_bf16 is ")
+    many = configured(precision="fp8", edge_layers=shape.layers + 1).trainer
+    assert saving_of(many, shape).trouble.startswith("trainer.edge_layers is ")
     assert saving_of(configured().trainer, odd) == Saving()

@@ -119,7 +119,7 @@ def test_float8_keeps_both_copies_of_the_matrices_but_of_the_layers_at_the_ends(
     layer = (2048 * (4096 + 2 * 512) + 4096 * 2048) // 4 + 16 * 3 * 2048 * 768
     assert found["float8 weights"] == 2 * (46 * layer + 46 * layer // 4096)
     assert {name: nbytes for name, nbytes in found.items() if name != "float8 weights"} == dict(plain), "weights stay bfloat16"
-    every = budget.of_run(trainer(precision="fp8", fp8_edge_layers_bf16=0), HF).trainer.parts["float8 weights"]
+    every = budget.of_run(trainer(precision="fp8", edge_layers=0), HF).trainer.parts["float8 weights"]
     assert every == 2 * (48 * layer + 48 * layer // 4096)
 
 

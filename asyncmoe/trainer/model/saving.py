@@ -87,9 +87,9 @@ def _missing(kernels: Kernels, release: tuple[int, ...]) -> str:
 
 
 def _trouble(trainer: TrainerSection, shape: Shape) -> Iterator[str]:
-    edges, stage = trainer.fp8_edge_layers_bf16, shape.layers // trainer.pp
+    edges, stage = trainer.edge_layers, shape.layers // trainer.pp
     if edges > stage:
-        yield f"trainer.fp8_edge_layers_bf16 is {edges}, and a pipeline stage has {stage} layers"
+        yield f"trainer.edge_layers is {edges}, and a pipeline stage has {stage} layers"
     widths = {f"{shape.dense_width} / trainer.tp": shape.dense_width / trainer.tp} if shape.dense_layers or not shape.experts else {}
     widths |= {f"{shape.expert_width} / trainer.etp": shape.expert_width / trainer.expert_tp} if shape.experts else {}
     widths |= {f"{shape.shared_width} / trainer.tp": shape.shared_width / trainer.tp} if shape.shared_width else {}
@@ -119,7 +119,7 @@ def float8_arguments(trainer: TrainerSection) -> Mapping[str, object]:
     """
     if trainer.precision != "fp8":
         return {}
-    edges = trainer.fp8_edge_layers_bf16
+    edges = trainer.edge_layers
     return {
         "fp8": "e4m3",
         "fp8_recipe": "blockwise",

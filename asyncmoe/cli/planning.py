@@ -37,8 +37,8 @@ def plan(
     trainer: Annotated[
         str | None,
         typer.Option(
-            help="Parallel sizes of the trainer: tp=4,pp=2,ep=32,dp=32; also etp=, vpp= (model chunks per stage), first= and last= (layers "
-            "of the first and last stage), and te for Transformer Engine's parameter names."
+            help="Parallel sizes of the trainer: tp=4,pp=2,ep=32,dp=32; also cp= (ranks that share a sequence), etp=, vpp= (model chunks "
+            "per stage), first= and last= (layers of the first and last stage), and te for Transformer Engine's parameter names."
         ),
     ] = None,
     engines: Annotated[

@@ -42,6 +42,7 @@ Seconds = Annotated[float, Field(gt=0, le=_WEEK_S), FINITE, NUMBER]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=_WEEK_S), FINITE, NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1), FINITE, NUMBER]
 Share = Annotated[float, Field(gt=0, le=1), FINITE, NUMBER]
+Fraction = Annotated[float, Field(ge=0, le=1), FINITE, NUMBER]
 Port = Annotated[int, Field(ge=0, le=65535), NUMBER]
 Switch = BeforeValidator(_switch)
 

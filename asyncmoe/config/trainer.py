@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section
+from asyncmoe.config.memory import MemorySection
+from asyncmoe.errors import ConfigError
 
 Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"]
 """Parts of a layer that Megatron can recompute separately."""
@@ -91,6 +94,15 @@ class TrainerSection(Section):
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         "auto", description="Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."
     )
+    precision: Literal["fp32", "bf16", "fp8"] | None = Field(
+        None,
+        description="What layers compute in. fp8: linear layers and experts multiply in float8 (Transformer Engine's blockwise recipe, "
+        "E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, routers, norms and "
+        "attention compute as with bf16. Needs Hopper or newer and Transformer Engine. fp32, bf16: the same as dtype. null: as dtype.",
+    )
+    edge_layers: NonNegative = Field(
+        1, description="With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."
+    )
     pack: bool = Field(True, description="Pack several sequences into a micro-batch; false: one sequence per micro-batch.")
     tokens_per_microbatch: Positive = Field(
         4096,
@@ -100,12 +112,12 @@ class TrainerSection(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="Activation recomputation: less memory, more time. full: save only a layer's input and recompute the rest in the "
-        "backward pass; selective: recompute only the parts in recompute_modules (`asyncmoe plan` counts memory as for none).",
+        "backward pass; selective: recompute only the parts in recompute_modules.",
     )
     recompute_modules: tuple[Recomputed, ...] = Field(
         ("moe",),
-        description="For recompute selective, the parts by Megatron's names: core_attn, mla_up_proj, layernorm, mlp (of dense layers), moe "
-        "(router, experts and dispatched tokens), shared_experts, moe_act (needs Transformer Engine's experts).",
+        description="For recompute selective, the parts by Megatron's names: core_attn, mla_up_proj, mlp (of dense layers), moe (router, "
+        "experts and dispatched tokens), shared_experts; with Transformer Engine also layernorm and moe_act.",
     )
     router_bias_rate: NonNegativeFloat = Field(
         0.0,
@@ -113,6 +125,7 @@ class TrainerSection(Section):
         "tokens than the mean, down if it got more. 0: biases are frozen.",
     )
     optimizer: OptimizerSection = OptimizerSection()
+    memory: MemorySection = MemorySection()
     megatron: MegatronSection = MegatronSection()
     checkpoint_every: NonNegative = Field(
         0, description="Steps between checkpoints, and so the most work a crash costs; 0: only after the warm-up, at the end and on Ctrl-C."
@@ -157,8 +170,27 @@ class TrainerSection(Section):
 
     @property
     def distributed_optimizer(self) -> bool:
-        """True if the optimizer's state is sharded: `optimizer.distributed`, or by default if several ranks hold the same weights."""
-        return self.dp * self.cp > 1 if self.optimizer.distributed is None else self.optimizer.distributed
+        """True if the optimizer's state is sharded: `optimizer.distributed`, or by default if several ranks hold the same weights, or if
+        `memory` needs it."""
+        given = self.optimizer.distributed
+        return self.dp * self.cp > 1 or self.memory.precision_aware if given is None else given
+
+    @property
+    def weights_dtype(self) -> Literal["float32", "bfloat16", "auto"]:
+        """The dtype of weights that `dtype` and `precision` say."""
+        return self.dtype if self.precision is None else _WEIGHTS[self.precision]
+
+    @property
+    def needs_gpu(self) -> tuple[tuple[str, str], ...]:
+        """The keys that need a GPU, and their values."""
+        memory = self.memory
+        found = {
+            "memory.optimizer_offload": f"{memory.optimizer_offload:g}" if memory.optimizer_offload else "",
+            "memory.exp_avg_dtype": memory.exp_avg_dtype if memory.exp_avg_dtype != "float32" else "",
+            "memory.exp_avg_sq_dtype": memory.exp_avg_sq_dtype if memory.exp_avg_sq_dtype != "float32" else "",
+            "precision": "fp8" if self.precision == "fp8" else "",
+        }
+        return tuple((f"trainer.{key}", value) for key, value in found.items() if value)
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSection:
@@ -177,7 +209,35 @@ class TrainerSection(Section):
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"trainer.vpp: got {self.vpp}, expected 1 because trainer.pp is 1; raise trainer.pp or leave it out")
+        if self.dtype not in ("auto", self.weights_dtype):
+            raise ValueError(
+                f"trainer.dtype: got {self.dtype}, expected {self.weights_dtype} because trainer.precision is {self.precision}; "
+                "leave it out"
+            )
+        for key, got, expected, way in self._memory_refused():
+            raise ValueError(f"trainer.{key}: got {got}, expected {expected}; {way}")
         for key in ("first_stage_layers", "last_stage_layers"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise ValueError(f"trainer.{key}: got {getattr(self, key)}, expected nothing because trainer.pp is 1; leave it out")
         return self
+
+    def _memory_refused(self) -> Iterator[tuple[str, object, str, str]]:
+        """Yield what Megatron's optimizer does not do together: the key, its value, what it takes and why, and the way out."""
+        memory = self.memory
+        asked = [one for one in self.needs_gpu if ".memory." in one[0]]
+        if asked and self.optimizer.distributed is False:
+            because = f"true or null because {asked[0][0]} is set, which needs a sharded state"
+            yield "optimizer.distributed", "false", because, "leave it out"
+        if asked and self.weights_dtype == "float32":
+            yield asked[0][0].removeprefix("trainer."), asked[0][1], "the default because weights are float32", "leave it out"
+        if memory.optimizer_offload and memory.low_precision:
+            because = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
+            yield "memory.optimizer_offload", f"{memory.optimizer_offload:g}", because, "set one or the other"
+
+
+def no_gpu_for(key: str, value: str) -> ConfigError:
+    """Return the refusal of a key on a machine without a GPU."""
+    return ConfigError(key, got=f"{value}, and there is no GPU", expected="the default", hint="leave it out, or run on a GPU")
+
+
+_WEIGHTS: Mapping[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}

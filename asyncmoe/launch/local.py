@@ -25,7 +25,8 @@ from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.config.journal import JournalSection
-from asyncmoe.doctor.probes import plugin_probe
+from asyncmoe.config.trainer import no_gpu_for
+from asyncmoe.doctor.probes import machine, plugin_probe
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight, prepared
@@ -85,11 +86,12 @@ def check(config: Config) -> Survey:
     if config.launch == "local":
         stores.check(config.queue)
     plugin_probe.check(config)
-    if here and devices.none_here():
-        _check_profile(config)
+    if config.launch == "local" and devices.none_here():
+        _check_without_gpu(config, here)
     hf = budget.hf_of(config)
     models.check(config, hf, cpu_engines=here and devices.none_here())
     _check_adapter(config, hf)
+    _check_host(config, hf)
     newest = checkpoints.newest(config.run.dir)
     if newest is not None and not config.run.resume:
         raise ConfigError(
@@ -124,15 +126,25 @@ def _check_redis(section: JournalSection) -> None:
     opening.server_of(section).close()
 
 
-def _check_profile(config: Config) -> None:
-    """Refuse what the trainer would refuse on a machine without GPUs, a minute later."""
+def _check_without_gpu(config: Config, here: bool) -> None:
+    """Refuse what the trainer would refuse on a machine without GPUs, a minute later. `here`: engines are on this machine too."""
+    for key, value in config.trainer.needs_gpu:
+        raise no_gpu_for(key, value)
     telemetry = config.telemetry
+    if not here:
+        return
     if telemetry.nvtx:
         hint = "telemetry.profile.steps names the parts of a step in a trace, on a CPU too"
         raise ConfigError("telemetry.nvtx", got="true, and this machine has no GPU", expected="false", hint=hint)
     if telemetry.profile is not None and not telemetry.profile.trace:
         got = "false, and this machine has no GPU to take a snapshot of"
         raise ConfigError("telemetry.profile.trace", got=got, expected="true", hint="without a GPU, allocations are in the trace")
+
+
+def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse an offload for which this machine has no memory."""
+    if config.launch == "local" and config.trainer.memory.optimizer_offload:
+        budget.check_host(config, budget.of_run(config, hf), machine.memory())
 
 
 def _check_steps(newest: Path, config: Config) -> None:

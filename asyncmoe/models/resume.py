@@ -60,9 +60,9 @@ def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
     if (seed := saved.get("seed", config.run.seed)) != config.run.seed:
         hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
         raise ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
-    dtype = saved.get("dtype", config.trainer.dtype)
+    dtype = saved.get("dtype", config.trainer.weights_dtype)
     # A sharded optimizer has float32 masters with every dtype; without, there are none with float32, and its weights would be rounded ones.
     sharded = saved.get("distributed_optimizer")
-    if config.trainer.dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
+    if config.trainer.weights_dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
         hint = f"set trainer.dtype={dtype}, {_ELSEWHERE}"
-        raise ConfigError("trainer.dtype", got=config.trainer.dtype, expected=f"{dtype}, as {name} was made with", hint=hint)
+        raise ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)

@@ -15,7 +15,8 @@ the first of p stages has p micro-batches in flight (section 4.2.3). Their layer
   input h;
 - adapters keep their low-rank rows;
 - the output layer keeps its input and 12 bytes per row whose token counts; its logits exist in blocks (`asyncmoe.models.head_blocks`). All
-  rows are taken to count, which is the most: those of prompts and tool results do not.
+  rows are taken to count, which is the most: those of prompts and tool results do not;
+- context-parallel ranks keep their own rows only, and hold the keys and values of all of them while a layer attends.
 
 The terms describe Megatron's unfused layers, and a test compares them with the tensors that torch saves. Fused kernels keep less.
 """
@@ -43,12 +44,14 @@ class Microbatch:
     """A micro-batch and how it is computed.
 
     Attributes:
-        rows: rows of the micro-batch, padding included.
+        rows: rows of the micro-batch on a rank, padding included: with context parallelism a share of all.
         recompute: keep only the input of each layer, and recompute the layer in the backward pass.
+        modules: otherwise, parts of a layer that are recomputed, by Megatron's names (`trainer.recompute_modules`).
         dtype: dtype of the model.
         adapter: the adapter that is trained in place of the weights, if any.
         support: ids that a token was sampled from at most, if they are kept; 0 if not.
         cpu: the trainer runs on CPUs, where blocks of logits are smaller.
+        cp: context-parallel ranks among which the micro-batch is divided.
     """
 
     rows: int
@@ -57,6 +60,8 @@ class Microbatch:
     adapter: Kind | None = None
     support: int = 0
     cpu: bool = False
+    cp: int = 1
+    modules: tuple[str, ...] = ()
 
     @property
     def item(self) -> int:
@@ -69,7 +74,8 @@ def kept(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) ->
     if pass_.recompute:
         whole = len(layers) * pass_.item * m.hidden * pass_.rows // parallel.tp
     else:
-        whole = sum(layer(m, parallel, pass_, number in m.dense_layers) for number in layers)
+        each = {dense: layer(m, parallel, pass_, dense) - recomputed(m, parallel, pass_, dense) for dense in (False, True)}
+        whole = sum(each[number in m.dense_layers] for number in layers)
     return int(whole * _under_way(parallel, stage))
 
 
@@ -85,6 +91,32 @@ def _under_way(parallel: MegatronParallel, stage: int) -> float:
 def layer(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
     """Return the bytes that one layer keeps of one micro-batch without recomputation."""
     return _attention(m, parallel.tp, pass_) + (_mlp(m, parallel.tp, pass_) if dense else _experts(m, parallel, pass_))
+
+
+def recomputed(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
+    """Return the bytes of a layer's activations that are not kept, because `modules` are computed again in the backward pass.
+
+    Each keeps its input, which something before it keeps as its output (`CheckpointWithoutOutput` and `checkpoint` of Megatron's
+    tensor_parallel/random.py, where transformer_layer.py, attention.py, multi_latent_attention.py and moe_layer.py call them).
+    """
+    modules, here = pass_.modules, pass_.rows // parallel.tp
+    found = 0
+    if "layernorm" in modules:
+        found += here * pass_.item * 2 * 2 * m.hidden  # of both norms, the normalized input and the output
+    latent = m.attention if isinstance(m.attention, Latent) else None
+    if latent is not None and "mla_up_proj" in modules:
+        found += here * pass_.item * m.heads * (2 * (latent.nope + latent.rope) + latent.value)
+    if "core_attn" in modules:
+        found += here * pass_.item * m.heads * (latent.value if latent else m.head_dim)  # the kernel's kept output
+    if dense:
+        return found + (_mlp(m, parallel.tp, pass_) - here * pass_.item * 3 * m.hidden if "mlp" in modules else 0)
+    if not m.experts:
+        return found
+    if "moe" in modules:
+        return found + _experts(m, parallel, pass_) - here * pass_.item * 3 * m.hidden
+    if "moe_act" in modules:
+        found += int(expert_rows(m, parallel, pass_) * 4 * m.expert_width // parallel.etp * pass_.item)
+    return found + (here * pass_.item * 5 * m.shared_width if "shared_experts" in modules else 0)
 
 
 def _attention(m: Shape, tp: int, pass_: Microbatch) -> int:
@@ -148,7 +180,24 @@ def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, den
     """Return the bytes of the gradients of a layer's activations, of its recomputed activations, and of its largest weight's gradient
     before it is accumulated."""
     of_weights = 0 if pass_.adapter is not None else _largest_weight(m, parallel, dense) * pass_.item
-    return layer(m, parallel, pass_, dense) * (2 if pass_.recompute else 1) + of_weights
+    again = layer(m, parallel, pass_, dense) if pass_.recompute else recomputed(m, parallel, pass_, dense)
+    return layer(m, parallel, pass_, dense) + again + of_weights + gathered(m, parallel, pass_)
+
+
+def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
+    """Return the bytes of the keys and values of all context-parallel ranks that a rank holds while a layer attends.
+
+    Transformer Engine's ring receives one block after another, each into a buffer of its own, and frees them together
+    (`AttnFuncWithCPAndKVP2P`). On CPUs, where models are float32, keys and values are gathered, and the backward pass holds the gradients
+    of all of them besides (`asyncmoe.platform.megatron.context_attention`).
+    """
+    if pass_.cp == 1:
+        return 0
+    if isinstance(kind := m.attention, Latent):
+        width = m.heads * (2 * max(kind.nope + kind.rope, kind.value) if pass_.item == 4 else kind.nope + kind.rope + kind.value)
+    else:
+        width = 2 * m.kv_heads * m.head_dim
+    return pass_.rows * pass_.cp * width // parallel.tp * pass_.item * (2 if pass_.item == 4 else 1)
 
 
 def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:

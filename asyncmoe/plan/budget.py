@@ -16,7 +16,10 @@ from asyncmoe.plan import host, memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.reshard import nccl_room
+from asyncmoe.reshard.layout import ITEM_BYTES
 
+HOST = 0.9
+"""Planned share of a machine's memory."""
 CPU_GB = 2.0
 """Memory of each process of a run without GPUs, in GB."""
 _PREFILL = "--chunked-prefill-size"
@@ -38,6 +41,8 @@ class Budget:
         shared: a trainer rank and an engine share each GPU.
         checkpoint_copy: host memory of a trainer rank, in bytes, for the copy that `trainer.async_save` keeps; on a CPU part of `trainer`.
         delta_base: host memory of a trainer rank, in bytes, for what it sent last, if `sync.delta` keeps that there.
+        optimizer_state: the same for the optimizer's state that is offloaded.
+        reference: the same for a reference policy's weights.
     """
 
     trainer: GpuMemory
@@ -47,12 +52,24 @@ class Budget:
     shared: bool = False
     checkpoint_copy: int = 0
     delta_base: int = 0
+    optimizer_state: int = 0
+    reference: int = 0
+
+    @property
+    def host_bytes(self) -> Mapping[str, int]:
+        """What a trainer rank needs of its host's memory, in bytes by configuration key."""
+        every = {
+            "trainer.async_save": self.checkpoint_copy,
+            "sync.delta": self.delta_base,
+            "trainer.memory.optimizer_offload": self.optimizer_state,
+            "objective.kl.coefficient": self.reference,
+        }
+        return {key: nbytes for key, nbytes in every.items() if nbytes}
 
     @property
     def host_line(self) -> str:
         """What a trainer rank needs of its host's memory; "" if nothing is planned."""
-        copies = {"trainer.async_save": self.checkpoint_copy, "sync.delta": self.delta_base}
-        needs = (f"{_gb(nbytes)} GB a trainer rank, for the copy that {key} keeps" for key, nbytes in copies.items() if nbytes)
+        needs = (f"{_gb(nbytes)} GB a trainer rank, for the copy that {key} keeps" for key, nbytes in self.host_bytes.items())
         return "\n".join(f"# host memory: {need}" for need in needs)
 
     @property
@@ -88,7 +105,40 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
     serves = serving(config, hf, cpu, staging_of(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serves)
     base = host.delta_base(hf, parallel, settings) if _keeps_base(config, hf) and not settings.delta_base else 0
-    return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, copied, base)
+    return Budget(
+        largest,
+        engine,
+        gpu_gb,
+        cpu,
+        config.engines.share_gpus and not cpu,
+        copied,
+        base,
+        0 if cpu else host.optimizer_state(hf, parallel, settings),
+        0 if cpu else host.reference(hf, parallel, settings),
+    )
+
+
+def check_host(config: Config, found: Budget, ram: int) -> None:
+    """Refuse an offload for which a trainer's machine has no memory.
+
+    Args:
+        ram: bytes of memory of a machine.
+
+    Raises:
+        ConfigError: with the share of the optimizer's state that would fit.
+    """
+    share, ranks = config.trainer.memory.optimizer_offload, -(-config.trainer.ranks // config.cluster.trainer_nodes)
+    needed, room = ranks * sum(found.host_bytes.values()), int(HOST * ram)
+    if not share or needed <= room:
+        return
+    state = ranks * found.optimizer_state
+    fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
+    raise ConfigError(
+        "trainer.memory.optimizer_offload",
+        got=f"{share:g}, with which {ranks} trainer ranks take {_gb(needed)} GB of their machine's memory",
+        expected=f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} are left free",
+        hint=f"take {f'{fitting:g}, or ' if fitting else ''}more trainer nodes (cluster.trainer_nodes)",
+    )
 
 
 def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
@@ -207,15 +257,15 @@ def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
 
 def for_cpu(config: Config) -> bool:
     """Return whether a run is for CPUs: it uses float32, which engines do not accept on GPUs, or a made model with dtype auto."""
-    dtypes = {config.trainer.dtype, config.engines.dtype}
+    dtypes = {config.trainer.weights_dtype, config.engines.dtype}
     return "float32" in dtypes or (config.model.make is not None and "auto" in dtypes)
 
 
 def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Training:
     """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation, of which
     a context-parallel rank has its part."""
-    trainer, objective = config.trainer, config.objective
-    dtype = ("float32" if cpu else "bfloat16") if trainer.dtype == "auto" else trainer.dtype
+    trainer, objective, saved = config.trainer, config.objective, config.trainer.memory
+    dtype = ("float32" if cpu else "bfloat16") if trainer.weights_dtype == "auto" else trainer.weights_dtype
     microbatch = Microbatch(
         rows=-(-max(trainer.tokens_per_microbatch, config.environment.max_tokens or 0) // trainer.cp),
         recompute=trainer.recompute == "full",
@@ -223,6 +273,8 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         adapter=adapter_of(config, hf),
         support=config.rollout.top_k if config.keeps_sampling_mask and config.rollout.top_k else 0,
         cpu=cpu,
+        cp=trainer.cp,
+        modules=trainer.recompute_modules if trainer.recompute == "selective" else (),
     )
     return Training(
         microbatch,
@@ -230,6 +282,10 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         reference=objective.kl.coefficient > 0,
         bucket_bytes=config.sync.bucket_bytes,
         communicators=_communicators(config, cpu, config.engines.count),
+        averages=(ITEM_BYTES[saved.exp_avg_dtype], ITEM_BYTES[saved.exp_avg_sq_dtype]),
+        offload=saved.optimizer_offload,
+        cpu=cpu,
+        float8_edges=trainer.edge_layers if trainer.precision == "fp8" else None,
         delta_base=_keeps_base(config, hf) and (cpu or (config.sync.method == "reshard" and config.sync.delta_base == "device")),
     )
 

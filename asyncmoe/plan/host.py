@@ -1,4 +1,5 @@
-"""Host memory of a trainer rank: copies for checkpoints written during training (`trainer.async_save`), and for deltas (`sync.delta`)."""
+"""Host memory of a trainer rank: copies for checkpoints written during training (`trainer.async_save`), for deltas (`sync.delta`) and of a
+reference policy, and the optimizer's state that is offloaded (`trainer.memory.optimizer_offload`)."""
 
 from __future__ import annotations
 
@@ -32,6 +33,30 @@ def delta_base(hf: Mapping[str, Any], parallel: MegatronParallel, training: Trai
     return max(memory.weights_of(hf, parallel, rank, training.microbatch.dtype).sent for rank in ranks)
 
 
+def optimizer_state(hf: Mapping[str, Any], parallel: MegatronParallel, training: Training) -> int:
+    """Return the bytes of the optimizer's state that the fullest trainer rank keeps in pinned memory: float32 weights and averages, and
+    gradients as float32, 16 bytes for each parameter that the CPU updates (`HybridDeviceOptimizer`).
+
+    Raises:
+        ConfigError: the sizes do not divide the model.
+    """
+    held = (memory.offloaded(_trained(hf, parallel, training, stage), parallel, training) for stage in range(parallel.pp))
+    return 16 * max(held)
+
+
+def reference(hf: Mapping[str, Any], parallel: MegatronParallel, training: Training) -> int:
+    """Return the bytes of the reference policy's weights, which the fullest trainer rank keeps there while they are not in use; 0 with
+    adapters, which are switched off instead.
+
+    Raises:
+        ConfigError: the sizes do not divide the model.
+    """
+    if not training.reference or training.microbatch.adapter is not None:
+        return 0
+    ranks = (stage * parallel.tp * parallel.dp for stage in range(parallel.pp))
+    return max(memory.weights_of(hf, parallel, rank, training.microbatch.dtype).nbytes for rank in ranks)
+
+
 def _trained(hf: Mapping[str, Any], parallel: MegatronParallel, training: Training, stage: int) -> RankParameters:
     rank, pass_ = stage * parallel.tp * parallel.dp, training.microbatch
     if pass_.adapter is None:
@@ -41,6 +66,5 @@ def _trained(hf: Mapping[str, Any], parallel: MegatronParallel, training: Traini
 
 def _copy(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
     if not training.distributed:
-        return trained.nbytes + memory.optimizer_bytes(trained, parallel, training)
-    own = -(-trained.dense // parallel.dp) + -(-trained.experts // memory.expert_data_parallel(parallel))
-    return trained.nbytes + 12 * own
+        return trained.nbytes + trained.all * training.state
+    return trained.nbytes + 12 * memory.stepped(trained, parallel, training)

@@ -76,6 +76,10 @@ class Training:
         bucket_bytes: `sync.bucket_bytes`.
         communicators: bytes of the communicators that move weights (`asyncmoe.reshard.nccl_room`).
         delta_base: what a rank sent last is kept in this memory, to send only what changed since (`sync.delta`).
+        averages: bytes of each of Adam's two averages (`trainer.memory.exp_avg_dtype` and `exp_avg_sq_dtype`).
+        offload: share of the optimizer's state in host memory (`trainer.memory.optimizer_offload`).
+        cpu: the rank computes on a CPU.
+        float8_edges: layers compute in float8, but for so many at either end; None: none does.
     """
 
     microbatch: Microbatch
@@ -84,6 +88,15 @@ class Training:
     bucket_bytes: int = 256 << 20
     communicators: int = 0
     delta_base: bool = False
+    averages: tuple[int, int] = (4, 4)
+    offload: float = 0.0
+    cpu: bool = False
+    float8_edges: int | None = None
+
+    @property
+    def state(self) -> int:
+        """Bytes of a parameter's state: Adam's averages, and float32 weights unless the model is float32."""
+        return sum(self.averages) + (0 if self.microbatch.dtype == "float32" else 4)
 
 
 @dataclass(frozen=True)
@@ -149,15 +162,17 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
     weights = weights_of(hf, parallel, rank, pass_.dtype)
     adapters = RankParameters() if pass_.adapter is None else adapters_of(m, pass_.adapter, parallel, rank, pass_.dtype)
     trained = weights if pass_.adapter is None else adapters
+    kept = activations.kept(m, parallel, stage, pass_)
     parts = {
         "weights": weights.nbytes,
         "adapters": adapters.nbytes,
         "gradients": trained.all * GRADIENT,
         "optimizer": optimizer_bytes(trained, parallel, training),
-        # `SecondCopy.in_place`: a second copy of the weights, on the GPU only during its forward passes
-        "reference": weights.nbytes if training.reference and pass_.adapter is None else 0,
-        "activations": activations.kept(m, parallel, stage, pass_),
-        "working set": activations.working(m, parallel, stage, pass_),
+        "reference": _reference(weights, kept, training),
+        "float8 weights": 0 if training.float8_edges is None else _float8_weights(m, parallel, rank, training.float8_edges),
+        "activations": kept,
+        # of a backward pass, or of the optimizer's step, when there are no activations
+        "working set": max(activations.working(m, parallel, stage, pass_), _step_copies(trained, parallel, training) - kept),
         # adapters (`Snapshot`) and weights sent in a different dtype (`Sources`) are copied before they are sent
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
@@ -168,12 +183,56 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
     return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
 
+def _reference(weights: RankParameters, kept: int, training: Training) -> int:
+    """Return the bytes of a reference policy, a second copy of the weights (`SecondCopy.in_place`). On a GPU it is there only during its
+    forward passes, which keep no activations; on CPUs always."""
+    if not training.reference or training.microbatch.adapter is not None:
+        return 0
+    return weights.nbytes if training.cpu else max(0, weights.nbytes - kept)
+
+
 def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Return the bytes of Adam's two float32 moments, plus float32 weights unless the model is float32: 12 or 8 bytes per parameter."""
-    each = 8 + (0 if training.microbatch.dtype == "float32" else 4)
-    if not training.distributed:
-        return trained.all * each
-    return (-(-trained.dense // parallel.dp) + -(-trained.experts // expert_data_parallel(parallel))) * each
+    """Return the bytes of the optimizer's state on a GPU, 12 per parameter in all (`Training.state`), without what is offloaded."""
+    return (stepped(trained, parallel, training) - offloaded(trained, parallel, training)) * training.state
+
+
+def stepped(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
+    """Return the parameters that a rank's optimizer updates: all of its own, or a share of those that data-parallel ranks have too."""
+    return trained.all if not training.distributed else sum(_shares(trained, parallel))
+
+
+def _shares(trained: RankParameters, parallel: MegatronParallel) -> tuple[int, int]:
+    return -(-trained.dense // parallel.dp), -(-trained.experts // expert_data_parallel(parallel))
+
+
+def offloaded(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
+    """Return how many of these parameters the CPU updates. Megatron offloads whole parameters until they are as many: the last of them may
+    lie beyond (`HybridDeviceOptimizer._get_sub_optimizer_param_groups`)."""
+    return int(training.offload * stepped(trained, parallel, training))
+
+
+def _step_copies(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
+    """Return the bytes of float32 copies of averages in bfloat16, which Transformer Engine's Adam makes of all parameters of a group before
+    it updates them (`FusedAdam.step`). Dense weights and experts have optimizers of their own, one after the other."""
+    return 4 * sum(size < 4 for size in training.averages) * max(_shares(trained, parallel))
+
+
+def _float8_weights(m: Shape, parallel: MegatronParallel, rank: int, edges: int) -> int:
+    """Return the bytes of the float8 copies of a rank's matrices, by rows and by columns, that Transformer Engine keeps during a step; each
+    block of 128 x 128 has a float32 scale."""
+    matrices = {name: prod(shape) for name, shape in m.attention.shapes(m).items() if len(shape) == 2}
+    whole = sum(size for name, size in matrices.items() if name.endswith("_a"))  # down-projections of latent attention
+    attention = (sum(matrices.values()) - whole) // parallel.tp + whole
+    entries = 0
+    for number in (layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk):
+        if not edges <= number < m.layers - edges:
+            continue
+        if number in m.dense_layers:
+            entries += attention + 3 * m.hidden * m.dense_width // parallel.tp
+        else:
+            experts = m.experts // parallel.ep * m.expert_width // parallel.etp
+            entries += attention + 3 * m.hidden * (experts + m.shared_width // parallel.tp)
+    return 2 * (entries + 4 * entries // (128 * 128))
 
 
 def expert_data_parallel(parallel: MegatronParallel) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from rich.console import Console
 
 from asyncmoe import config as configuration
 from asyncmoe import models
+from asyncmoe.config import Config
 from asyncmoe.config.sync import Staging
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel
-from asyncmoe.plan import budget, memory, render_plan, traffic
+from asyncmoe.plan import budget, memory, render_plan, savings, traffic
 from asyncmoe.plan.activations import Microbatch
+from asyncmoe.plan.budget import Budget
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
-from asyncmoe.plan.sizes import parse_adapter
+from asyncmoe.plan.sizes import context_ranks, parse_adapter
 from asyncmoe.plan.split import Cluster, suggest
 from asyncmoe.plan.traffic import Forecast, Speeds
 
@@ -86,7 +89,7 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
         family=asked.family,
     )
     hf = models.with_family(models.load_hf_config(model), asked.family)
-    columns, rooms = _trainers(asked, found, hf), dict[Staging, int]()
+    columns, rooms = _trainers(asked, context_ranks(asked.trainer), found, hf), dict[Staging, int]()
     for staging in memory.STAGED:
         if staging != "delta" or found.adapter is None:
             serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
@@ -98,10 +101,11 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
     return {**asdict(found), "memory": _values(columns), "kv_tokens": rooms}
 
 
-def _trainers(asked: PlanArguments, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
+def _trainers(asked: PlanArguments, cp: int, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
     columns: dict[str, GpuMemory] = {}
+    rows = -(-asked.context // cp)
     for name, recompute in (("trainer", False), ("trainer, recomputing", True)):
-        training = Training(Microbatch(asked.context, recompute, found.dtype, found.adapter), bucket_bytes=asked.bucket_bytes)
+        training = Training(Microbatch(rows, recompute, found.dtype, found.adapter, cp=cp), bucket_bytes=asked.bucket_bytes)
         columns[name] = max(memory.trainer(hf, found.trainer, training), key=lambda stage: stage.total)
     return columns
 
@@ -148,8 +152,24 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     size = config.engines
     spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""
     console.print("\n".join(filter(None, (*found.sums, spread, found.line, found.host_line))), highlight=False, soft_wrap=True)
-    host = {"checkpoint copy": found.checkpoint_copy, "delta base": found.delta_base}
+    if not (cpu or found.fits):
+        console.print(_saving(config, hf, found), highlight=False, soft_wrap=True)
+    host = {
+        "checkpoint copy": found.checkpoint_copy,
+        "delta base": found.delta_base,
+        "optimizer state": found.optimizer_state,
+        "reference": found.reference,
+    }
     return {**asdict(forecast), "memory": _values(columns), "host_memory": host}
+
+
+def _saving(config: Config, hf: Mapping[str, Any], found: Budget) -> str:
+    """Return a line with the cheapest settings for which a trainer's GPUs have room."""
+    beside = found.engine.total if found.shared else 0
+    way = savings.cheapest(hf, models.trainer_parallel(config), budget.training(config, hf), found.gpu_gb, beside)
+    if way is None:
+        return "A trainer's GPUs have no room with any of recomputation and trainer.memory: take more ranks, or a larger tp, pp or cp."
+    return f"The cheapest settings with room on a trainer's GPUs: {' '.join(way.keys) or 'the defaults'} ({way.memory.total / 1e9:.3g} GB)"
 
 
 def _values(columns: dict[str, GpuMemory]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ _LARGE = 0.25
 _TRAINER: Mapping[str, str] = {
     "weights": "more trainer.ranks with a larger trainer.tp, ep or pp",
     "gradients": "more trainer.ranks with a larger trainer.tp, ep or pp",
-    "optimizer": "more trainer.ranks (trainer.optimizer.distributed shards its state)",
+    "optimizer": "trainer.memory.optimizer_offload, or more trainer.ranks (trainer.optimizer.distributed shards its state)",
     "reference": "objective.kl.coefficient=0",
     "activations": "trainer.recompute=full",
     "working set": "fewer trainer.tokens_per_microbatch",

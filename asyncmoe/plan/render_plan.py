@@ -162,7 +162,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
     return [
         ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
         ("nodes of engines", [str(split.engine_nodes) for split in splits]),
-        ("trainer", [trainer_text(split.trainer.parallel) for split in splits]),
+        ("trainer", [trainer_text(split.trainer.parallel, split.trainer.cp) for split in splits]),
         ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
         ("engines", [engines_text(split.engines, split.engine.parallel) for split in splits]),
         ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
@@ -179,7 +179,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
 def yaml_keys(split: Split) -> list[str]:
     """Return a split as configuration keys, without those at their default."""
     parallel, engine = split.trainer.parallel, split.engine
-    sizes = {"ranks": parallel.world, "tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep}
+    sizes = {"ranks": parallel.world, "tp": parallel.tp, "pp": parallel.pp, "cp": split.trainer.cp, "ep": parallel.ep}
     sizes |= {"first_stage_layers": parallel.first_layers or 1, "last_stage_layers": parallel.last_layers or 1}
     trainer = [f"{key}: {size}" for key, size in sizes.items() if size > 1 or key == "ranks"]
     trainer += [f"tokens_per_microbatch: {split.trainer.rows}", *(["recompute: full"] if split.trainer.recompute else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,8 @@ from asyncmoe.models.shape import Shape
 
 TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first": "first_layers", "last": "last_layers"}
 """Field of MegatronParallel by command-line key."""
+CONTEXT = "cp"
+"""Command-line key of the context-parallel ranks, which MegatronParallel counts as data-parallel ones."""
 _ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?(?:dp(?P<dp>\d+))?(?:pp(?P<pp>\d+))?", re.ASCII)
 ENGINE = ("tp", "ep", "dp", "pp")
 """Fields of EngineParallel, in command-line order."""
@@ -23,22 +26,41 @@ ENGINE = ("tp", "ep", "dp", "pp")
 
 def parse_trainer(text: str) -> MegatronParallel:
     """Parse `tp=2,pp=2,ep=8,dp=4`; a missing size is 1. `vpp=2`: two model chunks per stage. `first=3`, `last=5`: layers of the first and
-    last pipeline stage. `te` without a value: Transformer Engine's parameter names.
+    last pipeline stage. `te` without a value: Transformer Engine's parameter names. `cp=2`: twice as many ranks, which count as
+    data-parallel ones; `context_ranks` returns it.
 
     Raises:
         ConfigError: any other syntax, or incompatible sizes.
     """
+    sizes, te = _parsed(text)
+    cp = sizes.pop(CONTEXT, 1)
+    return MegatronParallel(te=te, **{**sizes, "dp": sizes.get("dp", 1) * cp})
+
+
+def context_ranks(text: str) -> int:
+    """Return the context-parallel ranks of the text that `parse_trainer` takes, and which it counts as data-parallel ones.
+
+    Raises:
+        ConfigError: as `parse_trainer`, for the syntax.
+    """
+    return int(_parsed(text)[0].get(CONTEXT, 1))
+
+
+def _parsed(text: str) -> tuple[dict[str, Any], bool]:
     sizes: dict[str, Any] = {}
     te = False
+    known = {**TRAINER, CONTEXT: CONTEXT}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
         if key == "te" and not value:
             te = True
-        elif key not in TRAINER or TRAINER[key] in sizes or not (value.isascii() and value.isdigit()):
-            raise ConfigError("--trainer", got=repr(part), expected=f"sizes like tp=2,pp=2,ep=8,dp=4 (each of {', '.join(TRAINER)} once)")
+        elif key not in known or known[key] in sizes or not (value.isascii() and value.isdigit()):
+            raise ConfigError("--trainer", got=repr(part), expected=f"sizes like tp=2,pp=2,ep=8,dp=4 (each of {', '.join(known)} once)")
         else:
-            sizes[TRAINER[key]] = int(value)
-    return MegatronParallel(te=te, **sizes)
+            sizes[known[key]] = int(value)
+    if sizes.get(CONTEXT, 1) < 1:
+        raise ConfigError(f"parallel size {CONTEXT}", got=sizes[CONTEXT], expected="at least 1")
+    return sizes, te
 
 
 def parse_engines(text: str) -> tuple[int, EngineParallel]:
@@ -54,10 +76,16 @@ def parse_engines(text: str) -> tuple[int, EngineParallel]:
     return int(found["engines"]), EngineParallel(**sizes)
 
 
-def trainer_text(parallel: MegatronParallel) -> str:
-    """Return the inverse of `parse_trainer`, without sizes at their default."""
-    plain = MegatronParallel()
-    sizes = [f"{key}={getattr(parallel, field)}" for key, field in TRAINER.items() if getattr(parallel, field) != getattr(plain, field)]
+def trainer_text(parallel: MegatronParallel, cp: int = 1) -> str:
+    """Return the inverse of `parse_trainer`, without sizes at their default.
+
+    Args:
+        cp: context-parallel ranks, which `parallel` counts as data-parallel ones.
+    """
+    plain, given = MegatronParallel(), replace(parallel, dp=parallel.dp // cp) if cp > 1 else parallel
+    values = {key: (getattr(given, field), getattr(plain, field)) for key, field in TRAINER.items()}
+    values |= {CONTEXT: (cp, 1)}
+    sizes = [f"{key}={value}" for key, (value, usual) in values.items() if value != usual]
     return ",".join([*sizes, *(["te"] if parallel.te else [])]) or "tp=1"
 
 

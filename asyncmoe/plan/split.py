@@ -6,7 +6,8 @@ The rule considers memory, not speed:
    double and quadruple the trainer's nodes while the engines keep at least as many. `asyncmoe simulate --sweep` finds the fastest.
 2. On these nodes the trainer's sizes are the first that fit in this order: tensor parallelism within a node; expert parallelism within a
    node, if that fits; the fewest pipeline stages; no recomputation, if that fits; then the least tensor parallelism. Pipeline stages
-   are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
+   are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks. Where none
+   fits, as few context-parallel ranks as do, of which each has at least `_LEAST_ROWS` rows of a context.
 3. Engines get all other nodes, each engine within a node, or over the fewest nodes (1, 2, 4, ...) on which one fits. Sizes that stage
    new weights during generation come first, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for
    `memory.LEAST` conversations are excluded.
@@ -34,6 +35,8 @@ from asyncmoe.reshard.layout import ITEM_BYTES
 
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
+_LEAST_ROWS = 8192
+"""Rows of a context that a context-parallel rank has at least: with fewer, keys and values travel longer than a rank attends."""
 _MOST_NODES = 1 << 10
 _MAX_CTAS = SyncSection().nccl_max_ctas
 
@@ -76,12 +79,14 @@ class TrainerSizes:
     Attributes:
         rows: rows of a micro-batch.
         memory: memory of a rank of the largest pipeline stage.
+        cp: context-parallel ranks, which `parallel` counts as data-parallel ones.
     """
 
     parallel: MegatronParallel
     rows: int
     recompute: bool
     memory: GpuMemory
+    cp: int = 1
 
 
 @dataclass(frozen=True)
@@ -168,20 +173,26 @@ def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: i
         engines: number of engines that a rank exchanges weights with.
     """
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
-    choices = product((p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room), (False, True))
-    for parallel, recompute in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], cluster)):
+    sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
+    choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in _context_ranks(p, cluster))
+    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
         try:
-            stages = memory.trainer(hf, parallel, _training(cluster, recompute, engines))
+            stages = memory.trainer(hf, parallel, _training(cluster, recompute, engines, cp))
         except LayoutError:  # these sizes split blocks of float8
             continue
         most = max(stages, key=lambda stage: stage.total)
         if most.fits(cluster.gpu_gb):
-            return TrainerSizes(parallel, cluster.context, recompute, most)
+            return TrainerSizes(parallel, cluster.context, recompute, most, cp)
     return None
 
 
-def _training(cluster: Cluster, recompute: bool, engines: int = 1) -> Training:
-    microbatch = Microbatch(cluster.context, recompute, cluster.dtype, cluster.adapter)
+def _context_ranks(parallel: MegatronParallel, cluster: Cluster) -> Iterator[int]:
+    """Yield the numbers of context-parallel ranks that these data-parallel ranks can be."""
+    yield from (cp for cp in _divisors(parallel.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS)
+
+
+def _training(cluster: Cluster, recompute: bool, engines: int = 1, cp: int = 1) -> Training:
+    microbatch = Microbatch(-(-cluster.context // cp), recompute, cluster.dtype, cluster.adapter, cp=cp)
     return Training(microbatch, bucket_bytes=cluster.bucket_bytes, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
 
 
@@ -194,8 +205,8 @@ def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) 
     return weights + stage.all * memory.GRADIENT + memory.optimizer_bytes(stage, parallel, _training(cluster, recompute=True))
 
 
-def _preference(parallel: MegatronParallel, recompute: bool, cluster: Cluster) -> tuple[int, ...]:
-    return parallel.ep > cluster.gpus, parallel.pp, recompute, parallel.tp, parallel.ep
+def _preference(parallel: MegatronParallel, recompute: bool, cp: int, cluster: Cluster) -> tuple[int, ...]:
+    return cp, parallel.ep > cluster.gpus, parallel.pp, recompute, parallel.tp, parallel.ep
 
 
 def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]:

@@ -61,6 +61,8 @@ def main(result: Path, layouts: list[str]) -> None:
 
 def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
     given = {key: yaml.safe_load(value) for key, value in (one.split("=") for one in layout.split(","))}
+    if "recompute_modules" in given:
+        given["recompute_modules"] = given["recompute_modules"].split("+")
     special = {key: given.pop(key, False) for key in SPECIAL}
     trainer = {"ranks": ranks, "tokens_per_microbatch": ROWS, "optimizer": {"distributed": special["distributed"]}, **given}
     config = parse(

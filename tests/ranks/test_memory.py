@@ -45,12 +45,15 @@ def test_what_is_kept_for_the_backward_pass(tmp_path: Path) -> None:
     )
     others = [f"{plain},model={name}" for name in families.MODELS if name != "qwen3_moe"]
     half = "dtype=bfloat16,model=glm"  # whose routers are sent in float32
-    found = {layout: one for layout, (one,) in launch.run("memory", 1, tmp_path, plain, again, *adapted, *others, half).items()}
+    parts = [f"{plain},recompute=selective,recompute_modules={modules}" for modules in ("core_attn", "mlp", "moe")]
+    parts += [f"{plain},recompute=selective,recompute_modules={modules},model=deepseek" for modules in ("mla_up_proj", "shared_experts")]
+    layouts = (plain, again, *adapted, *others, half, *parts)
+    found = {layout: one for layout, (one,) in launch.run("memory", 1, tmp_path, *layouts).items()}
     for layout in (*others, *adapted, half):
         assert found[layout]["held"] == found[layout]["said"], layout
     for layout, one in found.items():
         assert one["operand"] < 10 * 512 * 256, f"{layout}: a copy of the output layer's weight for each row"
-    for layout in others:
+    for layout in (*others, *parts):
         assert found[layout]["kept"] == pytest.approx(found[layout]["foreseen"], rel=0.01), layout
     assert found[plain]["kept"] == pytest.approx(found[plain]["foreseen"], rel=0.01)
     assert found[again]["kept"] - found[again]["angles"] == found[again]["foreseen"]

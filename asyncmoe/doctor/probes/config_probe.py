@@ -93,7 +93,7 @@ def with_files(run: RunFacts, config: Config) -> RunFacts:
     run = replace(run, model=found_model, model_trouble=model_trouble, on_gpus=asked_of_gpus)
     if found_model is None or found_model.parameters is None or found_model.weights_bytes is None:
         return run
-    item = 2 if config.trainer.dtype == "bfloat16" else 4
+    item = 2 if config.trainer.weights_dtype == "bfloat16" else 4
     over_shm = config.sync.method == "reshard" and TRANSPORTS[resolved(config.sync.transport, gpu=False)].in_shm
     under_way = 2 * min(config.trainer.ranks * config.sync.bucket_bytes, config.engines.count * found_model.weights_bytes)
     if config.sync.delta != "off":
@@ -134,7 +134,7 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
     models.check(config, hf)
     trainer, engine = budget.least(config, hf)
     several = address.several(config.cluster.network)
-    engine_dtype, trainer_float32 = models.engine_dtype(hf, config.engines), config.trainer.dtype == "float32"
+    engine_dtype, trainer_float32 = models.engine_dtype(hf, config.engines), config.trainer.weights_dtype == "float32"
     float32 = engine_dtype == "float32" and not TAKES_FLOAT32 & set(_attention(config.engines.args))
     return OnGpus(
         places=devices.wanted(config, several),

@@ -26,16 +26,18 @@ class BatchGrid:
         stages: pipeline stages if model chunks interleave; 1 if every stage holds one chunk. Megatron's interleaved schedule deals out
             micro-batches in rounds of one per stage and does not announce row counts to the receiving stage, so all micro-batches have
             the same row count.
+        block: rows of each rank are a multiple of this, as layers in float8 need.
     """
 
     tp: int = 1
     stages: int = 1
     cp: int = 1
+    block: int = 1
 
     @property
     def rows(self) -> int:
         """A micro-batch's row count is a multiple of this."""
-        return self.tp * padded(1, self.cp)
+        return self.tp * self.block * padded(1, self.cp)
 
     def of(self, length: int) -> int:
         """Return the rows of a trajectory of `length` tokens."""

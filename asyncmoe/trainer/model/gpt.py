@@ -69,7 +69,7 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     Raises:
         ConfigError: the model does not support the adapter, or a requested Megatron switch cannot be on.
     """
-    dtype = _dtype(config.trainer.dtype, mesh)
+    dtype = _dtype(config.trainer.weights_dtype, mesh)
     on = layers.switches(hf, config, mesh, dtype)
     parallel = mesh.parallel(on.transformer_engine)
     family_config, gpt = family_of(hf).megatron_config(hf)

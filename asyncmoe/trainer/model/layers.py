@@ -12,6 +12,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.platform import kernels, megatron
 from asyncmoe.trainer.model.features import run_features
 from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trainer.model.saving import float8_arguments
 from asyncmoe.trainer.model.switches import Switches, decide, megatron_arguments
 
 megatron.prepare()
@@ -84,6 +85,7 @@ def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dt
         "masked_softmax_fusion": False,  # belongs to an attention that is not used
         "persist_layer_norm": False,
         **megatron_arguments(on),
+        **float8_arguments(config.trainer),
         **_recompute(config, on, bool(family.get("multi_latent_attention"))),
     }
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
@@ -98,6 +100,8 @@ def _recompute(config: Config, on: Switches, latent: bool) -> Mapping[str, Any]:
         return {}
     for module, possible, why in (
         ("moe_act", on.experts == "transformer_engine", "the experts are not Transformer Engine's"),
+        # Megatron asks Transformer Engine whether it computes in float8 (`CheckpointWithoutOutputFunction`), or raises NameError.
+        ("layernorm", on.transformer_engine, "the layers are not Transformer Engine's"),
         ("mla_up_proj", latent, "the model's attention is not latent"),
     ):
         if module in modules and not possible:

@@ -14,7 +14,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import gloo, megatron
 from asyncmoe.trainer.data.schedule import BatchGrid
-from asyncmoe.trainer.model import collectives
+from asyncmoe.trainer.model import collectives, saving
 
 megatron.prepare()
 gloo.install()
@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 class Mesh:
     """This process's position. Ranks follow Megatron's order: tensor-parallel fastest, then context, data, and pipeline slowest; expert
     parallelism spans tensor, context and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and
-    `last_layers` are the layer counts of the outer pipeline stages; None: an equal share."""
+    `last_layers` are the layer counts of the outer pipeline stages; None: an equal share. Rows of a rank are a multiple of `row_block`."""
 
     rank: int
     world: int
@@ -48,6 +48,7 @@ class Mesh:
     last_layers: int | None = None
     cp: int = 1
     cp_rank: int = 0
+    row_block: int = 1
 
     @property
     def last_stage(self) -> bool:
@@ -72,7 +73,7 @@ class Mesh:
     @property
     def grid(self) -> BatchGrid:
         """Constraints on micro-batches."""
-        return BatchGrid(self.tp, self.pp if self.vpp > 1 else 1, self.cp)
+        return BatchGrid(self.tp, self.pp if self.vpp > 1 else 1, self.cp, self.row_block)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -161,6 +162,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         last_layers=trainer.last_stage_layers,
         cp=trainer.cp,
         cp_rank=groups.get_context_parallel_rank(),
+        row_block=saving.ROWS if trainer.precision == "fp8" else 1,
     )
 
 

@@ -15,6 +15,7 @@ from asyncmoe.platform.megatron import adam
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.lr import lr_at as lr_at
+from asyncmoe.trainer.model.saving import optimizer_arguments
 
 megatron.prepare()
 
@@ -22,13 +23,14 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 
 def build(config: Config, model: Model) -> MegatronOptimizer:
-    """Build Adam (AdamW) with global-norm clipping; its state is replicated, or sharded over data-parallel ranks.
+    """Build Adam (AdamW) with global-norm clipping; its state is replicated, or sharded over data-parallel ranks, and as `trainer.memory`
+    says partly in host memory, or its averages in bfloat16.
 
     Build it after the weights are loaded: with bfloat16 it copies them into float32 masters.
 
     Take its steps with `step`, which asks before any parameter changes.
     """
-    section = config.trainer.optimizer
+    section, memory = config.trainer.optimizer, config.trainer.memory
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -42,6 +44,9 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
             bf16=model.dtype == torch.bfloat16,
             params_dtype=model.dtype,
             use_distributed_optimizer=model.ddp[0].ddp_config.use_distributed_optimizer,
+            exp_avg_dtype=getattr(torch, memory.exp_avg_dtype),
+            exp_avg_sq_dtype=getattr(torch, memory.exp_avg_sq_dtype),
+            **optimizer_arguments(memory),
         ),
         list(model.ddp),
     )

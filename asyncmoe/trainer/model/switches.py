@@ -8,13 +8,15 @@ requirements of each switch see megatron-core 0.16.1: `TransformerConfig.__post_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
 from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
+from asyncmoe.trainer.model import saving
+from asyncmoe.trainer.model.saving import Saving
 
 ENGINE = (2, 1)
 """The oldest Transformer Engine whose layers are used: Megatron requires it for fused permutation of rows."""
@@ -43,6 +45,7 @@ class RunFeatures:
         distributed: the optimizer state is sharded.
         published_every: optimizer steps between published versions.
         cp: context-parallel ranks.
+        saving: what saves memory on GPUs, and float8.
     """
 
     dp: int
@@ -56,6 +59,7 @@ class RunFeatures:
     distributed: bool
     published_every: int
     cp: int = 1
+    saving: Saving = field(default_factory=Saving)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
             expected=f"1 because {why}: on a GPU Transformer Engine's attention for 16 bits divides sequences",
             hint=_WITHOUT,
         )
+    saving.check(run.saving, kernels, engine, lacking or "transformer_impl is local")
     off: list[tuple[str, str]] = []
     if not engine:
         off.append(("transformer_impl=transformer_engine", lacking or _SAID))

@@ -34,10 +34,11 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Part:
 PARTS = (
     Part("facts", 20, f"{_HERE}.facts", needs=(), gpu=False),
     Part("build", 80, f"{_HERE}.build", needs=(), gpu=False),
-    _tests("kernels", 85, "tests/gpu", "-k", "not sanitizer and not overlap and not deltas"),
+    _tests("kernels", 77, "tests/gpu", "-k", "not sanitizer and not overlap and not deltas"),
     Part("bench", 30, f"{_HERE}.bench"),
-    Part("megatron-local", 60, f"{_HERE}.megatron_step", ("local",), gpu=False),
+    Part("megatron-local", 50, f"{_HERE}.megatron_step", ("local",), gpu=False),
     Part("megatron-te", 20, f"{_HERE}.megatron_step", ("te",), gpu=False),
+    Part("offload", 20, f"{_HERE}.offload_steps", gpu=False),
     Part("replay", 45, f"{_HERE}.replay_cost", gpu=False),
     _tests("ipc", 35, "tests/gpu/test_reshard_gpu.py", "-k", "ipc or damaged"),
     _tests("nccl", 20, "tests/gpu/test_reshard_gpu.py", "-k", "nccl"),

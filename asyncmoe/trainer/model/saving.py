@@ -1,0 +1,131 @@
+"""What saves memory or time on GPUs, as Megatron's settings: the optimizer in host memory, averages in bfloat16, and layers in float8.
+
+Megatron's checks are made here first, in words of the configuration (megatron-core 0.16.1 and 0.19.2: `OptimizerConfig.__post_init__`,
+`TransformerConfig.__post_init__`, `fp8_utils.get_fp8_recipe`). Two of its settings are never used:
+
+- weights as bfloat16 and 16 remaining bits (`store_param_remainders`): a checkpoint would hold the bits, which nothing else can read;
+- offload of single activations (`fine_grained_activation_offloading`): it keeps a plan of the first step's micro-batches for all that
+  follow (`PipelineOffloadManager`), and a step here has as many micro-batches as its trajectories fill, and passes without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from asyncmoe.config.memory import MemorySection
+from asyncmoe.config.trainer import TrainerSection, no_gpu_for
+from asyncmoe.errors import ConfigError
+from asyncmoe.models.shape import Shape
+from asyncmoe.platform.kernels import Kernels
+
+ROWS = 128
+"""Rows of a micro-batch on a rank are a multiple of this in float8: the side of a block that shares a scale."""
+_WIDTH = 16
+"""Matrices multiplied in float8 have sides that are multiples of this (Transformer Engine's `assert_dim_for_fp8_exec`)."""
+_PRECISE = (2, 1)
+"""Transformer Engine's release since which its Adam takes averages in bfloat16."""
+_BLOCKWISE = (2, 3)
+"""The release since which Megatron uses its blockwise recipe."""
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What of a configuration needs a GPU and its software.
+
+    Attributes:
+        on_gpu: configuration keys that need a GPU, and their values.
+        low_precision: an average of Adam's is in bfloat16.
+        float8: layers compute in float8.
+        trouble: why these sizes cannot compute in float8; "" if they can, or need not.
+    """
+
+    on_gpu: tuple[tuple[str, str], ...] = ()
+    low_precision: bool = False
+    float8: bool = False
+    trouble: str = ""
+
+
+def saving_of(trainer: TrainerSection, shape: Shape) -> Saving:
+    """Return what a configuration needs for a model of this shape."""
+    float8 = trainer.precision == "fp8"
+    return Saving(trainer.needs_gpu, trainer.memory.low_precision, float8, next(_trouble(trainer, shape), "") if float8 else "")
+
+
+def check(saving: Saving, kernels: Kernels, engine: bool, lacking: str) -> None:
+    """Refuse what this machine cannot do.
+
+    Args:
+        engine: the model is built from Transformer Engine's layers.
+        lacking: why it is not.
+
+    Raises:
+        ConfigError: with the key, and the way out.
+    """
+    if not kernels.cuda:
+        for key, value in saving.on_gpu:
+            raise no_gpu_for(key, value)
+    if saving.low_precision and kernels.transformer_engine < _PRECISE:
+        key, value = next(one for one in saving.on_gpu if one[1] == "bfloat16")
+        raise ConfigError(key, got=value, expected=f"float32 because {_missing(kernels, _PRECISE)}", hint="leave it out, or install it")
+    if saving.float8 and (why := _lacks_float8(saving, kernels, engine, lacking)):
+        raise ConfigError("trainer.precision", got="fp8", expected=f"bf16 because {why}", hint="leave it out")
+
+
+def _lacks_float8(saving: Saving, kernels: Kernels, engine: bool, lacking: str) -> str:
+    if kernels.capability < _HOPPER:
+        return f"blocks of float8 need capability 9.0 (Hopper), and this GPU has {'.'.join(map(str, kernels.capability))}"
+    if not engine:
+        return lacking
+    return _missing(kernels, _BLOCKWISE) if kernels.transformer_engine < _BLOCKWISE else saving.trouble
+
+
+def _missing(kernels: Kernels, release: tuple[int, ...]) -> str:
+    found, needed = (".".join(map(str, one)) for one in (kernels.transformer_engine, release))
+    return f"Transformer Engine is {found}, older than {needed}" if found else "Transformer Engine is not installed"
+
+
+def _trouble(trainer: TrainerSection, shape: Shape) -> Iterator[str]:
+    edges, stage = trainer.edge_layers, shape.layers // trainer.pp
+    if edges > stage:
+        yield f"trainer.edge_layers is {edges}, and a pipeline stage has {stage} layers"
+    widths = {f"{shape.dense_width} / trainer.tp": shape.dense_width / trainer.tp} if shape.dense_layers or not shape.experts else {}
+    widths |= {f"{shape.expert_width} / trainer.etp": shape.expert_width / trainer.expert_tp} if shape.experts else {}
+    widths |= {f"{shape.shared_width} / trainer.tp": shape.shared_width / trainer.tp} if shape.shared_width else {}
+    for name, width in {f"{shape.hidden}": shape.hidden, **widths}.items():
+        if width % _WIDTH:
+            yield f"a side of its matrices is {name}, not a multiple of {_WIDTH}"
+
+
+def optimizer_arguments(memory: MemorySection) -> Mapping[str, object]:
+    """Return keyword arguments of Megatron's OptimizerConfig, except for the dtypes of averages; none where nothing is saved."""
+    if not memory.precision_aware:
+        return {}
+    offloaded = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": memory.optimizer_offload,
+        "overlap_cpu_optimizer_d2h_h2d": memory.overlap_optimizer_offload,
+    }
+    precise = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
+    return {**precise, **(offloaded if memory.optimizer_offload else {})}
+
+
+def float8_arguments(trainer: TrainerSection) -> Mapping[str, object]:
+    """Return keyword arguments of Megatron's TransformerConfig; none without float8.
+
+    Weights stay bfloat16 (`fp8_param`), so that what is saved, exported and sent to engines is what is trained. Attention
+    (`fp8_dot_product_attention`) stays bfloat16 too. Embedding, output layer and router are no layers of Transformer Engine's.
+    """
+    if trainer.precision != "fp8":
+        return {}
+    edges = trainer.edge_layers
+    return {
+        "fp8": "e4m3",
+        "fp8_recipe": "blockwise",
+        "fp8_param": False,
+        "fp8_dot_product_attention": False,
+        "first_last_layers_bf16": edges > 0,
+        "num_layers_at_start_in_bf16": edges,
+        "num_layers_at_end_in_bf16": edges,
+    }

@@ -1,0 +1,130 @@
+"""What saves memory on GPUs, as Megatron is given it, and what refuses it where it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncmoe.config import Config, parse
+from asyncmoe.config.memory import MemorySection
+from asyncmoe.config.trainer import MegatronSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.models import family_of
+from asyncmoe.platform import megatron
+from asyncmoe.platform.kernels import Kernels
+from asyncmoe.trainer.model.mesh import Mesh
+from asyncmoe.trainer.model.saving import ROWS, Saving, float8_arguments, optimizer_arguments, saving_of
+from asyncmoe.trainer.model.switches import RunFeatures, decide
+
+megatron.prepare()
+
+from megatron.core import fp8_utils  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, optimizer_config  # noqa: E402
+from megatron.core.transformer import transformer_config  # noqa: E402
+
+from asyncmoe.trainer.model import layers  # noqa: E402
+from tests.ranks import case  # noqa: E402
+
+HOPPER = Kernels(cuda=True, capability=(9, 0), transformer_engine=(2, 20, 2))
+PLAIN = RunFeatures(4, 4, (2048, 768), False, True, False, False, False, True, 1)
+HALF = MemorySection(optimizer_offload=0.5)
+AVERAGES = MemorySection(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+
+
+def configured(**trainer: Any) -> Config:
+    base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    return parse({**base, "trainer": trainer})
+
+
+def test_the_optimizers_settings_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda *_, **__: True)
+    assert optimizer_arguments(MemorySection()) == {}
+    common: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True}
+    made = OptimizerConfig(**common, **optimizer_arguments(HALF))
+    assert (made.optimizer_cpu_offload, made.optimizer_offload_fraction, made.overlap_cpu_optimizer_d2h_h2d) == (True, 0.5, True)
+    # Megatron then keeps no float32 weights of its own on the GPU (`_build_model_and_main_param_groups`).
+    assert made.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    assert not made.store_param_remainders
+    known = {field.name for field in fields(OptimizerConfig)}
+    assert optimizer_arguments(AVERAGES).keys() <= known
+    assert not any(name.startswith("optimizer_offload") for name in optimizer_arguments(AVERAGES))
+    monkeypatch.setitem(common, "use_distributed_optimizer", False)
+    with pytest.raises(AssertionError, match="distributed optimizer"):  # which asyncmoe.config refuses first
+        OptimizerConfig(**common, **optimizer_arguments(HALF))
+
+
+def test_float8_is_blockwise_and_leaves_weights_and_the_layers_at_the_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
+    monkeypatch.setattr(layers.kernels, "detect", lambda: replace(HOPPER, transformer_engine=(2, 20)))
+    hf = case.VARIANTS["plain"]
+    config = case.config(
+        tmp_path, ranks=1, precision="fp8", dtype="auto", megatron={"moe_permute_fusion": False, "apply_rope_fusion": False}
+    )
+    sizes = dict.fromkeys(("tp", "pp", "vpp", "dp", "ep", "etp", "world"), 1)
+    place = Mesh(rank=0, device=torch.device("cpu"), backend="nccl", **sizes, **{f"{n}_rank": 0 for n in ("tp", "pp", "dp", "ep", "etp")})
+    family, _ = family_of(hf).megatron_config(hf)
+    on = layers.switches(hf, config, place, torch.bfloat16)
+    assert on.transformer_engine
+    made = layers.transformer_config(family, config, place, torch.bfloat16, on)
+    assert (made.fp8, made.fp8_recipe, made.fp8_param, made.fp8_dot_product_attention) == ("e4m3", "blockwise", False, False)
+    assert (made.params_dtype, made.bf16, made.moe_router_dtype) == (torch.bfloat16, True, "fp32")
+    bf16 = [number for number in range(made.num_layers) if fp8_utils.is_first_last_bf16_layer(made, number)]
+    assert bf16 == [0, made.num_layers - 1]
+    without = float8_arguments(configured(precision="fp8", edge_layers=0).trainer)
+    assert not without["first_last_layers_bf16"]
+    assert float8_arguments(configured(precision="bf16").trainer) == {}
+
+
+def test_rows_of_float8_are_whole_blocks_on_every_rank() -> None:
+    sizes = dict.fromkeys(("pp", "vpp", "dp", "ep", "etp"), 1)
+    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "dp", "ep", "etp")}
+    place = Mesh(rank=0, world=4, tp=2, cp=2, device=torch.device("cpu"), backend="nccl", row_block=ROWS, **sizes, **ranks)
+    assert place.grid.rows % (2 * 2 * ROWS) == 0
+    assert replace(place, row_block=1).grid.rows == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("saving", "kernels", "said"),
+    [
+        (Saving((("trainer.memory.optimizer_offload", "1"),)), Kernels(), "optimizer_offload: got 1, and there is no GPU"),
+        (Saving((("trainer.precision", "fp8"),), float8=True), Kernels(), "trainer.precision: got fp8, and there is no GPU"),
+        (Saving(float8=True), replace(HOPPER, capability=(8, 0)), "expected bf16 because blocks of float8 need capability 9.0 (Hopper), "),
+        (Saving(float8=True), replace(HOPPER, transformer_engine=()), "expected bf16 because Transformer Engine is not installed"),
+        (
+            Saving(float8=True),
+            replace(HOPPER, transformer_engine=(2, 2)),
+            "bf16 because Transformer Engine is 2.2, older than 2.3",
+        ),
+        (Saving(float8=True, trouble="a side is 12"), HOPPER, "expected bf16 because a side is 12"),
+        (
+            Saving((("trainer.memory.exp_avg_dtype", "bfloat16"),), low_precision=True),
+            replace(HOPPER, transformer_engine=()),
+            "exp_avg_dtype: got bfloat16, expected float32 because Transformer Engine is not installed",
+        ),
+    ],
+)
+def test_what_the_machine_lacks_is_refused_in_one_line(saving: Saving, kernels: Kernels, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide(MegatronSection(), kernels, replace(PLAIN, saving=saving))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_machine_has_is_not_refused() -> None:
+    every = Saving((("trainer.precision", "fp8"), ("trainer.memory.exp_avg_dtype", "bfloat16")), low_precision=True, float8=True)
+    assert decide(MegatronSection(), HOPPER, replace(PLAIN, saving=every)) == decide(MegatronSection(), HOPPER, PLAIN)
+
+
+def test_sizes_that_float8_cannot_divide_are_named() -> None:
+    shape = family_of(case.VARIANTS["plain"]).shape_of(case.VARIANTS["plain"])
+    fits = configured(precision="fp8", edge_layers=0).trainer
+    odd = replace(shape, hidden=2048, expert_width=24, dense_layers=frozenset(), shared_width=0)
+    assert saving_of(fits, odd).trouble == "a side of its matrices is 24 / trainer.etp, not a multiple of 16"
+    assert saving_of(fits, replace(odd, expert_width=32)).trouble == ""
+    many = configured(precision="fp8", edge_layers=shape.layers + 1).trainer
+    assert saving_of(many, shape).trouble.startswith("trainer.edge_layers is ")
+    assert saving_of(configured().trainer, odd) == Saving()

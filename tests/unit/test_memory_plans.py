@@ -1,0 +1,226 @@
+"""What settings save of a trainer GPU's memory: context parallelism, and the section `trainer.memory`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncmoe import models
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import ConfigError
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.plan import activations, budget, memory, render_plan, savings, split
+from asyncmoe.plan.activations import Microbatch
+from asyncmoe.plan.memory import Training
+from asyncmoe.plan.sizes import context_ranks, parse_trainer, trainer_text
+from asyncmoe.plan.split import Cluster
+from benchmarks.published import REAL
+
+HF = REAL["Qwen3-30B-A3B"]
+BASE: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+
+# ---------------------------------------------------------------- context parallelism
+
+
+def test_context_parallel_ranks_share_rows_and_optimizer_and_hold_all_keys_and_values() -> None:
+    """Of 65536 rows each of 4 ranks has a quarter; weights and gradients stay whole, the optimizer's state is shared among dp * cp."""
+    values = {"ranks": 16, "tp": 4, "ep": 8, "dtype": "bfloat16", "tokens_per_microbatch": 65536, "recompute": "full"}
+    whole, divided = (parse({**BASE, "trainer": {**values, "cp": cp}}) for cp in (1, 4))
+    one, four = (budget.of_run(config, HF).trainer.parts for config in (whole, divided))
+    for name in ("weights", "gradients", "optimizer"):
+        assert four[name] == one[name]
+    assert 4 * four["activations"] == one["activations"] == 48 * 2 * 2048 * 65536 // 4
+    m, parallel = family_of(HF).shape_of(HF), MegatronParallel(tp=4, pp=2, ep=8, dp=4)  # whose first stage has no logits
+    share, alone = (Microbatch(16384, True, cp=cp) for cp in (4, 1))
+    gathered = 65536 * 2 * (4 // 4) * 128 * 2  # keys and values of one head a rank, 2 bytes each
+    assert activations.working(m, parallel, 0, share) == activations.working(m, parallel, 0, alone) + gathered
+
+
+def test_a_latent_key_travels_as_it_is_attended_to() -> None:
+    """DeepSeek-V3: 192 dimensions of a key and 128 of a value for each of 128 heads; on a CPU a value is padded to the key."""
+    hf = REAL["DeepSeek-V3"]
+    m = family_of(hf).shape_of(hf)
+    assert activations.gathered(m, MegatronParallel(tp=8, dp=2), Microbatch(100, False, cp=2)) == 200 * 16 * (192 + 128) * 2
+    held = activations.gathered(m, MegatronParallel(tp=8, dp=2), Microbatch(100, False, "float32", cp=2))
+    assert held == 200 * 16 * (192 + 192) * 4 * 2, "and the gradients of all of them"
+
+
+def test_the_command_line_has_context_parallel_ranks() -> None:
+    text = "tp=2,dp=2,cp=4"
+    assert parse_trainer(text) == MegatronParallel(tp=2, dp=8)
+    assert context_ranks(text) == 4
+    assert trainer_text(parse_trainer(text), 4) == text
+    assert trainer_text(parse_trainer("tp=2,dp=8")) == "tp=2,dp=8"
+    for wrong in ("cp=0", "cp=2,cp=2", "cp=x"):
+        with pytest.raises(ConfigError, match=r"cp|--trainer"):
+            parse_trainer(wrong)
+
+
+def test_long_contexts_are_divided_where_they_do_not_fit_whole() -> None:
+    hf, cluster = HF, Cluster(4, context=262144)
+    one = split.suggest(hf, cluster)[0]
+    assert one.trainer.cp > 1
+    assert cluster.context >= one.trainer.cp * 8192
+    config = parse(BASE | yaml.safe_load("\n".join(render_plan.yaml_keys(one))))
+    models.check(config, hf)
+    assert config.trainer.cp == one.trainer.cp
+    assert budget.of_run(config, hf).trainer == one.trainer.memory
+    training = split._training(cluster, one.trainer.recompute, one.engines)
+    assert not max(memory.trainer(hf, one.trainer.parallel, training), key=lambda stage: stage.total).fits(cluster.gpu_gb)
+
+
+def test_cp_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.ranks: got 8, expected a multiple of tp \* cp \* pp = 12"):
+        parse({**BASE, "trainer": {"ranks": 8, "tp": 4, "cp": 3}})
+
+
+# ---------------------------------------------------------------- trainer.memory
+
+SHARE = {"ranks": 8, "tp": 4, "ep": 8, "recompute": "full", "tokens_per_microbatch": 8192}
+
+
+def trainer(**keys: Any) -> Config:
+    return parse({**BASE, "trainer": {**SHARE, **keys}})
+
+
+def test_the_offloaded_share_of_the_optimizer_is_on_the_host_with_its_gradients() -> None:
+    """Float32 weights and two averages: 12 bytes a parameter, of which a rank has 2.6 billion dense ones / dp, and 16 experts a layer."""
+    plain, half, whole = (budget.of_run(trainer(memory={"optimizer_offload": share}), HF) for share in (0, 0.5, 1))
+    dense, experts = plain.trainer.parts["optimizer"] // 12, 48 * 16 * 3 * 2048 * 768
+    assert dense > experts
+    assert "optimizer" not in whole.trainer.parts
+    assert whole.host_bytes == {"trainer.memory.optimizer_offload": 16 * dense}
+    assert (half.trainer.parts["optimizer"], half.optimizer_state) == (12 * (dense - dense // 2), 16 * (dense // 2))
+    assert plain.host_bytes == {}
+    others = {name: nbytes for name, nbytes in plain.trainer.parts.items() if name != "optimizer"}
+    assert dict(whole.trainer.parts) == others
+    assert "# host memory: " in whole.host_line
+
+
+def test_averages_in_bfloat16_take_half_but_for_copies_in_the_step() -> None:
+    plain, both, one = (
+        budget.of_run(trainer(memory=memory), HF).trainer.parts
+        for memory in ({}, {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, {"exp_avg_dtype": "bfloat16"})
+    )
+    parameters = plain["optimizer"] // 12
+    assert (both["optimizer"], one["optimizer"]) == (8 * parameters, 10 * parameters)
+    experts = 48 * 16 * 3 * 2048 * 768
+    assert both["working set"] + both["activations"] == 4 * 2 * experts, "Transformer Engine's Adam copies both of all experts"
+
+
+def test_float8_keeps_both_copies_of_the_matrices_but_of_the_layers_at_the_ends() -> None:
+    plain, found = (budget.of_run(trainer(precision=precision), HF).trainer.parts for precision in ("bf16", "fp8"))
+    layer = (2048 * (4096 + 2 * 512) + 4096 * 2048) // 4 + 16 * 3 * 2048 * 768
+    assert found["float8 weights"] == 2 * (46 * layer + 46 * layer // 4096)
+    assert {name: nbytes for name, nbytes in found.items() if name != "float8 weights"} == dict(plain), "weights stay bfloat16"
+    every = budget.of_run(trainer(precision="fp8", edge_layers=0), HF).trainer.parts["float8 weights"]
+    assert every == 2 * (48 * layer + 48 * layer // 4096)
+
+
+@pytest.mark.parametrize(
+    ("modules", "dense"),
+    [("core_attn", False), ("layernorm", False), ("moe", False), ("moe_act", False), ("shared_experts", False), ("mlp", True)],
+)
+def test_what_is_recomputed_is_not_kept_and_comes_back_one_layer_at_a_time(modules: str, dense: bool) -> None:
+    """tests/ranks/test_memory.py compares what is kept with what Megatron's layers keep."""
+    hf = REAL["DeepSeek-V3"]
+    m, parallel, rows = family_of(hf).shape_of(hf), MegatronParallel(tp=4, pp=2, ep=8, dp=8, first_layers=30, last_layers=31), 4096
+    plain, again = Microbatch(rows, False), Microbatch(rows, False, modules=(modules,))
+    saved = activations.recomputed(m, parallel, again, dense)
+    width = {
+        "core_attn": 128 * 128 // 4,
+        "layernorm": 4 * 7168 // 4,
+        "mlp": 5 * 18432 // 4,
+        "moe_act": 8 * 1.5 * 4 * 2048 // 4,
+        "shared_experts": 5 * 2048 // 4,
+    }
+    if modules == "moe":
+        parts = activations.recomputed(m, parallel, replace(again, modules=("moe_act", "shared_experts")), dense)
+        assert saved > parts
+    else:
+        assert saved == 2 * rows * width[modules]
+    layers = (3 if dense else 27) if modules in ("mlp", "moe", "moe_act", "shared_experts") else 30
+    assert activations.kept(m, parallel, 0, plain) - activations.kept(m, parallel, 0, again) == 2 * layers * saved
+    assert activations._layer_backward(m, parallel, again, dense) == activations._layer_backward(m, parallel, plain, dense) + saved
+
+
+def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() -> None:
+    config = trainer(memory={"optimizer_offload": 1})
+    found = budget.of_run(config, HF)
+    budget.check_host(config, found, 1 << 40)
+    with pytest.raises(ConfigError, match=r"trainer.memory.optimizer_offload: got 1, with which 8 trainer ranks take 489 GB") as caught:
+        budget.check_host(config, found, 300_000_000_000)
+    assert "expected at most 270 GB, as 10% of 300 are left free; take 0." in str(caught.value)
+    share = float(str(caught.value).partition("left free; take ")[2].partition(",")[0])
+    less = trainer(memory={"optimizer_offload": share})
+    budget.check_host(less, budget.of_run(less, HF), 300_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("keys", "refusal"),
+    [
+        ({"memory": {"optimizer_offload": 1.5}}, "optimizer_offload: got 1.5, expected a number, at most 1"),
+        ({"memory": {"optimizer_offload": 1, "exp_avg_dtype": "bfloat16"}}, "optimizer_offload: got 1, expected 0 because exp_avg_dtype"),
+        ({"memory": {"optimizer_offload": 1}, "optimizer": {"distributed": False}}, "optimizer.distributed: got false, expected true"),
+        ({"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"}, "exp_avg_sq_dtype: got bfloat16, expected the default"),
+        ({"precision": "fp8", "dtype": "float32"}, "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8"),
+        ({"precision": "fp16"}, "trainer.precision"),
+    ],
+)
+def test_what_megatron_does_not_do_together_is_refused(keys: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer(**keys)
+    assert refusal in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_state_that_is_offloaded_is_sharded_even_on_one_rank() -> None:
+    one = parse({**BASE, "trainer": {"memory": {"optimizer_offload": 0.5}}})
+    assert one.trainer.distributed_optimizer
+    assert one.checkpoint_kind["distributed_optimizer"] is True
+    assert not parse(BASE).trainer.distributed_optimizer
+
+
+# ---------------------------------------------------------------- the cheapest settings, and the guide
+
+
+def test_the_cheapest_settings_are_the_first_that_fit() -> None:
+    parallel, training = MegatronParallel(tp=4, ep=8, dp=2), Training(Microbatch(8192, recompute=False))
+    rooms = {gb: savings.cheapest(HF, parallel, training, gb) for gb in (141.0, 80.0, 60.0, 20.0)}
+    assert rooms[20.0] is None
+    found = {gb: one.keys for gb, one in rooms.items() if one is not None}
+    assert found[141.0] == ()
+    assert found[80.0] == ("trainer.recompute=full",)
+    assert found[60.0][-1].startswith("trainer.memory.optimizer_offload=0.")
+    for gb, keys in found.items():
+        given = {key.removeprefix("trainer."): yaml.safe_load(value) for key, value in (one.split("=") for one in keys)}
+        nested: dict[str, Any] = {}
+        for key, value in given.items():
+            *section, name = key.split(".")
+            (nested.setdefault(section[0], {}) if section else nested)[name] = value
+        config = parse({**BASE, "trainer": {**SHARE, "recompute": "none", **nested}})
+        made = rooms[gb]
+        assert made is not None
+        held = max(memory.trainer(HF, parallel, replace(budget.training(config, HF), communicators=0)), key=lambda stage: stage.total)
+        assert held == made.memory, "the keys that are printed make what is meant"
+
+
+def test_the_tables_of_the_guide_are_the_planners() -> None:
+    file = Path(__file__).parents[2] / "docs" / "generate_memory.py"
+    spec = importlib.util.spec_from_file_location("generate_memory", file)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules["generate_memory"] = made
+    spec.loader.exec_module(made)
+    assert made.OUT.read_text() == made.page(made.OUT.read_text()), "run: PYTHONPATH=. python docs/generate_memory.py"
+    for plan in made.PLANS:
+        assert plan.parallel.world == 8 * plan.nodes
+        family_of(REAL[plan.model]).check(REAL[plan.model], plan.parallel, EngineParallel())
+        assert made.found(plan).memory.fits(plan.gpu_gb)

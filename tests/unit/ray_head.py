@@ -30,7 +30,7 @@ def cluster() -> Iterator[Any]:
         for name, value in _PATIENT.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
-        # By default Ray writes a token for all of the user's clusters. It has read its mode with the import; ray.init sets one if there is none.
+        # By default Ray writes a token for all of the user's clusters. Its mode was read with the import; ray.init sets one if none is set.
         token = Path(directory, "token")
         token.write_text(_TOKEN)
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))

@@ -71,7 +71,7 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     (
         "the trainer's cards are too small",
         lambda: node(FULL, [H100] * 6 + [H200] * 2),
-        ("gpu-memory of node01: got the trainer would hold 103 GB of GPU 0", "expected at most 81.2", "trainer.ranks"),
+        ("gpu-memory of node01: got the trainer would hold 101 GB of GPU 0", "expected at most 81.2", "trainer.ranks"),
     ),
     (
         "the engine's cards are too small",

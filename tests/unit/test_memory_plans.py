@@ -183,7 +183,6 @@ def test_what_megatron_does_not_do_together_is_refused(keys: dict[str, Any], ref
 def test_a_state_that_is_offloaded_is_sharded_even_on_one_rank() -> None:
     one = parse({**BASE, "trainer": {"memory": {"optimizer_offload": 0.5}}})
     assert one.trainer.distributed_optimizer
-    assert one.checkpoint_kind["distributed_optimizer"] is True
     assert not parse(BASE).trainer.distributed_optimizer
 
 

@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 def test_two_nodes_for_all_weights_of_a_real_model() -> None:
     (only,) = split.suggest(HF, Cluster(2))
     assert (only.trainer_nodes, only.engine_nodes) == (1, 1)
-    assert (only.trainer.parallel, only.trainer.recompute) == (MegatronParallel(tp=4, ep=8, dp=2), True)
+    assert (only.trainer.parallel, only.trainer.recompute) == (MegatronParallel(tp=2, ep=8, dp=4), True)
     assert (only.engines, only.engine.parallel, only.engine.serving.staging) == (2, EngineParallel(4, 4), "full")
     assert only.conversations(8192) == 2 * (only.engine.serving.tokens // 8192) > 2 * memory.LEAST
 
@@ -169,7 +169,7 @@ def test_a_table_of_splits() -> None:
     console = Console(record=True, width=160)
     render_plan.show_splits(found, cluster, console)
     text = console.export_text()
-    for words in ("split 2", "tp=4,ep=8,dp=2", "6xtp4ep4", "while they generate", "73.6 GB", "simulate --sweep", "staging", "fits"):
+    for words in ("split 2", "tp=4,ep=8,dp=2", "6xtp4ep4", "while they generate", "72.8 GB", "simulate --sweep", "staging", "fits"):
         assert words in text
     assert "does not fit" not in text
     plant = read_plant(shlex.split(text.rpartition("asyncmoe simulate --sweep ")[2]))

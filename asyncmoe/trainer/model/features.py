@@ -8,7 +8,7 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.models import MegatronParallel, family_of, kept_routing
 from asyncmoe.models.latent import Latent
-from asyncmoe.trainer.model.saving import saving_of
+from asyncmoe.trainer.model.gpu_settings import gpu_settings_of
 from asyncmoe.trainer.model.switches import RunFeatures
 
 
@@ -37,5 +37,5 @@ def run_features(hf: Mapping[str, Any], config: Config, parallel: MegatronParall
         distributed=config.trainer.distributed_optimizer,
         published_every=config.sync.every,
         cp=config.trainer.cp,
-        saving=saving_of(config.trainer, shape),
+        gpu=gpu_settings_of(config.trainer, shape),
     )

@@ -11,8 +11,8 @@ from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform import kernels, megatron
 from asyncmoe.trainer.model.features import run_features
+from asyncmoe.trainer.model.gpu_settings import float8_arguments
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.saving import float8_arguments
 from asyncmoe.trainer.model.switches import Switches, decide, megatron_arguments
 
 megatron.prepare()

@@ -14,7 +14,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import gloo, megatron
 from asyncmoe.trainer.data.schedule import BatchGrid
-from asyncmoe.trainer.model import collectives, saving
+from asyncmoe.trainer.model import collectives, gpu_settings
 
 megatron.prepare()
 gloo.install()
@@ -162,7 +162,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         last_layers=trainer.last_stage_layers,
         cp=trainer.cp,
         cp_rank=groups.get_context_parallel_rank(),
-        row_block=saving.ROWS if trainer.precision == "fp8" else 1,
+        row_block=gpu_settings.ROWS if trainer.precision == "fp8" else 1,
     )
 
 

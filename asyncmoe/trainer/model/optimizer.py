@@ -14,8 +14,8 @@ from asyncmoe.platform import megatron
 from asyncmoe.platform.megatron import adam
 from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.model.gpu_settings import optimizer_arguments
 from asyncmoe.trainer.model.lr import lr_at as lr_at
-from asyncmoe.trainer.model.saving import optimizer_arguments
 
 megatron.prepare()
 

@@ -15,8 +15,8 @@ from typing import Literal
 from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
-from asyncmoe.trainer.model import saving
-from asyncmoe.trainer.model.saving import Saving
+from asyncmoe.trainer.model import gpu_settings
+from asyncmoe.trainer.model.gpu_settings import GpuSettings
 
 ENGINE = (2, 1)
 """The oldest Transformer Engine whose layers are used: Megatron requires it for fused permutation of rows."""
@@ -45,7 +45,7 @@ class RunFeatures:
         distributed: the optimizer state is sharded.
         published_every: optimizer steps between published versions.
         cp: context-parallel ranks.
-        saving: what saves memory on GPUs, and float8.
+        gpu: what saves memory on GPUs, and float8.
     """
 
     dp: int
@@ -59,7 +59,7 @@ class RunFeatures:
     distributed: bool
     published_every: int
     cp: int = 1
-    saving: Saving = field(default_factory=Saving)
+    gpu: GpuSettings = field(default_factory=GpuSettings)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
             expected=f"1 because {why}: on a GPU Transformer Engine's attention for 16 bits divides sequences",
             hint=_WITHOUT,
         )
-    saving.check(run.saving, kernels, engine, lacking or "transformer_impl is local")
+    gpu_settings.check(run.gpu, kernels, engine, lacking or "transformer_impl is local")
     off: list[tuple[str, str]] = []
     if not engine:
         off.append(("transformer_impl=transformer_engine", lacking or _SAID))

@@ -31,7 +31,7 @@ _HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
-class Saving:
+class GpuSettings:
     """What of a configuration needs a GPU and its software.
 
     Attributes:
@@ -47,13 +47,13 @@ class Saving:
     trouble: str = ""
 
 
-def saving_of(trainer: TrainerSection, shape: Shape) -> Saving:
+def gpu_settings_of(trainer: TrainerSection, shape: Shape) -> GpuSettings:
     """Return what a configuration needs for a model of this shape."""
     float8 = trainer.precision == "fp8"
-    return Saving(trainer.needs_gpu, trainer.memory.low_precision, float8, next(_trouble(trainer, shape), "") if float8 else "")
+    return GpuSettings(trainer.needs_gpu, trainer.memory.low_precision, float8, next(_trouble(trainer, shape), "") if float8 else "")
 
 
-def check(saving: Saving, kernels: Kernels, engine: bool, lacking: str) -> None:
+def check(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> None:
     """Refuse what this machine cannot do.
 
     Args:
@@ -64,21 +64,21 @@ def check(saving: Saving, kernels: Kernels, engine: bool, lacking: str) -> None:
         ConfigError: with the key, and the way out.
     """
     if not kernels.cuda:
-        for key, value in saving.on_gpu:
+        for key, value in gpu.on_gpu:
             raise no_gpu_for(key, value)
-    if saving.low_precision and kernels.transformer_engine < _PRECISE:
-        key, value = next(one for one in saving.on_gpu if one[1] == "bfloat16")
+    if gpu.low_precision and kernels.transformer_engine < _PRECISE:
+        key, value = next(one for one in gpu.on_gpu if one[1] == "bfloat16")
         raise ConfigError(key, got=value, expected=f"float32 because {_missing(kernels, _PRECISE)}", hint="leave it out, or install it")
-    if saving.float8 and (why := _lacks_float8(saving, kernels, engine, lacking)):
+    if gpu.float8 and (why := _lacks_float8(gpu, kernels, engine, lacking)):
         raise ConfigError("trainer.precision", got="fp8", expected=f"bf16 because {why}", hint="leave it out")
 
 
-def _lacks_float8(saving: Saving, kernels: Kernels, engine: bool, lacking: str) -> str:
+def _lacks_float8(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> str:
     if kernels.capability < _HOPPER:
         return f"blocks of float8 need capability 9.0 (Hopper), and this GPU has {'.'.join(map(str, kernels.capability))}"
     if not engine:
         return lacking
-    return _missing(kernels, _BLOCKWISE) if kernels.transformer_engine < _BLOCKWISE else saving.trouble
+    return _missing(kernels, _BLOCKWISE) if kernels.transformer_engine < _BLOCKWISE else gpu.trouble
 
 
 def _missing(kernels: Kernels, release: tuple[int, ...]) -> str:

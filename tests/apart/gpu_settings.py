@@ -16,8 +16,8 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels
+from asyncmoe.trainer.model.gpu_settings import ROWS, GpuSettings, float8_arguments, gpu_settings_of, optimizer_arguments
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.saving import ROWS, Saving, float8_arguments, optimizer_arguments, saving_of
 from asyncmoe.trainer.model.switches import RunFeatures, decide
 
 megatron.prepare()
@@ -88,43 +88,47 @@ def test_rows_of_float8_are_whole_blocks_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saving", "kernels", "said"),
+    ("gpu", "kernels", "said"),
     [
-        (Saving((("trainer.memory.optimizer_offload", "1"),)), Kernels(), "optimizer_offload: got 1, and there is no GPU"),
-        (Saving((("trainer.precision", "fp8"),), float8=True), Kernels(), "trainer.precision: got fp8, and there is no GPU"),
-        (Saving(float8=True), replace(HOPPER, capability=(8, 0)), "expected bf16 because blocks of float8 need capability 9.0 (Hopper), "),
-        (Saving(float8=True), replace(HOPPER, transformer_engine=()), "expected bf16 because Transformer Engine is not installed"),
+        (GpuSettings((("trainer.memory.optimizer_offload", "1"),)), Kernels(), "optimizer_offload: got 1, and there is no GPU"),
+        (GpuSettings((("trainer.precision", "fp8"),), float8=True), Kernels(), "trainer.precision: got fp8, and there is no GPU"),
         (
-            Saving(float8=True),
+            GpuSettings(float8=True),
+            replace(HOPPER, capability=(8, 0)),
+            "expected bf16 because blocks of float8 need capability 9.0 (Hopper), ",
+        ),
+        (GpuSettings(float8=True), replace(HOPPER, transformer_engine=()), "expected bf16 because Transformer Engine is not installed"),
+        (
+            GpuSettings(float8=True),
             replace(HOPPER, transformer_engine=(2, 2)),
             "bf16 because Transformer Engine is 2.2, older than 2.3",
         ),
-        (Saving(float8=True, trouble="a side is 12"), HOPPER, "expected bf16 because a side is 12"),
+        (GpuSettings(float8=True, trouble="a side is 12"), HOPPER, "expected bf16 because a side is 12"),
         (
-            Saving((("trainer.memory.exp_avg_dtype", "bfloat16"),), low_precision=True),
+            GpuSettings((("trainer.memory.exp_avg_dtype", "bfloat16"),), low_precision=True),
             replace(HOPPER, transformer_engine=()),
             "exp_avg_dtype: got bfloat16, expected float32 because Transformer Engine is not installed",
         ),
     ],
 )
-def test_what_the_machine_lacks_is_refused_in_one_line(saving: Saving, kernels: Kernels, said: str) -> None:
+def test_what_the_machine_lacks_is_refused_in_one_line(gpu: GpuSettings, kernels: Kernels, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        decide(MegatronSection(), kernels, replace(PLAIN, saving=saving))
+        decide(MegatronSection(), kernels, replace(PLAIN, gpu=gpu))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_what_the_machine_has_is_not_refused() -> None:
-    every = Saving((("trainer.precision", "fp8"), ("trainer.memory.exp_avg_dtype", "bfloat16")), low_precision=True, float8=True)
-    assert decide(MegatronSection(), HOPPER, replace(PLAIN, saving=every)) == decide(MegatronSection(), HOPPER, PLAIN)
+    every = GpuSettings((("trainer.precision", "fp8"), ("trainer.memory.exp_avg_dtype", "bfloat16")), low_precision=True, float8=True)
+    assert decide(MegatronSection(), HOPPER, replace(PLAIN, gpu=every)) == decide(MegatronSection(), HOPPER, PLAIN)
 
 
 def test_sizes_that_float8_cannot_divide_are_named() -> None:
     shape = family_of(case.VARIANTS["plain"]).shape_of(case.VARIANTS["plain"])
     fits = configured(precision="fp8", edge_layers=0).trainer
     odd = replace(shape, hidden=2048, expert_width=24, dense_layers=frozenset(), shared_width=0)
-    assert saving_of(fits, odd).trouble == "a side of its matrices is 24 / trainer.etp, not a multiple of 16"
-    assert saving_of(fits, replace(odd, expert_width=32)).trouble == ""
+    assert gpu_settings_of(fits, odd).trouble == "a side of its matrices is 24 / trainer.etp, not a multiple of 16"
+    assert gpu_settings_of(fits, replace(odd, expert_width=32)).trouble == ""
     many = configured(precision="fp8", edge_layers=shape.layers + 1).trainer
-    assert saving_of(many, shape).trouble.startswith("trainer.edge_layers is ")
-    assert saving_of(configured().trainer, odd) == Saving()
+    assert gpu_settings_of(many, shape).trouble.startswith("trainer.edge_layers is ")
+    assert gpu_settings_of(configured().trainer, odd) == GpuSettings()

@@ -87,6 +87,12 @@ def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
         raise WaitTimeout(whom, what, seconds) from error
 
 
+def check_new(out: Path) -> None:
+    """Raise DataError if `out` exists."""
+    if os.path.lexists(out):
+        raise DataError(str(out), got="an existing path" if out.exists() else "a symbolic link to nothing", expected="a new path")
+
+
 @contextmanager
 def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
@@ -102,8 +108,7 @@ def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator
         DataError: `out` exists, or is where nothing can be made.
         StorageError: it cannot be created or renamed. The block wraps its own writes in `writing`.
     """
-    if os.path.lexists(out):
-        raise DataError(str(out), got="an existing path" if out.exists() else "a symbolic link to nothing", expected="a new path")
+    check_new(out)
     with writing(what, out):
         scratch, held = _scratch(out)
     try:

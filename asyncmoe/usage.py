@@ -57,9 +57,7 @@ def user_error(error: Any) -> UserError:
         got, wanted = _refused_value(error)
         return UserError(f"{at}: {_named(error.param)}", got=got, expected=wanted, hint=see)
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
-        takes_config = any("--config" in one.opts for one in error.ctx.command.params)
-        hint = f"the YAML file of a run is given as {at} --config FILE" if takes_config else see
-        return UserError(at, got=extra[1], expected="options only" if takes_config else "no further arguments", hint=hint)
+        return UserError(at, got=extra[1], expected="no further arguments", hint=see)
     if (unknown := _COMMAND.match(error.message)) is not None:
         commands = list(error.ctx.command.commands)
         near = get_close_matches(unknown[1], commands, 1)

@@ -53,7 +53,7 @@ def _settings() -> Iterator[str]:
 
 
 def _bytes() -> Iterator[str]:
-    yield f"| GB of a GPU | {' | '.join(PARTS)} | in all | planned for | of its host |"
+    yield f"| GB of a GPU | {' | '.join(PARTS)} | in all | planned for | in host memory, for this GPU |"
     yield f"|---|{'---|' * (len(PARTS) + 3)}"
     for plan in PLANS:
         way = found(plan)

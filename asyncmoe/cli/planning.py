@@ -31,6 +31,9 @@ def doctor(
 
 
 def plan(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of --config to override, as for asyncmoe run.")
+    ] = None,
     model: Annotated[
         Path | None, typer.Option(help="config.json of a Hugging Face model, or its directory. Weights are not needed.")
     ] = None,
@@ -73,7 +76,9 @@ def plan(
 
     asyncmoe plan --model config.json --trainer tp=4,pp=2,ep=32,dp=32 --engines 16xtp8ep8
 
-    asyncmoe plan --config examples/demo.yaml
+    asyncmoe plan --model config.json --trainer tp=4,pp=2,ep=32,dp=32 --gpu-gb 141
+
+    asyncmoe plan --config examples/demo.yaml trainer.recompute=full
     """
     from rich.console import Console
 
@@ -82,7 +87,20 @@ def plan(
 
     speeds = Speeds(nvlink, nic, hbm)
     asked = plan_command.PlanArguments(
-        model, trainer, engines, nodes, config, gpus_per_node, gpu_gb, context, dtype, bucket_bytes, speeds=speeds, lora=lora, family=family
+        model,
+        trainer,
+        engines,
+        nodes,
+        config,
+        tuple(overrides or ()),
+        gpus_per_node,
+        gpu_gb,
+        context,
+        dtype,
+        bucket_bytes,
+        speeds=speeds,
+        lora=lora,
+        family=family,
     )
     found = plan_command.run(asked, Console())
     if json_file is not None:

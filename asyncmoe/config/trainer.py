@@ -229,7 +229,12 @@ class TrainerSection(Section):
             because = f"true or null because {asked[0][0]} is set, which needs a sharded state"
             yield "optimizer.distributed", "false", because, "leave it out"
         if asked and self.weights_dtype == "float32":
-            yield asked[0][0].removeprefix("trainer."), asked[0][1], "the default because weights are float32", "leave it out"
+            yield (
+                asked[0][0].removeprefix("trainer."),
+                asked[0][1],
+                "the default because trainer.dtype is float32",
+                "set trainer.dtype=bfloat16, or leave it out",
+            )
         if memory.optimizer_offload and memory.low_precision:
             because = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
             yield "memory.optimizer_offload", f"{memory.optimizer_offload:g}", because, "set one or the other"

@@ -64,5 +64,6 @@ def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
     # A sharded optimizer has float32 masters with every dtype; without, there are none with float32, and its weights would be rounded ones.
     sharded = saved.get("distributed_optimizer")
     if config.trainer.weights_dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
-        hint = f"set trainer.dtype={dtype}, {_ELSEWHERE}"
+        shard = ", or trainer.optimizer.distributed=true, with which the dtype may change" if sharded else ""
+        hint = f"set trainer.dtype={dtype}{shard}, {_ELSEWHERE}"
         raise ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)

@@ -11,17 +11,16 @@ from rich.console import Console
 
 from asyncmoe import config as configuration
 from asyncmoe import models
-from asyncmoe.config import Config
 from asyncmoe.config.sync import Staging
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel
 from asyncmoe.plan import budget, memory, render_plan, savings, traffic
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.budget import Budget
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
-from asyncmoe.plan.sizes import context_ranks, parse_adapter
+from asyncmoe.plan.savings import Savings
+from asyncmoe.plan.sizes import check_dtype, context_ranks, parse_adapter, parse_trainer
 from asyncmoe.plan.split import Cluster, suggest
-from asyncmoe.plan.traffic import Forecast, Speeds
+from asyncmoe.plan.traffic import Speeds
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class PlanArguments:
     """The arguments of the command line; None for a missing one.
 
     Attributes:
+        overrides: keys of the configuration, key.path=value.
         context: tokens of the longest conversation and of a micro-batch.
     """
 
@@ -37,6 +37,7 @@ class PlanArguments:
     engines: str | None
     nodes: int | None
     config: Path | None
+    overrides: tuple[str, ...] = ()
     gpus_per_node: int = 8
     gpu_gb: float | None = None
     context: int = 8192
@@ -65,6 +66,9 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
         "--config": asked.config is not None,
     }
     given = [name for name, is_given in ways.items() if is_given]
+    if asked.overrides and asked.config is None:
+        hint = "the YAML file of a run is given as asyncmoe plan --config FILE"
+        raise UserError("asyncmoe plan", got=" ".join(asked.overrides), expected="options only", hint=hint)
     if len(given) != 1:
         raise ConfigError("asyncmoe plan", got=" and ".join(given) or "none of them", expected=f"one of {'; '.join(ways)}")
     if asked.config is not None:
@@ -75,9 +79,10 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
 
 
 def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, Any]:
-    if asked.trainer is None or asked.engines is None:
-        missing = "--engines" if asked.engines is None else "--trainer"
-        raise ConfigError(missing, got="nothing", expected="sizes, because the other side's are given")
+    if asked.trainer is None:
+        raise ConfigError("--trainer", got="nothing", expected="sizes, because those of --engines are given")
+    if asked.engines is None:
+        return _of_trainer(asked, model, asked.trainer, console)
     found = traffic.forecast(
         model,
         asked.trainer,
@@ -89,7 +94,7 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
         family=asked.family,
     )
     hf = models.with_family(models.load_hf_config(model), asked.family)
-    columns, rooms = _trainers(asked, context_ranks(asked.trainer), found, hf), dict[Staging, int]()
+    columns, rooms = _trainers(asked, asked.trainer, hf), dict[Staging, int]()
     for staging in memory.STAGED:
         if staging != "delta" or found.adapter is None:
             serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
@@ -101,13 +106,28 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
     return {**asdict(found), "memory": _values(columns), "kv_tokens": rooms}
 
 
-def _trainers(asked: PlanArguments, cp: int, found: Forecast, hf: dict[str, Any]) -> dict[str, GpuMemory]:
+def _of_trainer(asked: PlanArguments, model: Path, sizes: str, console: Console) -> dict[str, Any]:
+    check_dtype(asked.dtype)
+    hf = models.with_family(models.load_hf_config(model), asked.family)
+    columns = _trainers(asked, sizes, hf)
+    way = savings.cheapest(hf, parse_trainer(sizes), _training(asked, sizes, hf, recompute=False), asked.gb)
+    render_plan.show_memory(columns, asked.gb, console)
+    console.print(_said(way), highlight=False, soft_wrap=True)
+    return {"memory": _values(columns), "cheapest": None if way is None else way.keys}
+
+
+def _trainers(asked: PlanArguments, sizes: str, hf: Mapping[str, Any]) -> dict[str, GpuMemory]:
     columns: dict[str, GpuMemory] = {}
-    rows = -(-asked.context // cp)
     for name, recompute in (("trainer", False), ("trainer, recomputing", True)):
-        training = Training(Microbatch(rows, recompute, found.dtype, found.adapter, cp=cp), bucket_bytes=asked.bucket_bytes)
-        columns[name] = max(memory.trainer(hf, found.trainer, training), key=lambda stage: stage.total)
+        training = _training(asked, sizes, hf, recompute)
+        columns[name] = max(memory.trainer(hf, parse_trainer(sizes), training), key=lambda stage: stage.total)
     return columns
+
+
+def _training(asked: PlanArguments, sizes: str, hf: Mapping[str, Any], recompute: bool) -> Training:
+    cp = context_ranks(sizes)
+    adapter = None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
+    return Training(Microbatch(-(-asked.context // cp), recompute, asked.dtype, adapter, cp=cp), bucket_bytes=asked.bucket_bytes)
 
 
 def _of_cluster(asked: PlanArguments, model: Path, nodes: int, console: Console) -> dict[str, Any]:
@@ -126,7 +146,7 @@ def _of_cluster(asked: PlanArguments, model: Path, nodes: int, console: Console)
 
 
 def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any]:
-    config = configuration.load(path)
+    config = configuration.load(path, asked.overrides)
     hf = budget.hf_of(config, asked.model)
     models.check(config, hf)
     cpu = budget.for_cpu(config)
@@ -153,7 +173,9 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""
     console.print("\n".join(filter(None, (*found.sums, spread, found.line, found.host_line))), highlight=False, soft_wrap=True)
     if not (cpu or found.fits):
-        console.print(_saving(config, hf, found), highlight=False, soft_wrap=True)
+        beside = found.engine.total if found.shared else 0
+        way = savings.cheapest(hf, models.trainer_parallel(config), budget.training(config, hf), found.gpu_gb, beside)
+        console.print(_said(way), highlight=False, soft_wrap=True)
     host = {
         "checkpoint copy": found.checkpoint_copy,
         "delta base": found.delta_base,
@@ -163,10 +185,8 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     return {**asdict(forecast), "memory": _values(columns), "host_memory": host}
 
 
-def _saving(config: Config, hf: Mapping[str, Any], found: Budget) -> str:
-    """Return a line with the cheapest settings for which a trainer's GPUs have room."""
-    beside = found.engine.total if found.shared else 0
-    way = savings.cheapest(hf, models.trainer_parallel(config), budget.training(config, hf), found.gpu_gb, beside)
+def _said(way: Savings | None) -> str:
+    """Return a line about the cheapest settings with which a trainer's GPUs have room."""
     if way is None:
         return "A trainer's GPUs have no room with any of recomputation and trainer.memory: take more ranks, or a larger tp, pp or cp."
     return f"The cheapest settings with room on a trainer's GPUs: {' '.join(way.keys) or 'the defaults'} ({way.memory.total / 1e9:.3g} GB)"

@@ -14,6 +14,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.shape import Shape
+from asyncmoe.reshard.layout import ITEM_BYTES
 
 TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first": "first_layers", "last": "last_layers"}
 """Field of MegatronParallel by command-line key."""
@@ -74,6 +75,12 @@ def parse_engines(text: str) -> tuple[int, EngineParallel]:
         raise ConfigError("--engines", got=repr(text), expected="engines x sizes, like 4xtp8, 16xtp8ep8 or 2xtp8ep8dp8pp2")
     sizes: dict[str, Any] = {key: int(found[key] or 1) for key in ENGINE}
     return int(found["engines"]), EngineParallel(**sizes)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise ConfigError if no weights have this dtype."""
+    if dtype not in ITEM_BYTES:
+        raise ConfigError("--dtype", got=repr(dtype), expected=f"one of {', '.join(ITEM_BYTES)}")
 
 
 def trainer_text(parallel: MegatronParallel, cp: int = 1) -> str:

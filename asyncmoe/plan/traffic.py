@@ -15,7 +15,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config, with_family
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
-from asyncmoe.plan.sizes import parse_adapter, parse_engines, parse_trainer
+from asyncmoe.plan.sizes import check_dtype, parse_adapter, parse_engines, parse_trainer
 from asyncmoe.plan.updates import UpdateForecast, updates
 from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 from asyncmoe.reshard.match import Match, Sources
@@ -159,8 +159,7 @@ def foresee(
     """
     if bucket_bytes < 1:
         raise ConfigError("--bucket-bytes", got=bucket_bytes, expected="a positive number of bytes")
-    if dtype not in ITEM_BYTES:
-        raise ConfigError("--dtype", got=repr(dtype), expected=f"one of {', '.join(ITEM_BYTES)}")
+    check_dtype(dtype)
     if grid.world + count * engine.world > _MOST_RANKS:
         raise ConfigError(
             "--trainer and --engines", got=f"{grid.world + count * engine.world} ranks in all", expected=f"at most {_MOST_RANKS}"

@@ -31,8 +31,8 @@ class AsyncClient:
 
     def __init__(self, to: Rendezvous, peer: str) -> None:
         self._peer, self._asked, self._losses, self._closed = peer, 0, 0, False
-        self._connection, self._made = Connection(to), time.monotonic()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._connection = Connection(to)
+        self._waiting: dict[int, tuple[asyncio.Future[Answer], float]] = {}
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self._connection.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._take)
@@ -52,7 +52,8 @@ class AsyncClient:
             raise ConnectionGone(self._peer, f"{name}: the connection is closed", 0.0)
         self._asked += 1
         number = self._asked
-        self._waiting[number] = answer = self._loop.create_future()
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._waiting[number] = answer, time.monotonic()
         try:
             self._connection.socket.send_multipart([_NUMBER.pack(number), payload], zmq.NOBLOCK)
             self._take()  # sending may have taken the signal that a reply is there
@@ -87,7 +88,7 @@ class AsyncClient:
                 return
             if len(parts) < 2 or len(parts[0].bytes) != _NUMBER.size:
                 continue  # nobody can be told whose reply it was; whoever waits for it gets its time-out
-            waiting = self._waiting.get(_NUMBER.unpack(parts[0].bytes)[0])
+            waiting, _ = self._waiting.get(_NUMBER.unpack(parts[0].bytes)[0], (None, 0.0))
             if waiting is None or waiting.done():
                 continue
             try:
@@ -105,7 +106,7 @@ class AsyncClient:
         self._looking = self._loop.call_later(_LOOK_S, self._look)
 
     def _fail(self, why: str) -> None:
-        seconds = time.monotonic() - self._made
-        for waiting in self._waiting.values():
+        now = time.monotonic()
+        for waiting, asked in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ConnectionGone(self._peer, why, seconds))
+                waiting.set_exception(ConnectionGone(self._peer, why, now - asked))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from asyncmoe.plan.sizes import context_ranks, parse_trainer, trainer_text
 from asyncmoe.plan.split import Cluster
 from benchmarks.published import REAL
 
+REPOSITORY = Path(__file__).parents[2]
+MODELS = REPOSITORY / "examples" / "cluster" / "models"
 HF = REAL["Qwen3-30B-A3B"]
 BASE: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 
@@ -187,6 +190,20 @@ def test_a_state_that_is_offloaded_is_sharded_even_on_one_rank() -> None:
 
 
 # ---------------------------------------------------------------- the cheapest settings, and the guide
+
+
+def test_the_command_says_what_the_guide_says() -> None:
+    """The first line of the guide's table, by the command beside it; and a configuration's plan with another setting."""
+    found = plan("--model", MODELS / "Qwen3-30B-A3B.json", "--trainer", "tp=4,ep=8,dp=2", "--gpu-gb", 80)
+    assert "The cheapest settings with room on a trainer's GPUs: trainer.recompute=full (72 GB)" in found
+    config = REPOSITORY / "examples/cluster/qwen3-30b-a3b.yaml"
+    half = plan("--config", config, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.memory.optimizer_offload=0.5")
+    assert "host memory: 30.5 GB a trainer rank, for the copy that trainer.memory.optimizer_offload keeps" in half
+
+
+def plan(*arguments: object) -> str:
+    command = [sys.executable, "-m", "asyncmoe", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=REPOSITORY).stdout
 
 
 def test_the_cheapest_settings_are_the_first_that_fit() -> None:

@@ -144,6 +144,9 @@ class RedisServer:
         if isinstance(error, NoPermissionError) or "unknown command" in str(error):
             hint = f"{use.guide} has the list"
             return UserError(use.key, got=f"{said} at {self.name}", expected="a user who may do it", hint=hint)
+        if "DB index" in str(error):
+            hint = "name another at the end of the address, redis://host:port/0"
+            return UserError(use.key, got=f"{said} at {self.name}", expected="one of the server's databases", hint=hint)
         if is_full(error):
             return StorageError(f"{use.what}: {self.name} is full ({said}); {use.cure}; then {use.then}")
         if isinstance(error, ReadOnlyError):

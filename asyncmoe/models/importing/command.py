@@ -23,7 +23,7 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import without
 from asyncmoe.models.shape import HfConfig, Shape, Shapes
 from asyncmoe.reshard.layout import Piece, RankLayout
-from asyncmoe.storage import new_directory, writing
+from asyncmoe.storage import check_new, new_directory, writing
 
 _SHARD_BYTES = 4 << 30
 _PREDICTION = "num_nextn_predict_layers"
@@ -75,8 +75,9 @@ def import_checkpoint(
         ConfigError: asyncmoe cannot train such a model.
         StorageError: `out` could not be written.
     """
-    found = folder.find(checkpoint, iteration)
+    check_new(out)
     hf = with_family(load_hf_config(model), family)
+    found = folder.find(checkpoint, iteration)
     family_of(hf).check(hf, MegatronParallel(), EngineParallel())
     for place in (checkpoint, model):
         if out.resolve().is_relative_to(place.resolve()):

@@ -79,7 +79,7 @@ def _check_format(folder: Path) -> None:
     if legacy := _legacy(folder):
         raise DataError(str(folder), got=f"{legacy[0]}, of Megatron's legacy format (torch)", expected=_EXPECTED, hint=_CONVERT)
     path = folder / FORMAT_FILE
-    whole = "it is half written: take an earlier iteration with --iteration N"
+    whole = "it may be half written: take an earlier iteration with --iteration N, if there is one"
     if not path.is_file():
         raise DataError(str(folder), got=f"no {FORMAT_FILE}", expected=_EXPECTED, hint=whole)
     try:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from asyncmoe.config.memory import MemorySection
 from asyncmoe.config.trainer import TrainerSection, no_gpu_for
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.shape import Shape
 from asyncmoe.platform.kernels import Kernels
+
+if TYPE_CHECKING:  # the doctor looks at switches without loading models
+    from asyncmoe.models.shape import Shape
 
 ROWS = 128
 """Rows of a micro-batch on a rank are a multiple of this in float8: the side of a block that shares a scale."""

@@ -84,9 +84,10 @@ def run(tokens: int = 32_768, cases: Sequence[tuple[str, str]] = CASES, ranks: S
     """Every case with every number of context-parallel ranks, one after the other.
 
     Returns:
-        {"date", "machine", "load", "tokens", "cases"}; cases are named as in "dense_packed_cp2", and each has, of the rank whose tensors
-        take most: "live_MB" and "planned_MB", "over" (the first by the second), "parts" (both for each of `PARTS`), "resident_MB" (the
-        largest of all ranks), "largest_MB" (of all tensors), "scores_MB" (what the scores of one head and sequence would take), "s".
+        {"date", "machine", "load", "tokens", "cases"}; cases are named as in "dense_packed_cp2". Each has, in bytes, of the rank whose tensors
+        take most: "live" and "planned", "over" (the first by the second), "parts" (both for each of `PARTS`); and the most of all ranks:
+        "resident", "largest" (of a tensor), "s" (seconds of the step, with what counting takes). "scores": what the scores of one head for
+        one sequence would take.
 
     Raises:
         WaitTimeout: a rank did not finish.
@@ -112,13 +113,13 @@ def figures(found: Sequence[StepMemory], length: int) -> dict[str, Any]:
     most = max(found, key=lambda one: sum(one.live.values()))
     live, planned = sum(most.live.values()), sum(most.planned.values())
     return {
-        "live_MB": round(live / _MB, 1),
-        "planned_MB": round(planned / _MB, 1),
+        "live": live,
+        "planned": planned,
         "over": round(live / planned, 4),
-        "resident_MB": round(max(one.resident for one in found) / _MB, 1),
-        "parts": {name: {"live_MB": round(most.live[name] / _MB, 1), "planned_MB": round(most.planned[name] / _MB, 1)} for name in PARTS},
-        "largest_MB": round(max(one.largest for one in found) / _MB, 1),
-        "scores_MB": round(4 * length**2 / _MB, 1),
+        "resident": max(one.resident for one in found),
+        "parts": {name.replace(" ", "_"): {"live": most.live[name], "planned": most.planned[name]} for name in PARTS},
+        "largest": max(one.largest for one in found),
+        "scores": 4 * length**2,
         "s": round(max(one.seconds for one in found), 1),
     }
 
@@ -146,7 +147,7 @@ def table(results: Mapping[str, Any]) -> str:
     names = ("live", "planned", "over", "resident", *PARTS)
     lines = [f"{'':18}" + "".join(f"{name:>15}" for name in names)]
     for name, one in results["cases"].items():
-        parts = (f"{part['live_MB']:.0f} / {part['planned_MB']:.0f}" for part in one["parts"].values())
-        shown = (f"{one['live_MB']:.0f}", f"{one['planned_MB']:.0f}", f"{one['over']:.3f}", f"{one['resident_MB']:.0f}", *parts)
-        lines.append(f"{name:18}" + "".join(f"{text:>15}" for text in shown))
+        parts = (f"{part['live'] / _MB:.0f} / {part['planned'] / _MB:.0f}" for part in one["parts"].values())
+        whole = (f"{one['live'] / _MB:.0f}", f"{one['planned'] / _MB:.0f}", f"{one['over']:.3f}", f"{one['resident'] / _MB:.0f}")
+        lines.append(f"{name:18}" + "".join(f"{text:>15}" for text in (*whole, *parts)))
     return "\n".join(lines)

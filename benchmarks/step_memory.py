@@ -84,10 +84,10 @@ def run(tokens: int = 32_768, cases: Sequence[tuple[str, str]] = CASES, ranks: S
     """Every case with every number of context-parallel ranks, one after the other.
 
     Returns:
-        {"date", "machine", "load", "tokens", "cases"}; cases are named as in "dense_packed_cp2". Each has, in bytes, of the rank whose tensors
-        take most: "live" and "planned", "over" (the first by the second), "parts" (both for each of `PARTS`); and the most of all ranks:
-        "resident", "largest" (of a tensor), "s" (seconds of the step, with what counting takes). "scores": what the scores of one head for
-        one sequence would take.
+        {"date", "machine", "load", "tokens", "cases"}; cases are named as in "dense_packed_cp2". Each has, in bytes, of the rank whose
+        tensors take most: "live" and "planned", "over" (the first by the second), "parts" (both for each of `PARTS`); and the most of all
+        ranks: "resident", "largest" (of a tensor), "s" (seconds of the step, with what counting takes). "scores" is what the scores of one
+        head for one sequence would take.
 
     Raises:
         WaitTimeout: a rank did not finish.

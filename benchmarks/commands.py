@@ -92,6 +92,19 @@ def head_(
     _show(found, results)
 
 
+@bench.command("memory")
+def memory_(
+    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the micro-batch.", min=64)] = 32_768,
+) -> None:
+    """Memory of trainer ranks in a step of a long micro-batch with trainer.cp 1, 2 and 4: tensors, resident, as planned. Minutes."""
+    from benchmarks import step_memory
+
+    found = step_memory.run(tokens)
+    typer.echo(step_memory.table(found))
+    _show(found, results)
+
+
 @bench.command("staging")
 def staging_(
     results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,

@@ -20,14 +20,16 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         now: bytes that exist now.
         peak: the most bytes that existed at once since the start, or since `restart`.
+        largest: bytes of the largest storage that was made or grew inside the context.
     """
 
     def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self._sizes: dict[int, int] = {}  # of each storage seen, by the id of its Python object, which lives as long; uncounted ones: 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._see(held, counted=True)
+        self.largest = 0
 
     def restart(self) -> None:
         """Forget the peak: it begins at what exists now."""
@@ -60,6 +62,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[key] = nbytes
         self._watched[key] = weakref.ref(storage, freed)
         self._add(nbytes)
+        self.largest = max(self.largest, nbytes)
 
     def _grow(self, given: Iterable[Any]) -> None:
         """Count what an operation added to counted storages that it was given: an `out` of no elements is resized."""
@@ -70,6 +73,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if before and storage.nbytes() != before:
                     self._sizes[id(storage)] = storage.nbytes()
                     self._add(storage.nbytes() - before)
+                    self.largest = max(self.largest, storage.nbytes())
 
     def _add(self, nbytes: int) -> None:
         self.now += nbytes

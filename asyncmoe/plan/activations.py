@@ -19,6 +19,10 @@ the first of p stages has p micro-batches in flight (section 4.2.3). Their layer
 - context-parallel ranks keep their own rows only, and hold the keys and values of all of them while a layer attends.
 
 The terms describe Megatron's unfused layers, and a test compares them with the tensors that torch saves. Fused kernels keep less.
+
+A backward pass needs gradients besides. On a GPU the formula takes as many bytes for them as a layer's activations have, the most that
+there can be, because what kernels and the allocator take there has not been measured. On CPUs it follows the operations, each of which
+frees what was kept for it (`_backward_on_cpu`); `asyncmoe bench memory` compares it with the bytes of tensors in real steps.
 """
 
 from __future__ import annotations
@@ -169,19 +173,66 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the output layer before."""
+    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the output layer before. On CPUs also
+    those of the rotary angles of all rows, which layers share, and of the norm before the output layer."""
     held = [chunk for chunk in parallel.chunk_layers(m.layers, stage * parallel.tp * parallel.dp) if len(chunk)]
     kinds = {number in m.dense_layers for chunk in held for number in chunk}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
-    return max(most, head(m, parallel, pass_)) if stage == parallel.pp - 1 else most
+    if stage == parallel.pp - 1:
+        norm = 2 * m.hidden * pass_.rows // parallel.tp * pass_.item if pass_.cpu else 0  # its input, and normalized
+        most = max(most, norm + head(m, parallel, pass_))
+    return most + (_angles(m, pass_) if pass_.cpu else 0)
+
+
+def _angles(m: Shape, pass_: Microbatch) -> int:
+    kind = m.attention if isinstance(m.attention, Grouped) else None
+    return 0 if kind is None else int(pass_.rows * pass_.cp * m.head_dim * kind.rotary) * _FLOAT32
 
 
 def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
     """Return the bytes of the gradients of a layer's activations, of its recomputed activations, and of its largest weight's gradient
     before it is accumulated."""
-    of_weights = 0 if pass_.adapter is not None else _largest_weight(m, parallel, dense) * pass_.item
+    of_weights = 0 if pass_.adapter is not None else _largest_weight(m, parallel, dense, pass_.cpu) * pass_.item
     again = layer(m, parallel, pass_, dense) if pass_.recompute else recomputed(m, parallel, pass_, dense)
+    if pass_.cpu:
+        return again + of_weights + _backward_on_cpu(m, parallel, pass_, dense)
     return layer(m, parallel, pass_, dense) + again + of_weights + gathered(m, parallel, pass_)
+
+
+def _backward_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
+    """Return the most bytes of gradients at once in a layer's backward pass, less those of activations that it has freed before.
+
+    It begins with the gradient of the layer's output. That of a gated MLP's product then becomes those of its two factors, before anything
+    but the product is freed. A mixture of experts holds inputs or outputs of all its experts three times when it sorts them, or the
+    gradients of their outputs while one expert, one after the other, is an MLP. When attention begins, the MLP's activations are gone.
+    """
+    here, item = pass_.rows // parallel.tp, pass_.item
+    gradient = here * item * m.hidden + (pass_.rows * item * m.hidden if parallel.tp > 1 else 0)  # gathered for weights
+    if dense:
+        mlp, freed = 2 * here * item * m.dense_width, _mlp(m, parallel.tp, pass_)
+    else:
+        rows, one = expert_rows(m, parallel, pass_), min(1.0, IMBALANCE / (m.experts // parallel.ep))
+        product = one * 2 * m.expert_width // parallel.etp
+        mlp, freed = int(rows * item * max(3 * m.hidden, m.hidden + product)), _experts(m, parallel, pass_)
+    return gradient + max(mlp, _attention_on_cpu(m, parallel, pass_) - freed)
+
+
+def _attention_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
+    """Return the bytes of attention's gradients: of its output, and of queries, keys and values, by the kernel and joined.
+
+    Context-parallel ranks have the gradients of a block's keys and values for every query head, before the heads that share them are
+    summed (`asyncmoe.platform.megatron.context_attention`); the longest block, of a micro-batch of one sequence, has all rows but a chunk.
+    """
+    kind = m.attention
+    if isinstance(kind, Latent):
+        query = shared = m.heads * max(kind.nope + kind.rope, kind.value)
+    else:
+        query, shared = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    entries = pass_.rows * pass_.item // parallel.tp
+    if pass_.cp == 1:
+        return entries * (query + 2 * (query + 2 * shared))
+    block = (2 * pass_.cp - 1) / 2  # in units of a rank's rows
+    return gathered(m, parallel, pass_) + int(entries * (4.5 * query + block * (2 * query + shared)))
 
 
 def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
@@ -200,12 +251,13 @@ def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
     return pass_.rows * pass_.cp * width // parallel.tp * pass_.item * (2 if pass_.item == 4 else 1)
 
 
-def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool) -> int:
-    """Return the entries of a layer's largest weight on a rank; the experts' weights count as one, because one operation uses them all."""
+def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool, cpu: bool) -> int:
+    """Return the entries of a layer's largest weight on a rank; on a GPU the experts' weights count as one, because one operation uses them
+    all."""
     attention = max(prod(shape) for shape in m.attention.shapes(m).values()) // parallel.tp
     if dense:
         return max(attention, 2 * m.hidden * m.dense_width // parallel.tp)
-    experts = m.experts // parallel.ep * m.expert_width // parallel.etp
+    experts = (1 if cpu else m.experts // parallel.ep) * m.expert_width // parallel.etp
     return max(attention, 2 * m.hidden * experts, 2 * m.hidden * m.shared_width // parallel.tp)
 
 

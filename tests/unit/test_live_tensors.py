@@ -21,7 +21,7 @@ def test_storages_count_once_and_until_they_are_freed() -> None:
         assert seen.now == 1024
         _ = torch.zeros(3 * KB) * 2
         del _
-        assert (seen.now, seen.peak) == (1024, 7 * 1024)
+        assert (seen.now, seen.peak, seen.largest) == (1024, 7 * 1024, 3 * 1024)
         del kept
         assert seen.now == 1024, "a view is left"
         del again
@@ -37,7 +37,7 @@ def test_held_tensors_count_and_an_output_may_be_resized() -> None:
     with LiveTensors([weight, weight[1:], out]) as seen:
         assert seen.now == 1024 + 4
         torch.add(weight, 1, out=out.resize_(0))
-        assert seen.now == 2048
+        assert (seen.now, seen.largest) == (2048, 1024)
         del weight
         assert seen.now == 1024
 

@@ -218,6 +218,24 @@ def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None
     assert again - first == activations.layer(m, parallel, small, dense=False)
 
 
+def test_on_a_cpu_a_backward_pass_has_freed_what_it_used() -> None:
+    """1000 rows in float32: the gradient of the layer's output, and 3 times the experts' inputs, or the two factors of a product. Angles of
+    128 dimensions. `asyncmoe bench memory` compares it with tensors."""
+    m, rows = family_of(HF).shape_of(HF), 1000
+    alone = Microbatch(rows, recompute=False, dtype="float32", adapter=KIND, cpu=True)  # adapters: no gradient of a weight
+    halves = MegatronParallel(pp=2)
+    assert activations.working(m, halves, 0, alone) == 4 * rows * (H + 3 * K * H + D)
+    again = activations.working(m, halves, 0, replace(alone, recompute=True))
+    assert again == activations.working(m, halves, 0, alone) + activations.layer(m, halves, alone, dense=False)
+    assert activations._layer_backward(m, halves, alone, dense=True) == 4 * rows * (H + 2 * m.dense_width)
+    # Of 4 ranks, one has the keys, the values and their gradients of all, those of a block's heads, of its queries, and lost the MLP's.
+    shared, heads = 4 * 2 * 2 * KV, 4.5 * Q + 3.5 * (2 * Q + KV)
+    divided = activations._layer_backward(m, halves, replace(alone, cp=4), dense=True)
+    assert divided == 4 * rows * (H + shared + heads) - activations._mlp(m, 1, alone)
+    few = replace(alone, rows=64)
+    assert activations.working(m, halves, 1, few) == activations.head(m, halves, few) + 4 * 64 * (2 * H + D)
+
+
 # ---------------------------------------------------------------- engines
 
 

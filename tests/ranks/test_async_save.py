@@ -16,15 +16,13 @@ LAYOUTS = {
     2: [
         "tp=2,dtype=bfloat16",
         "ep=2,distributed=1",
-        "pp=2",
         "lora=per-expert,ep=2,distributed=1",
         "lora=shared-outer,tp=2",
-        "lora=shared-outer,cp=2,distributed=1",
     ],
     4: ["tp=2,ep=2,distributed=1,dtype=bfloat16"],
 }
 COMBINED = {
-    2: ["tp=1,dtype=bfloat16,distributed=1"],
+    2: ["tp=1,dtype=bfloat16,distributed=1", "pp=2", "lora=shared-outer,cp=2,distributed=1"],
     4: ["pp=2,ep=2,distributed=1", "tp=2,pp=2,vpp=2", "pp=2,vpp=2,distributed=1", "tp=2,ep=2,etp=2,distributed=1"],
 }
 """Of parts that the others have too."""

@@ -27,7 +27,7 @@ LAYOUTS = {
     "ep2xetp2": (4, "ep=2,etp=2"),
     "pp2xep2": (4, "pp=2,ep=2"),
 }
-COMBINED = {"dp2", "pp2xvpp2", "tp2xep2xetp2", "ep2xetp2", "pp2xep2"}
+COMBINED = {"dp2", "cp2", "pp2xvpp2", "tp2xep2xetp2", "ep2xetp2", "pp2xep2"}
 """Of parts that other layouts have too."""
 layouts = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]

@@ -96,6 +96,7 @@ def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path,
     assert not left
 
 
+@pytest.mark.thorough
 def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_first(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=2, engines=2, seed=3) as cluster:

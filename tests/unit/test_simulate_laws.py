@@ -234,6 +234,7 @@ def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
     assert found.rows["sync"].outcome.oldest_age == 0
 
 
+@pytest.mark.thorough
 def test_the_sweep_finds_the_split_of_the_law_and_an_eta_that_is_large_enough() -> None:
     plant = SIXTEEN.having({"engines.count": 12, "trainer.gpus": 8, "trainer.step_s": 20.0, "steps": 32})
     found = sweep(plant, parse("lognormal"), (1, 8))

@@ -222,6 +222,7 @@ def test_a_mistake_is_named(given: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_sizes_that_split_blocks_of_float8_are_not_suggested() -> None:
     model = REPOSITORY / "examples/cluster/models/Kimi-K2.json"
     first = run(asked(model=model, nodes=64, gpu_gb=141.0), Console(quiet=True))["splits"][0]

@@ -137,7 +137,9 @@ def hangs_up() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hangs_up")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.thorough) for one in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_what_a_stopped_command_wrote_is_deleted(tmp_path: Path, number: signal.Signals) -> None:
     """At once, or by the next one with the same place if it was killed."""
     first, out = families.write_dense(tmp_path / "dense", "llama"), tmp_path / "out"

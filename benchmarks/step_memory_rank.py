@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ def run(job: StepJob) -> StepMemory:
     packed = micro_batch(config, place, job.lengths)
     held = {
         "weights": [tensor for _, tensor in model.named_tensors(built)],
-        "gradients": [parameter.main_grad for chunk in built.chunks for parameter in chunk.parameters()],
+        "gradients": [cast(Any, parameter).main_grad for chunk in built.chunks for parameter in chunk.parameters()],
         "optimizer": list(_state(stepped)),
     }
     give_back()

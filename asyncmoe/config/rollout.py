@@ -99,7 +99,7 @@ class RolloutSection(Section):
     start_workers: bool = Field(
         True,
         description="The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number "
-        "N` on the machine that it is to run on; it prefers the engines of that machine.",
+        "1` (and so on) on the machine that it is to run on; it prefers the engines of that machine.",
     )
 
     @model_validator(mode="after")

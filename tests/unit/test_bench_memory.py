@@ -28,4 +28,4 @@ def test_tensors_take_what_is_planned_for(model: str, kind: str, cp: int) -> Non
     assert kept["live"] == pytest.approx(kept["planned"], rel=0.03)
     assert found["resident"] > 0.5 * found["live"]
     if kind == "one":
-        assert found["largest"] < found["scores"] / 4
+        assert found["largest"] < found["scores"] / 2

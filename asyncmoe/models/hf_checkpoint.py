@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ def copy_texts(model: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
     if (model / _TEMPLATES).is_dir():
         shutil.copytree(model / _TEMPLATES, folder / _TEMPLATES)
+
+
+def file_name(number: int, count: int) -> str:
+    """Return the name of file `number`, from 1, of `count` files of weights."""
+    return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, nbytes: int, files: Mapping[str, str]) -> None:
+    """Write which file each tensor is in, if there are several. `nbytes`: of all tensors."""
+    if len(set(files.values())) > 1:
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": files}, indent=1))
 
 
 class HFCheckpoint:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 KEY = "queue.payloads"
 _NAMESPACE = "asyncmoe"
 _REACH_S = 10.0
+"""Seconds for a connection to the cluster's head."""
 _ANSWER_S = 30.0
 """Seconds for one request to the actor, or for one trajectory."""
 _LEFT_S = 900

@@ -284,7 +284,6 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         communicators=_communicators(config, cpu, config.engines.count),
         averages=(ITEM_BYTES[saved.exp_avg_dtype], ITEM_BYTES[saved.exp_avg_sq_dtype]),
         offload=saved.optimizer_offload,
-        cpu=cpu,
         float8_edges=trainer.edge_layers if trainer.precision == "fp8" else None,
         delta_base=_keeps_base(config, hf) and (cpu or (config.sync.method == "reshard" and config.sync.delta_base == "device")),
     )

@@ -78,7 +78,6 @@ class Training:
         delta_base: what a rank sent last is kept in this memory, to send only what changed since (`sync.delta`).
         averages: bytes of each of Adam's two averages (`trainer.memory.exp_avg_dtype` and `exp_avg_sq_dtype`).
         offload: share of the optimizer's state in host memory (`trainer.memory.optimizer_offload`).
-        cpu: the rank computes on a CPU.
         float8_edges: layers compute in float8, but for so many at either end; None: none does.
     """
 
@@ -90,7 +89,6 @@ class Training:
     delta_base: bool = False
     averages: tuple[int, int] = (4, 4)
     offload: float = 0.0
-    cpu: bool = False
     float8_edges: int | None = None
 
     @property
@@ -188,7 +186,7 @@ def _reference(weights: RankParameters, kept: int, training: Training) -> int:
     forward passes, which keep no activations; on CPUs always."""
     if not training.reference or training.microbatch.adapter is not None:
         return 0
-    return weights.nbytes if training.cpu else max(0, weights.nbytes - kept)
+    return weights.nbytes if training.microbatch.cpu else max(0, weights.nbytes - kept)
 
 
 def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:

@@ -61,7 +61,7 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
         UserError: unsupported model family.
     """
     ways = {
-        "--trainer and --engines": asked.trainer is not None or asked.engines is not None,
+        "--trainer (and --engines)": asked.trainer is not None or asked.engines is not None,
         "--nodes": asked.nodes is not None,
         "--config": asked.config is not None,
     }

@@ -25,6 +25,7 @@ from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.families import without_family  # noqa: E402
+from asyncmoe.models.hf_checkpoint import copy_texts, file_name, write_index  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import expanded  # noqa: E402
 from asyncmoe.models.quantised import KEY, without  # noqa: E402
@@ -36,7 +37,6 @@ from asyncmoe.trainer.model.gpt import Model  # noqa: E402
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in  # noqa: E402
 
 _SHARD_BYTES = 4 << 30
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".index.json"}
 
 
 def export(config: Config, step: int, out: Path, form: str = "weights") -> None:
@@ -116,18 +116,15 @@ def write_hf(built: Model, origin: Path, out: Path, timeout_s: float, *, quantis
     for number, (bucket, flat) in enumerate(gatherer.run(), 1):
         if flat is None:
             continue
-        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        name = file_name(number, count)
         # safetensors rejects tensors that share memory, as the tensors of a bucket do.
         save_file({key: tensor.clone() for key, tensor in tensors_in(bucket, flat.cpu()).items()}, writing / name, {"format": "pt"})
         index |= dict.fromkeys(bucket.names, name)
     if built.mesh.rank != 0:
         return
-    if count > 1:
-        weights = {"metadata": {"total_size": sum(bucket.nbytes for bucket in gatherer.buckets)}, "weight_map": index}
-        (writing / "model.safetensors.index.json").write_text(json.dumps(weights, indent=1))
-    for path in origin.iterdir():
-        if path.is_file() and not any(path.name.endswith(suffix) for suffix in _WEIGHTS):
-            shutil.copy2(path, writing / path.name)
+    write_index(writing, sum(bucket.nbytes for bucket in gatherer.buckets), index)
+    copy_texts(origin, writing)
+    shutil.copyfile(origin / "config.json", writing / "config.json")
     if KEY in built.hf and not quantised:
         (writing / "config.json").write_text(json.dumps(without(without_family(built.hf)), indent=2))
     for path in writing.glob("*.safetensors"):

@@ -156,6 +156,13 @@ def test_a_server_that_does_not_answer_is_named_in_time(server: LocalRedis, tmp_
     store.close()
 
 
+def test_a_database_that_the_server_does_not_have_is_refused(server: LocalRedis) -> None:
+    says = r"queue\.redis: got .*DB index is out of range.* expected one of the server's databases; name another"
+    with pytest.raises(UserError, match=says) as failed:
+        open_store(QueueSection(payloads="redis", redis=f"{server.url}?db=512"), patient=False)
+    assert "\n" not in str(failed.value)
+
+
 def test_the_password_s_variable_must_be_set(server: LocalRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUEUE_PASSWORD", raising=False)
     with pytest.raises(ConfigError, match=r"queue\.redis_password_variable: got QUEUE_PASSWORD, which is not set"):

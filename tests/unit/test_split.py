@@ -207,8 +207,8 @@ def asked(**given: Any) -> PlanArguments:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "got none of them, expected one of --trainer and --engines; --nodes; --config"),
-        ({"nodes": 2, "trainer": "tp=1"}, "got --trainer and --engines and --nodes"),
+        ({}, "got none of them, expected one of --trainer (and --engines); --nodes; --config"),
+        ({"nodes": 2, "trainer": "tp=1"}, "got --trainer (and --engines) and --nodes"),
         ({"nodes": 2}, "--model: got nothing"),
         ({"model": Path("none"), "engines": "1xtp1"}, "--trainer: got nothing"),
         ({"overrides": ("run.steps=1",)}, "got run.steps=1, expected options only; the YAML file of a run is given as"),

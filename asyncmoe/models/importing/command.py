@@ -15,7 +15,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of, with_family, without_family
-from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, copy_texts
+from asyncmoe.models.hf_checkpoint import copy_texts, file_name, write_index
 from asyncmoe.models.importing import folder, names, settings
 from asyncmoe.models.importing.names import TensorPart
 from asyncmoe.models.importing.tensors import CheckpointTensors
@@ -184,14 +184,10 @@ def _write_weights(scratch: Path, source: _Source, say: Callable[[str], None]) -
         held[source.hf_name(tensor)] = value
         size, total = size + value.nbytes, total + value.nbytes
     write()
-    final = {
-        name: SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, name in enumerate(files, 1)
-    }
+    final = {name: file_name(number, len(files)) for number, name in enumerate(files, 1)}
     for name, last in final.items():
         (scratch / name).rename(scratch / last)
-    if len(files) > 1:
-        weights = {"metadata": {"total_size": total}, "weight_map": {name: final[file] for name, file in index.items()}}
-        (scratch / INDEX).write_text(json.dumps(weights, indent=1))
+    write_index(scratch, total, {name: final[file] for name, file in index.items()})
     return total, len(index)
 
 

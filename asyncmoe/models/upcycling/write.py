@@ -14,7 +14,7 @@ from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of
-from asyncmoe.models.hf_checkpoint import INDEX, SINGLE, HFCheckpoint, copy_texts
+from asyncmoe.models.hf_checkpoint import HFCheckpoint, copy_texts, file_name, write_index
 from asyncmoe.models.shape import HfConfig, Shapes
 from asyncmoe.models.upcycling.distil import Distillation, Distilled, distil
 from asyncmoe.models.upcycling.fresh import Fresh
@@ -135,9 +135,7 @@ def _write_weights(folder: Path, values: HfConfig, copied: _Copied) -> None:
     files = shards_of(shapes, copied.dtype.itemsize, _SHARD_BYTES)
     index: dict[str, str] = {}
     for number, held in enumerate(files, 1):
-        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = file_name(number, len(files))
         save_file({names[name]: copied.tensor(name, shapes[name]) for name in held}, folder / file, {"format": "pt"})
         index |= {names[name]: file for name in held}
-    if len(files) > 1:
-        total = sum(prod(shape) for shape in shapes.values()) * copied.dtype.itemsize
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
+    write_index(folder, sum(prod(shape) for shape in shapes.values()) * copied.dtype.itemsize, index)

@@ -5,7 +5,8 @@ reads a reply in pieces, copies each out of its parser, and joins them. Here a r
 Content-Length. Connections stay open for the next request; anything unexpected on one closes it.
 
 An event loop wakes for every few packets, and uvloop then reads a socket until it is empty. Here the kernel wakes the loop only once much
-of a body is there (SO_RCVLOWAT, socket(7)); and when a turn of the loop has taken long enough, the rest is read in the next.
+of a long body is there (SO_RCVLOWAT, socket(7)); a short one is read as it arrives, while it is in the processor's cache. When a turn of the
+loop has taken long enough, the rest is read in the next.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _wait_for_more(self) -> None:
         """Have the kernel tell of the next bytes once enough are there, and none be read in this turn of the loop if it is full."""
-        at = 1 if self._head is None else min(self._head.size - self._got, _AT_ONCE)
+        rest = 0 if self._head is None or self._head.size <= _AT_ONCE else self._head.size - self._got
+        at = min(rest, _AT_ONCE) or 1
         if at != self._told_at and self.kept:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
             self._told_at = at

@@ -31,8 +31,8 @@ def test_a_reply_fits_its_request(routed: int) -> None:
 def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {
         "routes_256": (IntakeCase("rate", 8, new=16, count=8), 0.0),
-        "paced_256": (IntakeCase("rate", 8, new=16, count=8), 0.01),
-        "paced_2x128": (IntakeCase("rate", 8, new=16, count=8), 0.01),
+        "paced_1x256": (IntakeCase("rate", 8, new=16, count=8, watched=False), 0.01),
+        "paced_2x128": (IntakeCase("rate", 8, new=16, count=8, watched=False), 0.01),
         "agents_80": (IntakeCase("agents", 1, 8, 8, count=1, turns=3), 0.0),
         "queued_long": (IntakeCase("queued", 8, new=16), 0.0),
         "unfinished_long": (IntakeCase("unfinished", 8, new=16), 0.0),
@@ -40,7 +40,7 @@ def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "CASES", cases)
     results = intake.run(rounds=1)
     assert results["routes_256"]["tokens_per_cpu_s"] > 0
-    times = [results[name]["cpu_ms_per_trajectory"] for name in ("paced_2x128", "paced_256")]
+    times = [results[name]["cpu_ms_per_trajectory"] for name in ("paced_2x128", "paced_1x256")]
     assert results["paced_2x128"]["to_one"] == pytest.approx(times[0] / times[1], abs=1e-3)
     said = intake.table(results)
     for figure in (

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import FINITE, NUMBER, Seconds, Section
 
-Event = Literal["failed", "silent", "no_step", "engine_lost", "trainer_lost", "controller_lost", "anomaly"]
+Event = Literal["failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"]
 _VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -18,11 +18,11 @@ class AlertsSection(Section):
     """What is told of a run that needs somebody. Alerts are sent by the process that supervises the run, and hold up nothing."""
 
     on: tuple[Event, ...] = Field(
-        ("failed", "silent", "no_step", "engine_lost", "trainer_lost", "controller_lost", "anomaly"),
+        ("failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"),
         description="Events. failed: the run ended with an error; silent: a process is silent for watch.stacks_after_s; no_step: no step "
-        "for no_step_s; engine_lost: an engine died or was fenced; trainer_lost: the trainer was lost and is started again "
-        "(trainer.max_restarts); controller_lost: the same of the controller (run.controller_restarts); anomaly: a rule of "
-        "verify.anomalies is broken.",
+        "for no_step_s; engine_lost: an engine died or was fenced; worker_lost: a rollout worker does not answer any more; "
+        "trainer_lost: the trainer was lost and is started again (trainer.max_restarts); controller_lost: the same of the controller "
+        "(run.controller_restarts); anomaly: a rule of verify.anomalies is broken.",
     )
     webhook: str | None = Field(
         None,

@@ -82,6 +82,8 @@ class Watcher:
         limit = self._config.verify.anomalies.kl_engine.above
         self._told, alerts = tell(self._watch.alerts, self._told, records, now, limit)
         for alert in alerts:
+            if alert.event in ("engine_lost", "worker_lost"):
+                self.say(alert.text)
             self._alarm.send(alert)
         if now >= self._next:
             self._next = now + self._watch.beat_s

@@ -411,6 +411,8 @@ class Controller:
                 self._lifecycle.lost(),
                 self._lifecycle.missing(),
                 self._advised(queue.stats().depth),
+                0 if self._fleet is None else self._fleet.times_lost,
+                0 if self._fleet is None else len(self._fleet.lost()),
             )
 
     def _advised(self, depth: int) -> int | None:

@@ -52,6 +52,8 @@ class Recorder:
         lost: int = 0,
         missing: int = 0,
         advised: int | None = None,
+        workers_lost: int = 0,
+        workers_missing: int = 0,
     ) -> None:
         """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
         name; `serving`, `lost`, `missing` and `advised` are numbers of engines. A comparison of `probes` is in one record, the first after
@@ -81,6 +83,8 @@ class Recorder:
                 engines_lost=lost,
                 engines_missing=missing,
                 engines_advised=advised,
+                workers_lost=workers_lost,
+                workers_missing=workers_missing,
                 probed_tokens=probes.tokens,
                 probed_versions=probes.versions,
                 probes_missed=probes.missed,

@@ -29,6 +29,8 @@ class Told:
         stepped: seconds, on the clock of `now`, of the latest step or of the start; None before the first call.
         lost: engines lost since the controller started.
         missing: those of them that have not started again.
+        workers: rollout workers lost since the controller started.
+        workers_missing: those of them that have not joined again.
         late: whether `no_step` is told.
         anomalies: rules of `verify.anomalies` that the previous step broke.
     """
@@ -37,6 +39,8 @@ class Told:
     stepped: float | None = None
     lost: int = 0
     missing: int = 0
+    workers: int = 0
+    workers_missing: int = 0
     late: bool = False
     anomalies: frozenset[str] = frozenset()
 
@@ -64,7 +68,11 @@ def tell(
             if record.engines_lost > told.lost:
                 text = f"{record.engines_lost - told.lost} engine(s) lost, {record.engines_serving} serve; the controller's log says why"
                 alerts.append(Alert("engine_lost", text, told.step))
+            if record.workers_lost > told.workers:
+                text = f"{record.workers_lost - told.workers} rollout worker(s) lost; the controller's log says why"
+                alerts.append(Alert("worker_lost", text, told.step))
             told = replace(told, lost=record.engines_lost, missing=record.engines_missing)
+            told = replace(told, workers=record.workers_lost, workers_missing=record.workers_missing)
             if probe_limit is not None and (record.probe_divergence or 0.0) > probe_limit:
                 text = f"an engine computes other log-probabilities than the trainer at version {record.probe_version}"
                 alerts.append(Alert("anomaly", f"{text}: divergence {record.probe_divergence:.3g} nats a token", told.step))

@@ -17,8 +17,8 @@ class Health(msgspec.Struct, frozen=True):
     """The answer of `/health`, with HTTP status 503 if `status` is "failing", else 200.
 
     `status`: "failing" if the controller or a trainer rank is silent for watch.stacks_after_s, or there is no step for
-    watch.alerts.no_step_s; "degraded" if an engine is silent, or lost and has not started again, or if the latest step broke a rule of
-    verify.anomalies.
+    watch.alerts.no_step_s; "degraded" if an engine is silent, or lost and has not started again, if a rollout worker is lost and has
+    not joined again, or if the latest step broke a rule of verify.anomalies.
     """
 
     status: Status
@@ -43,6 +43,7 @@ def health(told: Told, silences: Sequence[Silence], limit_s: float, now: float) 
         failing.append(f"no step for {since:.0f} s")
     degraded = [str(one) for one in silent if not ends_the_run(one.role)]
     degraded += [f"{told.missing} engine(s) lost"] if told.missing else []
+    degraded += [f"{told.workers_missing} rollout worker(s) lost"] if told.workers_missing else []
     degraded += [f"the latest step broke verify.anomalies: {', '.join(sorted(told.anomalies))}"] if told.anomalies else []
     status: Status = "failing" if failing else "degraded" if degraded else "ok"
     return Health(status, told.step, round(since, 1), (*failing, *degraded), {one.role: round(one.seconds, 1) for one in silences})

@@ -86,6 +86,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     engines_serving: Annotated[int, Metric("Engines that get requests, at the moment.", "engines")] = 0
     engines_lost: Annotated[int, Metric("Engines that died or were fenced since the controller started.", "engines")] = 0
     engines_missing: Annotated[int, Metric("Of those, engines that have not started again.", "engines")] = 0
+    workers_lost: Annotated[int, Metric("Rollout workers that were lost since the controller started.", "workers")] = 0
+    workers_missing: Annotated[int, Metric("Of those, rollout workers that have not joined again.", "workers")] = 0
     engines_advised: Annotated[
         int | None,
         Metric("Engines that the run should have, by the batches in the queue and the requests that wait for engines.", "engines"),

@@ -145,6 +145,7 @@ def test_an_episode_of_a_lost_worker_is_rejected(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
             with pytest.raises(TrajectoryRejected, match="worker_lost"):
                 worker.check()
+            assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
 
     asyncio.run(run())
 

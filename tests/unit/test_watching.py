@@ -159,6 +159,16 @@ def test_a_silent_rank_is_named_with_the_stacks_of_every_process_before_the_run_
     assert "hangs_here" in path.read_text()
 
 
+def test_lost_engines_and_rollout_workers_are_said_on_the_terminal(tmp_path: Path) -> None:
+    said: list[str] = []
+    with watching.Watcher(loaded(tmp_path), clock=lambda: 0.0) as watcher:
+        watcher.say = said.append
+        watcher.feed([Rollout(time=0.0, engines_serving=1)])
+        watcher.feed([Rollout(time=1.0, engines_serving=1, engines_lost=1, workers_lost=2, workers_missing=1)])
+        assert watcher.health().why == ("1 rollout worker(s) lost",)
+    assert [text.partition(" lost")[0] for text in said] == ["1 engine(s)", "2 rollout worker(s)"]
+
+
 def test_files_of_stacks_are_bounded_in_number(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for number in range(30):
@@ -245,6 +255,8 @@ def test_each_event_is_told_once() -> None:
     assert told_of([], [], [], [], [], [step(1)], [], [], [], []) == [[], [], [], ["no_step"], [], [], [], [], ["no_step"], []]
     lost = [[Rollout(time=0.0, engines_lost=n)] for n in (0, 1, 1, 3, 0, 1)]  # the controller was started again before the fifth
     assert told_of(*lost, section=AlertsSection(no_step_s=None)) == [[], ["engine_lost"], [], ["engine_lost"], [], ["engine_lost"]]
+    lost = [[Rollout(time=0.0, workers_lost=n)] for n in (0, 1, 1, 3, 0, 1)]
+    assert told_of(*lost, section=AlertsSection(no_step_s=None)) == [[], ["worker_lost"], [], ["worker_lost"], [], ["worker_lost"]]
     assert told_of([Rollout(time=0.0, probe_divergence=1.5, probe_version=7)], [Rollout(time=0.0)]) == [["anomaly"], []]
 
 
@@ -324,6 +336,7 @@ def test_health_says_what_is_wrong() -> None:
     assert well == Health("ok", 5, 2.0, (), {"trainer.0": 3.0})
     lost = health(Told(lost=2, missing=1, stepped=0.0, anomalies=frozenset({"reward"})), [], 60.0, 0.0)
     assert (lost.status, len(lost.why)) == ("degraded", 2)
+    assert health(Told(workers=1, workers_missing=1, stepped=0.0), [], 60.0, 0.0).why == ("1 rollout worker(s) lost",)
     assert health(Told(lost=2, stepped=0.0), [], 60.0, 0.0).status == "ok", "an engine that started again is not missing"
     assert health(Told(late=True, stepped=0.0), [], 60.0, 99.0).status == "failing"
 

@@ -41,6 +41,7 @@ class WorkerFleet:
 
     Attributes:
         sampled: called with what an episode leaves for readers of samples.
+        times_lost: how often a worker was lost.
 
     Args:
         pool: the run's engines, which the workers use.
@@ -68,6 +69,7 @@ class WorkerFleet:
         self._ended_figures = Figures()
         self._recorded: dict[int, int] = {}
         self.sampled: Sampled = lambda place, left: None
+        self.times_lost = 0
         self._gates = pool.elsewhere = WorkerGates(config, pool, self._alive, address_of)
 
     # ------------------------------------------------------------ workers
@@ -239,6 +241,7 @@ class WorkerFleet:
 
     def _lost(self, worker: RemoteWorker) -> None:
         log.error("%s is lost: %s", worker.name, worker.gone)
+        self.times_lost += 1
         for number in worker.groups:
             self._groups.pop(number, None)
         worker.groups.clear()

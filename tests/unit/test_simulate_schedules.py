@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from asyncmoe.cli import app
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import command
@@ -19,6 +17,7 @@ from asyncmoe.simulate.plant import MODES, Mode, Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import parse
+from tests.unit.command_line import run_command
 
 MILLION = 1_000_000
 
@@ -180,13 +179,13 @@ SMALL = ["engines.count=4", "trainer.gpus=2", "engines.max_running=8", "groups_p
 
 
 def invoke(*arguments: str) -> str:
-    found = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
+    found = run_command(["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
     assert found.exit_code == 0, found.output
     return found.output
 
 
 def test_help_is_one_screen() -> None:
-    found = CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "100"})
+    found = run_command(["simulate", "--help"], env={"COLUMNS": "100"})
     assert len(found.output.splitlines()) <= 45
 
 
@@ -296,7 +295,7 @@ def test_lengths_of_one_s_own(tmp_path: Path) -> None:
 )
 def test_bad_input_is_refused_by_name(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+        run_command(["simulate", *arguments], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("text", ["5", "5\n0\n", "5\nlong\n", "5\nnan\n"])

@@ -161,7 +161,7 @@ class Golds:
 
 def test_a_run_on_all_of_them_rejects_none(monkeypatch: pytest.MonkeyPatch, thorough: bool) -> None:
     """The producer, the queue and the scorer's real processes; only the responses are given. Without --thorough on a part of them."""
-    cases = tried(CASES, 10, thorough)
+    cases = CASES if thorough else [case for case in CASES if case.gold in REVIEW]
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     size, rewards = 2, dict[tuple[int, int], float]()
 

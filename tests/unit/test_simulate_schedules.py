@@ -18,6 +18,7 @@ from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import parse
 from tests.unit.command_line import run_command
+from tests.unit.examples import examples
 
 MILLION = 1_000_000
 
@@ -85,20 +86,20 @@ def check(plant: Plant, found: SimulatedRun) -> None:
     assert found.engine_rate <= 1 + 1e-9
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plant=plants, mode=modes, workload=workloads)
 def test_whatever_goes_wrong_the_bound_holds_and_the_counts_add_up(plant: Plant, mode: Mode, workload: str) -> None:
     check(plant, simulate(plant, parse(workload), mode))
 
 
 @pytest.mark.thorough
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(plant=plants, mode=modes, workload=workloads)
 def test_in_many_more_plants_too(plant: Plant, mode: Mode, workload: str) -> None:
     check(plant, simulate(plant, parse(workload), mode))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plant=plants, mode=modes, workload=workloads, room=st.floats(0, 1))
 def test_a_queue_that_is_too_small_only_delays(plant: Plant, mode: Mode, workload: str, room: float) -> None:
     """Down to one batch: groups wait for space outside, and oldest first may no longer hold between those and the ones inside."""

@@ -16,7 +16,7 @@ from asyncmoe.models.lora import adapter as adapters
 from asyncmoe.models.lora.adapter import ATTENTION, MLP, Adapter, Kind
 from asyncmoe.models.shape import Shape
 from tests.unit.adapters import LATENT, half, random_adapter, shape
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 SHAPES = st.builds(
     shape,

@@ -12,7 +12,7 @@ from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.sglang import memory_layout
 from asyncmoe.models.parallel import EngineParallel
 from tests.unit.adapters import ALL, LATENT, copied, random_adapter, shape
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.test_adapters import MODELS
 
 

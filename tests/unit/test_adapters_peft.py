@@ -22,7 +22,7 @@ from asyncmoe.models.shape import Shape
 from tests import families
 from tests.unit.adapters import ALL as TARGETS
 from tests.unit.adapters import load, merge, random_adapter, shape
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.test_adapters import MODELS
 
 ALL = Kind(TARGETS, 3, 6.0)

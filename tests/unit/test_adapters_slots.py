@@ -15,7 +15,7 @@ from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
 from asyncmoe.rollout.engines.sglang.lora import flags
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 ADAPTER = Path("adapter")
 

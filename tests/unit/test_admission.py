@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.admission import Admission, Ledger
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.engines.autoscale import Advice, EngineLoad, Scaling, advise
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Lengths, Waiting
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 SCALING = Scaling(2, 6, low=0.75, high=1.5, patience_s=60)
 FULL, AHEAD, LEVEL = EngineLoad(0, 0.0, 1.0, 4), EngineLoad(0, 2.0, 1.0, 4), EngineLoad(0, 0.9, 1.0, 4)

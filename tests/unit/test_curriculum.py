@@ -35,7 +35,7 @@ from asyncmoe.rollout.tasks.order import EVALUATION, ListedTask, MixedTask
 from asyncmoe.rpc.messages import Done
 from asyncmoe.trajectory import Recording, Trajectory
 from tests.unit import openai_policy
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 GROUP = 8
 

@@ -28,7 +28,7 @@ from asyncmoe.rollout.engines.sglang.replies import HEAD_BYTES, MOST_BYTES, Http
 from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.trajectory import Recording
 from benchmarks.intake_server import VOCABULARY, http, reply_to
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 HEAD = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\nContent-Type: Application/JSON; charset=utf-8\r\ncontent-length: %d\r\n\r\n"
 

@@ -14,7 +14,7 @@ from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.rpc.messages import Leased
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 CAPACITY = 8
 steps = st.integers(0, 4)

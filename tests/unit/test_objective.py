@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.objective import SUMS, Rows, Sums, policy_loss, scale, segments, supervised_loss, token_weights
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.objective_reference import Sequence, Setting, Token, evaluate
 
 NAN, INF = math.nan, math.inf

@@ -19,7 +19,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, Comple
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
 
 

@@ -24,7 +24,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory, validate
 from tests.unit import openai_policy
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.openai_policy import IM_END
 from tests.unit.test_openai_conversation import ask, user
 from tests.unit.turn_trees import RandomPool, Request, check_requests

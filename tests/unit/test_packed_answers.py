@@ -22,7 +22,7 @@ from asyncmoe.platform.sglang import packed_answers
 from asyncmoe.platform.sglang.packed_answers import BEGIN, MEDIA_TYPE, AnswerHead, packed
 from asyncmoe.rollout.engines.sglang.answer import packed_answer, response
 from asyncmoe.rollout.engines.types import Generation
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 REFUSED = (ValueError, RecursionError, EngineError)
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rpc.messages import Leased
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory, decode, frames_in
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 RANKS = 3
 

@@ -14,7 +14,7 @@ from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.start_order import Admit, Line, Start
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 ATTEMPTS = 3
 

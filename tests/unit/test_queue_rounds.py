@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.rounds import Rounds
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 
 def finish(rounds: Rounds[int], late: list[int]) -> Rounds[int]:

@@ -21,7 +21,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemb
 from asyncmoe.trajectory import _C, Recording, Routing, encode, encode_routes
 from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists
 from asyncmoe.trajectory.sent_routes import to_bytes
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 ROUTING = Routing(all_layers=3, layers=(0, 1, 2), top_k=8, experts=20)
 PLAIN, MASKED = Recording(vocabulary=1 << 20), Recording(masks=True, vocabulary=1 << 20)

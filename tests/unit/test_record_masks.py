@@ -14,7 +14,7 @@ from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
 from asyncmoe.trajectory.masks import _digest
 from asyncmoe.trajectory.native import crc32c
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 
 def csr(rows: list[list[int]], vocabulary: int) -> Masks:

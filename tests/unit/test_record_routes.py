@@ -15,7 +15,7 @@ from kept_trajectory import distinct
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import Routes, Routing, decode_routes, encode_routes
 from asyncmoe.trajectory.native import crc32c
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 
 @st.composite

@@ -18,7 +18,7 @@ from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, plan, relay
 from asyncmoe.reshard.chunks import cut_boxes
 from asyncmoe.reshard.layout import whole
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 RAW = {"float32": np.uint32, "bfloat16": np.uint16}
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-39, 3.4e38, 1.00390625, 1.01171875], np.float32).view(np.uint32)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import digest
 from asyncmoe.reshard.layout import contiguous_strides
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 GUARD = 64
 """Bytes on both sides of a destination that must stay as they were."""

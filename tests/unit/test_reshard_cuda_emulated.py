@@ -13,7 +13,7 @@ from test_reshard_program import Extent, address, casts, message_rows, rounded, 
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import digest
 from asyncmoe.reshard.layout import contiguous_strides
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 TILE = 16384
 """Bytes of a tile (csrc/copy_unit.h)."""

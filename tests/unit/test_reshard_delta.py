@@ -14,7 +14,7 @@ from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, plan
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 DENSITIES = (0.0, 1e-9, 0.001, 0.01, 0.5, 1.0)
 """Of changed elements; 1e-9 is a single one."""

@@ -16,7 +16,7 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import TransferError
 from asyncmoe.reshard import plan
 from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, DeltaHeader, read_header, seal
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 HALF = 100
 

@@ -13,7 +13,7 @@ from test_reshard_cuda_emulated import aligned
 from test_reshard_delta_code import BAD_PAYLOADS, HALF
 
 import asyncmoe.reshard._C as _C
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 DENSITIES = (0.0, 1e-9, 0.002, 0.02, 0.4, 0.6, 1.0)
 SLACK = 64

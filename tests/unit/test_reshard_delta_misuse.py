@@ -16,7 +16,7 @@ from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import PADDING, DeltaReceiver, LayoutBuilder, expected_digest, plan
 from asyncmoe.reshard.delta_format import HEADER_BYTES
 from asyncmoe.reshard.layout import rows, whole
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 
 def changed() -> Ranks:

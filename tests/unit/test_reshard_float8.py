@@ -18,7 +18,7 @@ from asyncmoe.reshard import LayoutBuilder, LocalTransport, RankLayout, exchange
 from asyncmoe.reshard.float8 import BLOCK, FLOAT8, SCALES, Scaler, scales_shape, with_scale_tensors, with_scales
 from asyncmoe.reshard.layout import columns, rows, whole
 from tests import float8
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 RAW = {"float32": np.float32, "bfloat16": np.uint16, FLOAT8: np.uint8}
 Shapes = dict[str, tuple[int, ...]]

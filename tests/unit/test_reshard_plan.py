@@ -21,7 +21,7 @@ from asyncmoe.reshard.layout import columns, rows, whole
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import DESTINATION, NO_SOURCE, SOURCE
 from asyncmoe.reshard.table import enumerate_tensors, tabulate
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 Case = tuple[Shapes, list[RankLayout], list[RankLayout]]
 

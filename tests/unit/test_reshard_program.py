@@ -13,7 +13,7 @@ from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, digest, plan
 from asyncmoe.reshard.chunks import TRAILER_BYTES, cut_boxes, cut_transfer, cuts_of
 from asyncmoe.reshard.layout import contiguous_strides
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 Extent = tuple[int, int, int, int]
 

@@ -10,7 +10,7 @@ from reshard_ranks import blank, filled, inside, numbered, run_ranks
 
 from asyncmoe.reshard import PADDING, Box, LayoutBuilder, RankLayout, plan
 from asyncmoe.reshard.layout import Piece, Storage, contiguous_strides
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -19,7 +19,7 @@ from asyncmoe.reshard.plan import COLUMNS, DESTINATION, EXTENTS, ITEM, SOURCE, T
 from asyncmoe.reshard.relay import relay_matches
 from asyncmoe.reshard.relay_exchange import needed_rounds
 from benchmarks.published import REAL
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 
 def copied_bytes(rounds: tuple, rank: int) -> int:

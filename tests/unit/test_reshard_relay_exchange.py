@@ -23,7 +23,7 @@ from asyncmoe.reshard import LayoutBuilder, Plan, RelayExchanger, relay
 from asyncmoe.reshard.layout import whole
 from asyncmoe.reshard.relay_exchange import needed_rounds
 from benchmarks.network.cases import case, plans
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 
 @pytest.mark.parametrize("engines", [2, 3])

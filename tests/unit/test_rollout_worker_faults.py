@@ -24,7 +24,7 @@ from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
 from asyncmoe.rpc.worker_messages import EngineUse, EpisodeOutcome, WorkerBegin, WorkerPacked
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine
 

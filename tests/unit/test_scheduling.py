@@ -18,7 +18,7 @@ from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, ScheduledRequest, Waiting, choose
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
 ORDERS = st.sampled_from(["fifo", "longest_first", "probes_first"])

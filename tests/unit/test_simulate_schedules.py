@@ -18,7 +18,7 @@ from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import parse
 from tests.unit.command_line import run_command
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 
 MILLION = 1_000_000
 

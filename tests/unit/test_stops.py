@@ -25,7 +25,7 @@ from asyncmoe.rollout.episodes.listening import Listening
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording
 from tests.unit import openai_policy
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, Policy
 from tests.unit.test_interruption import Scripted
 

@@ -31,7 +31,7 @@ from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trajectory import Trajectory, decode, encode, validate
 from tests.unit import openai_policy
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.turn_trees import Grown, RandomPool, Request, Step, check_requests
 
 VOCABULARY = 50

@@ -28,7 +28,7 @@ from asyncmoe.version_store import Geometry, HeldVersion, Retention, ShardReader
 from asyncmoe.version_store import manifest as manifests
 from asyncmoe.version_store.manifest import StoredDelta, StoredObject, VersionManifest
 from tests.unit.doc_pages import ROOT
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.reshard_ranks import Arrays, blank, filled
 from tests.unit.test_reshard_random import Shapes, cases
 from tests.unit.version_stores import WIDE, Writers, opened, readers, stepped

@@ -19,7 +19,7 @@ from asyncmoe.version_store.geometry import decode
 from asyncmoe.version_store.manifest import VersionManifest
 from asyncmoe.version_store.read_plan import plan_read
 from asyncmoe.version_store.share import Sharing
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.reshard_ranks import blank, filled, inside, numbered
 from tests.unit.test_reshard_random import Shapes, cases
 from tests.unit.version_stores import SHAPES, opened, readers, sharing, trainers

@@ -19,7 +19,7 @@ from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin, WeightsStage
-from tests.unit.examples import examples
+from tests.unit.example_counts import examples
 from tests.unit.fake_engine import fake, handles
 
 

@@ -46,9 +46,20 @@ GRIDS = [
     MegatronParallel(pp=3, last_layers=2, dp=2, ep=2),
 ]
 
+RICHEST = MegatronParallel(tp=2, pp=2, ep=2, dp=2, te=True, vpp=2)
+IN_ALL_WAYS = ("qwen3_moe", "deepseek")
+layouts = pytest.mark.parametrize(
+    ("hf", "grid"),
+    [
+        pytest.param(hf, grid, id=f"{name}-{grid}", marks=[] if grid == RICHEST or name in IN_ALL_WAYS else pytest.mark.thorough)
+        for name, hf in MODELS.items()
+        for grid in GRIDS
+    ],
+)
+"""Every model divided in every way at once, and one of each kind of attention in each way; with --thorough all in all ways."""
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@models
+
+@layouts
 def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, hf: dict[str, Any]) -> None:
     family = family_of(hf)
     tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
@@ -157,8 +168,7 @@ def mlp(grid: MegatronParallel, rank: int, w: dict[str, torch.Tensor]) -> dict[s
     return out
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@models
+@layouts
 def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: MegatronParallel, hf: dict[str, Any]) -> None:
     family = family_of(hf)
     tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")

@@ -133,7 +133,7 @@ def test_recomputing_contexts_at_each_version_costs_what_a_prefill_costs() -> No
 
 
 def test_groups_that_end_are_freed_without_the_collector_of_cycles() -> None:
-    run = Simulation(Plant().having({"engines.count": 4, "groups_per_step": 16, "steps": 40}), parse("lognormal:median=300"), "async")
+    run = Simulation(Plant().having({"engines.count": 4, "groups_per_step": 16, "steps": 20}), parse("lognormal:median=300"), "async")
     gc.collect()
     gc.disable()
     try:
@@ -141,7 +141,7 @@ def test_groups_that_end_are_freed_without_the_collector_of_cycles() -> None:
         alive = sum(isinstance(one, SimulatedGroup) for one in gc.get_objects())
     finally:
         gc.enable()
-    assert 0 < alive <= 16 * 6, "of 640 groups, those under way"
+    assert 0 < alive <= 16 * 6, "of 320 groups, those under way"
 
 
 def test_cautions_name_each_assumption_that_does_not_hold() -> None:

@@ -163,8 +163,10 @@ else
 endif
 	@touch $@
 
+# Where PYTHONDONTWRITEBYTECODE is set, every process of a run and of the tests would compile the modules that it imports anew.
 $(BUILT): $(TRAIN)/$(INSTALLED) pyproject.toml setup.py $(wildcard csrc/* csrc/trajectory/*)
 	$(if $(filter 1,$(GPU)),ASYNCMOE_CUDA=1 )$(TRAIN)/bin/python $(PIP) --no-build-isolation --no-deps --editable .
+	@$(TRAIN)/bin/python -m compileall -q asyncmoe benchmarks tests
 	@touch $@
 
 # Without Transformer Engine the trainer is slower, but a failed build stops nothing. `make transformer-engine` tries again.

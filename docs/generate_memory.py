@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from asyncmoe.models import MegatronParallel
@@ -64,6 +65,7 @@ def _bytes() -> Iterator[str]:
         yield f"| {name} | {' | '.join(parts)} | {way.memory.total / 1e9:.1f} | {room:.1f} | {state / 1e9:.1f} |"
 
 
+@cache
 def found(plan: Plan) -> savings.Savings:
     """Return the cheapest settings of a plan that has some."""
     way = savings.cheapest(REAL[plan.model], plan.parallel, Training(Microbatch(ROWS, recompute=False)), plan.gpu_gb)

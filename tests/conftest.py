@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from asyncmoe.errors import UserError
 
-settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("repeatable", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("thorough", deadline=None)
 
 

@@ -16,6 +16,7 @@ from asyncmoe.models.lora import adapter as adapters
 from asyncmoe.models.lora.adapter import ATTENTION, MLP, Adapter, Kind
 from asyncmoe.models.shape import Shape
 from tests.unit.adapters import LATENT, half, random_adapter, shape
+from tests.unit.example_counts import examples
 
 SHAPES = st.builds(
     shape,
@@ -81,7 +82,7 @@ def test_sizes_are_those_of_the_closed_form() -> None:
 
 
 @given(MODELS, st.integers(0, 99))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_what_engines_are_given_holds_every_half_in_its_place(model, seed) -> None:  # type: ignore[no-untyped-def]
     m, kind = model
     adapter = random_adapter(m, kind, seed)
@@ -112,7 +113,7 @@ def test_what_engines_are_given_holds_every_half_in_its_place(model, seed) -> No
 
 
 @given(MODELS, st.integers(0, 99))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_sharing_is_undone_and_found_again(model, seed) -> None:  # type: ignore[no-untyped-def]
     m, kind = model
     adapter = random_adapter(m, kind, seed)

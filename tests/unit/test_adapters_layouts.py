@@ -12,11 +12,12 @@ from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.sglang import memory_layout
 from asyncmoe.models.parallel import EngineParallel
 from tests.unit.adapters import ALL, LATENT, copied, random_adapter, shape
+from tests.unit.example_counts import examples
 from tests.unit.test_adapters import MODELS
 
 
 @given(MODELS, st.sampled_from([EngineParallel(), EngineParallel(tp=2), EngineParallel(tp=2, ep=2), EngineParallel(tp=4)]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_the_ranks_of_an_engine_hold_every_element_of_a_half(model, parallel) -> None:  # type: ignore[no-untyped-def]
     m, kind = model
     if (m.experts and (m.experts % parallel.ep or m.expert_width % parallel.moe_tp)) or (m.dense_layers and m.dense_width % parallel.tp):

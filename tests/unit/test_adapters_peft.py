@@ -22,6 +22,7 @@ from asyncmoe.models.shape import Shape
 from tests import families
 from tests.unit.adapters import ALL as TARGETS
 from tests.unit.adapters import load, merge, random_adapter, shape
+from tests.unit.example_counts import examples
 from tests.unit.test_adapters import MODELS
 
 ALL = Kind(TARGETS, 3, 6.0)
@@ -38,7 +39,7 @@ def expressible(m: Shape, kind: Kind) -> bool:
 
 
 @given(MODELS, st.integers(0, 99), st.sampled_from(sorted(DTYPES)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_is_written_is_read_again(tmp_path_factory, model, seed, dtype) -> None:  # type: ignore[no-untyped-def]
     m, kind = model
     kind = Kind(kind.targets, kind.rank, kind.alpha) if not set(kind.targets) & set(adapters.MLP) or not m.experts else kind

@@ -15,6 +15,7 @@ from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.rollout.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
 from asyncmoe.rollout.engines.sglang.lora import flags
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
+from tests.unit.example_counts import examples
 
 ADAPTER = Path("adapter")
 
@@ -58,7 +59,7 @@ async def respond(slots: TwoSlots, server: Fake, steps: int) -> ServedBy:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tuple[int, int]], versions: int) -> None:
     async def run() -> list[ServedBy]:
         server = Fake()

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.admission import Admission, Ledger
+from tests.unit.example_counts import examples
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class InTime(RuleBasedStateMachine):
 
 
 TestInTime = InTime.TestCase
-TestInTime.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestInTime.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])

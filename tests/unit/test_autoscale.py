@@ -13,6 +13,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.engines.autoscale import Advice, EngineLoad, Scaling, advise
 from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, Lengths, Waiting
+from tests.unit.example_counts import examples
 
 SCALING = Scaling(2, 6, low=0.75, high=1.5, patience_s=60)
 FULL, AHEAD, LEVEL = EngineLoad(0, 0.0, 1.0, 4), EngineLoad(0, 2.0, 1.0, 4), EngineLoad(0, 0.9, 1.0, 4)
@@ -65,7 +66,7 @@ def test_no_engine_is_missing_where_those_there_are_have_room() -> None:
     assert after((0, idle), (1000, idle)) == 4
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(told=st.lists(st.tuples(st.floats(0, 100), loads), min_size=1, max_size=40))
 def test_advice_is_within_the_bounds_and_one_from_what_serves(told: list[tuple[float, EngineLoad]]) -> None:
     advice, now, held = Advice(), 0.0, 0.0

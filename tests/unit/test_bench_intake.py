@@ -38,6 +38,7 @@ def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         "unfinished_long": (IntakeCase("unfinished", 8, new=16), 0.0),
     }
     monkeypatch.setattr(intake, "CASES", cases)
+    monkeypatch.setattr(intake, "_ENGINES", 1)
     results = intake.run(rounds=1)
     assert results["routes_256"]["tokens_per_cpu_s"] > 0
     times = [results[name]["cpu_ms_per_trajectory"] for name in ("paced_2x128", "paced_1x256")]

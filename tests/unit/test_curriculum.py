@@ -35,6 +35,7 @@ from asyncmoe.rollout.tasks.order import EVALUATION, ListedTask, MixedTask
 from asyncmoe.rpc.messages import Done
 from asyncmoe.trajectory import Recording, Trajectory
 from tests.unit import openai_policy
+from tests.unit.example_counts import examples
 
 GROUP = 8
 
@@ -80,13 +81,13 @@ def play(drawn: Curriculum, first: int, fates: Sequence[tuple[int, int, bool]]) 
     return texts
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(fates=results, seed=st.integers(0, 9))
 def test_the_same_seed_and_results_give_the_same_draws(fates: list[tuple[int, int, bool]], seed: int) -> None:
     assert play(curriculum(seed=seed), 0, fates) == play(curriculum(seed=seed), 0, fates)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(fates=results, cut=st.integers(0, 120), mixed=st.booleans())
 def test_a_resumed_run_draws_as_an_uninterrupted_one(fates: list[tuple[int, int, bool]], cut: int, mixed: bool) -> None:
     def made() -> Curriculum:

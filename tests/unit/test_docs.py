@@ -19,14 +19,13 @@ import pytest
 import typer
 import yaml
 from pydantic import BaseModel, TypeAdapter
-from typer.main import get_command
 
-from asyncmoe import cli
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.simulate.command import read_plant
 from asyncmoe.simulate.plant import Plant
+from tests.unit.command_line import whole
 from tests.unit.doc_pages import PAGES, ROOT, blocks, prose, read, spans, tables
 
 BY_NAME = {"evaluation.sets", "environment.tools.mcp"}
@@ -68,7 +67,7 @@ def coming(name: str) -> bool:
 
 
 def test_what_was_coming_has_not_come() -> None:
-    commanded: Any = get_command(cli.app)
+    commanded = whole()
     names = {*commanded.commands, *sections(), *keys(), *(path.name for path in ROOT.iterdir())}
     assert not COMING & names, "it is there now: take it out of COMING, so that the pages are held to it"
 
@@ -155,7 +154,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def check(arguments: Sequence[str]) -> None:
     """Refuse a command, an option or an override that does not exist; one that is named without all that it needs may pass."""
-    command: Any = get_command(cli.app)
+    command = whole()
     context = command.make_context("asyncmoe", ["--help"], resilient_parsing=True)
     rest = list(arguments)
     while hasattr(command, "commands"):

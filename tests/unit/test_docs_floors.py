@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.unit.doc_pages import ROOT, read, tables
+from tests.unit.source_imports import statements
 
 APART = ("asyncmoe.rollout", "asyncmoe.trainer")
 """On one floor, and yet they do not know each other."""
@@ -31,7 +32,7 @@ def where(module: str, known: dict[str, int]) -> str | None:
 
 def imported(path: Path) -> Iterator[str]:
     """Modules that a file imports: when it is imported, inside functions, and for types only."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(ast.parse(path.read_text()).body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

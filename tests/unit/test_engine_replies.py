@@ -28,6 +28,7 @@ from asyncmoe.rollout.engines.sglang.replies import HEAD_BYTES, MOST_BYTES, Http
 from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.trajectory import Recording
 from benchmarks.intake_server import VOCABULARY, http, reply_to
+from tests.unit.example_counts import examples
 
 HEAD = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\nContent-Type: Application/JSON; charset=utf-8\r\ncontent-length: %d\r\n\r\n"
 
@@ -97,7 +98,7 @@ def asked(*scripts: Sequence[bytes | float | None], seconds: float = 20.0) -> Ht
     return made
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.binary(max_size=300) | st.integers(HEAD_BYTES - 200, 400_000).map(bytes), st.lists(st.integers(0, 500), max_size=4))
 def test_a_reply_is_what_was_sent_however_it_was_cut(body: bytes, cuts: list[int]) -> None:
     sent = HEAD % len(body) + body

@@ -18,6 +18,7 @@ import pytest
 from tests.gpu.bundle import make, manifest, run, summary
 from tests.gpu.bundle.parts import LIMIT_S, PARTS, Part
 from tests.gpu.bundle.summary import Figure, Outcome, Summary
+from tests.unit.source_imports import statements
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "tests" / "gpu" / "bundle"
@@ -25,12 +26,7 @@ BUNDLE = ROOT / "tests" / "gpu" / "bundle"
 
 def imported(file: Path) -> Iterator[str]:
     """Dotted names of modules that a file imports anywhere; what it may do without, because it catches that it is missing, is left out."""
-    tree = ast.parse(file.read_text())
-    tried = [part for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers for part in node.body]
-    caught = {id(inner) for part in tried for inner in ast.walk(part)}
-    for node in ast.walk(tree):
-        if id(node) in caught:
-            continue
+    for node in statements(ast.parse(file.read_text()).body, tried=False):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -17,6 +17,7 @@ import pytest
 from asyncmoe import __main__ as start
 from asyncmoe import installed
 from asyncmoe.errors import UserError
+from tests.unit.source_imports import statements
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = {
@@ -33,7 +34,7 @@ NOT_OURS = {"benchmarks", "mpi4py"}
 def imported() -> Iterator[str]:
     """Top-level names of all that the package imports, besides Python's own."""
     for path in (ROOT / "asyncmoe").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text()).body):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0 else []
             yield from (name.split(".")[0] for name in names)

@@ -53,7 +53,7 @@ def ended(program: str) -> subprocess.CompletedProcess[str]:
     ("module", "said"),
     [
         ("asyncmoe.cli", interrupts.NOTHING_BEGUN),
-        ("pydantic", interrupts.NOTHING_BEGUN),
+        pytest.param("pydantic", interrupts.NOTHING_BEGUN, marks=pytest.mark.thorough),
         ("asyncmoe.launch.ray", interrupts.NO_RUN_YET),
     ],
 )
@@ -122,7 +122,12 @@ def test_statuses_are_those_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status"), [(["--version"], 0), (["report", "nowhere"], 2), (["run", "nowhere.yaml"], 2), (["runn"], 2)]
+    ("arguments", "status"),
+    [
+        (["--version"], 0),
+        (["run", "nowhere.yaml"], 2),
+        *(pytest.param([*one], 2, marks=pytest.mark.thorough) for one in (["report", "nowhere"], ["runn"])),
+    ],
 )
 def test_a_command_ends_with_them(arguments: list[str], status: int) -> None:
     found = ended(f"import sys; sys.argv = ['asyncmoe', *{arguments!r}]; from asyncmoe.__main__ import main; main()")

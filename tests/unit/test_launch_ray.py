@@ -230,6 +230,7 @@ def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, 
             pass
 
 
+@pytest.mark.thorough
 def test_a_rank_that_a_signal_ended_is_the_reason_of_its_torchrun(tmp_path: Path) -> None:
     ended = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     (tmp_path / "rank.py").write_text(ended)

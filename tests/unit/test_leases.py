@@ -14,6 +14,7 @@ from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.rpc.messages import Leased
+from tests.unit.example_counts import examples
 
 CAPACITY = 8
 steps = st.integers(0, 4)
@@ -88,7 +89,7 @@ class LeasesMachine(RuleBasedStateMachine):
 
 
 TestLeasesMachine = LeasesMachine.TestCase
-TestLeasesMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLeasesMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_a_rank_learns_that_its_step_ended_while_it_asked() -> None:

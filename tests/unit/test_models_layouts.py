@@ -46,9 +46,20 @@ GRIDS = [
     MegatronParallel(pp=3, last_layers=2, dp=2, ep=2),
 ]
 
+RICHEST = MegatronParallel(tp=2, pp=2, ep=2, dp=2, te=True, vpp=2)
+IN_ALL_WAYS = ("qwen3_moe", "deepseek")
+layouts = pytest.mark.parametrize(
+    ("hf", "grid"),
+    [
+        pytest.param(hf, grid, id=f"{name}-{grid}", marks=[] if grid == RICHEST or name in IN_ALL_WAYS else pytest.mark.thorough)
+        for name, hf in MODELS.items()
+        for grid in GRIDS
+    ],
+)
+"""Every model divided in every way at once, and one of each kind of attention in each way; with --thorough all in all ways."""
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@models
+
+@layouts
 def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, hf: dict[str, Any]) -> None:
     family = family_of(hf)
     tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
@@ -157,8 +168,7 @@ def mlp(grid: MegatronParallel, rank: int, w: dict[str, torch.Tensor]) -> dict[s
     return out
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@models
+@layouts
 def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: MegatronParallel, hf: dict[str, Any]) -> None:
     family = family_of(hf)
     tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
@@ -173,35 +183,6 @@ def test_megatron_parameters_are_the_reshaped_and_concatenated_ones(grid: Megatr
             assert torch.equal(got[name], value), name
 
 
-def test_ranks_are_numbered_as_megatron_numbers_them() -> None:
-    """Megatron's own RankGenerator, in a process of its own because importing Megatron changes torch."""
-    grids = [grid for grid in GRIDS if grid.world > 1]
-    script = f"""
-import asyncmoe.platform.megatron as platform
-platform.prepare()
-from megatron.core.parallel_state import RankGenerator
-import json
-from asyncmoe.models import MegatronParallel
-out = []
-for g in {[(g.tp, g.pp, g.ep, g.etp, g.dp) for g in grids]}:
-    tp, pp, ep, etp, dp = g
-    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
-    expert = RankGenerator(tp=etp, ep=ep, dp=tp * dp // (etp * ep), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
-    out.append([dense.get_ranks(kind) for kind in ("tp", "dp", "pp")] + [expert.get_ranks(kind) for kind in ("tp", "ep", "dp")])
-print("RESULT" + json.dumps(out))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    groups = json.loads(done.stdout.split("RESULT", 1)[1])
-    for grid, listed in zip(grids, groups, strict=True):
-        *divided, replicas = listed
-        for place, members in zip((grid.tp_rank, grid.dp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank), divided, strict=True):
-            for group in members:
-                assert [place(rank) for rank in group] == list(range(len(group))), (grid, place.__name__, group)
-        for group in replicas:
-            assert len({(grid.etp_rank(rank), grid.ep_rank(rank), grid.pp_rank(rank)) for rank in group}) == 1, (grid, group)
-
-
 STAGES = [
     (8, MegatronParallel(pp=2)),
     (8, MegatronParallel(pp=2, vpp=4)),
@@ -212,36 +193,60 @@ STAGES = [
     (5, MegatronParallel(pp=2, first_layers=3, last_layers=2)),
     (20, MegatronParallel(pp=4, vpp=2, first_layers=2, last_layers=6)),
 ]
-
-
-def test_layers_of_stages_are_those_megatron_builds() -> None:
-    """Megatron's own get_num_layers_to_build and get_transformer_layer_offset, in a process of their own."""
-    script = f"""
+PARALLEL = [grid for grid in GRIDS if grid.world > 1]
+SCRIPT = f"""
 import asyncmoe.platform.megatron as platform
 platform.prepare()
 import json, torch
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-out = []
+groups = []
+for tp, pp, ep, etp, dp in {[(g.tp, g.pp, g.ep, g.etp, g.dp) for g in PARALLEL]}:
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    expert = RankGenerator(tp=etp, ep=ep, dp=tp * dp // (etp * ep), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    groups.append([dense.get_ranks(kind) for kind in ("tp", "dp", "pp")] + [expert.get_ranks(kind) for kind in ("tp", "ep", "dp")])
+stages = []
 for layers, pp, vpp, first, last in {[(n, g.pp, g.vpp, g.first_layers, g.last_layers) for n, g in STAGES]}:
     vp = vpp if vpp > 1 else None
     config = TransformerConfig(
         num_layers=layers, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32,
         virtual_pipeline_model_parallel_size=vp, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
     )
-    out.append([
+    stages.append([
         [
             (get_transformer_layer_offset(config, v if vp else None, rank), get_num_layers_to_build(config, v if vp else None, rank))
             for v in range(vpp)
         ]
         for rank in range(pp)
     ])
-print("RESULT" + json.dumps(out))
+print("RESULT" + json.dumps([groups, stages]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def of_megatron() -> list[Any]:
+    """What Megatron's own RankGenerator, get_num_layers_to_build and get_transformer_layer_offset say, in a process of their own because
+    importing Megatron changes torch: its groups of `PARALLEL`, its layers of `STAGES`."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for (layers, grid), stages in zip(STAGES, json.loads(done.stdout.split("RESULT", 1)[1]), strict=True):
+    said: list[Any] = json.loads(done.stdout.split("RESULT", 1)[1])
+    return said
+
+
+def test_ranks_are_numbered_as_megatron_numbers_them(of_megatron: list[Any]) -> None:
+    for grid, listed in zip(PARALLEL, of_megatron[0], strict=True):
+        *divided, replicas = listed
+        for place, members in zip((grid.tp_rank, grid.dp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank), divided, strict=True):
+            for group in members:
+                assert [place(rank) for rank in group] == list(range(len(group))), (grid, place.__name__, group)
+        for group in replicas:
+            assert len({(grid.etp_rank(rank), grid.ep_rank(rank), grid.pp_rank(rank)) for rank in group}) == 1, (grid, group)
+
+
+def test_layers_of_stages_are_those_megatron_builds(of_megatron: list[Any]) -> None:
+    for (layers, grid), stages in zip(STAGES, of_megatron[1], strict=True):
         for stage, chunks in enumerate(stages):
             assert [[chunk.start, len(chunk)] for chunk in grid.chunk_layers(layers, stage)] == chunks, (layers, grid, stage)
 

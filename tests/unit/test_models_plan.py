@@ -97,16 +97,17 @@ def test_layouts_of_all_ranks_are_those_of_each() -> None:
 
 # ---------------------------------------------------------------- real sizes
 
+MORE = pytest.mark.thorough
 SIZES = [
-    ("Qwen3-30B-A3B", MegatronParallel(tp=2, pp=2, ep=8, dp=4), EngineParallel(2, 2), 4),
+    pytest.param("Qwen3-30B-A3B", MegatronParallel(tp=2, pp=2, ep=8, dp=4), EngineParallel(2, 2), 4, marks=MORE),
     ("Qwen3-30B-A3B", MegatronParallel(tp=4, ep=4, etp=2, dp=4), EngineParallel(8, 2), 2),
     ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8), 16),
-    ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=8, etp=2, dp=32, te=True), EngineParallel(8, 2), 16),
+    pytest.param("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=8, etp=2, dp=32, te=True), EngineParallel(8, 2), 16, marks=MORE),
     ("DeepSeek-V3", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16),
-    ("Kimi-K2", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16),
-    ("Kimi-K2", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8),
+    pytest.param("Kimi-K2", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, marks=MORE),
+    pytest.param("Kimi-K2", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8, marks=MORE),
     ("Moonlight-16B-A3B", MegatronParallel(tp=2, ep=8, dp=8), EngineParallel(4, 4), 4),
-    ("GLM-4.5", MegatronParallel(tp=8, ep=32, dp=32, te=True), EngineParallel(8, 8), 16),
+    pytest.param("GLM-4.5", MegatronParallel(tp=8, ep=32, dp=32, te=True), EngineParallel(8, 8), 16, marks=MORE),
     ("GLM-4.5-Air", MegatronParallel(tp=4, ep=16, dp=16), EngineParallel(8, 2), 8),
     ("Mixtral-8x22B", MegatronParallel(tp=4, ep=8, dp=16, te=True), EngineParallel(8), 8),
 ]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.objective import SUMS, Rows, Sums, policy_loss, scale, segments, supervised_loss, token_weights
+from tests.unit.example_counts import examples
 from tests.unit.objective_reference import Sequence, Setting, Token, evaluate
 
 NAN, INF = math.nan, math.inf
@@ -130,7 +131,7 @@ def step(sequences: Many[Sequence], at: Setting, parts: int) -> tuple[float, lis
     return loss * by, [[g * by for g in gradients[i]] for i in range(len(sequences))], total, seen
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @example(
     {"ratio": "sequence", "clip": "ppo", "clip_low": 3e-4, "clip_high": 4e-4, "proximal": "behaviour", "kl": {"coefficient": 0.0}},
     [

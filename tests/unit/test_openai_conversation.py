@@ -19,6 +19,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, Comple
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
+from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
 
 
@@ -58,7 +59,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 STEP = st.tuples(SAID, st.sampled_from([EOS, IM_END, None]), st.lists(TEXT, min_size=1, max_size=2), st.booleans(), st.integers(0, 5))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(STEP, min_size=1, max_size=7), st.integers(0, 2**32))
 def test_tokens_are_those_given_and_sampled(known: Tokenizer, steps: list[Any], seed: int) -> None:
     random = Random(seed)
@@ -517,7 +518,7 @@ def test_several_choices_are_several_conversations_and_each_can_go_on(known: Tok
 PIECE = st.sampled_from(["a", " ", "\n", "<tool_call>", "</tool_call>", '{"name":"f","arguments":{"x":1}}', "<", "<tool", ";", "é"])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(PIECE, max_size=12), st.booleans(), st.sampled_from([(), (";",), ("; ", "a<")]))
 def test_what_is_streamed_is_what_is_answered(known: Tokenizer, pieces: list[str], calls: bool, stops: tuple[str, ...]) -> None:
     fields: dict[str, Any] = {"stop": list(stops)} | ({"tools": [TOOL]} if calls else {})

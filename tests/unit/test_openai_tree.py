@@ -24,6 +24,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory, validate
 from tests.unit import openai_policy
+from tests.unit.example_counts import examples
 from tests.unit.openai_policy import IM_END
 from tests.unit.test_openai_conversation import ask, user
 from tests.unit.turn_trees import RandomPool, Request, check_requests
@@ -78,7 +79,7 @@ def places(made: tuple[Trajectory, ...]) -> list[tuple[int, int, int, int]]:
     return [(t.agent, t.branch, t.parent, t.forked) for t in made]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=8), st.integers(0, 1 << 30))
 def test_whatever_a_client_does_with_history_each_response_is_trained_once(known: Tokenizer, steps: list[Any], seed: int) -> None:
     async def client(session: Session) -> float:

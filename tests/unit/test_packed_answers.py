@@ -22,6 +22,7 @@ from asyncmoe.platform.sglang import packed_answers
 from asyncmoe.platform.sglang.packed_answers import BEGIN, MEDIA_TYPE, AnswerHead, packed
 from asyncmoe.rollout.engines.sglang.answer import packed_answer, response
 from asyncmoe.rollout.engines.types import Generation
+from tests.unit.example_counts import examples
 
 REFUSED = (ValueError, RecursionError, EngineError)
 
@@ -38,7 +39,7 @@ def as_plain(given: Generation) -> list[Any]:
     return [spans, finish, cached, routes, *arrays]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(st.tuples(st.integers(0, (1 << 31) - 1), numbers)), st.binary(max_size=40) | st.none(), st.booleans())
 def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None, masked: bool) -> None:
     tokens, logprobs = [token for token, _ in entries], [value for _, value in entries]

@@ -66,7 +66,10 @@ def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
     assert passed.sent.mean * 3 == way.sent.mean
 
 
-@pytest.mark.parametrize("model", ["DeepSeek-V3", "Kimi-K2", "GLM-4.5", "GLM-4.5-Air", "Mixtral-8x22B"])
+@pytest.mark.parametrize(
+    "model",
+    ["DeepSeek-V3", "GLM-4.5-Air", "Mixtral-8x22B", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("Kimi-K2", "GLM-4.5"))],
+)
 def test_families_can_be_planned(tmp_path: Path, model: str) -> None:
     """As their configurations are, layers of multi-token prediction included: what is moved are the others."""
     file = tmp_path / "config.json"

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from asyncmoe.platform import gloo
 
 NOBODY = 65534
-CONTEXT: Any = multiprocessing.get_context("spawn")
+CONTEXT: Any = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pytest", "torch.distributed", "asyncmoe.platform.gloo"])
 
 
 def rank(number: int, store: str, ports: Queue[list[tuple[str, int]]], leave: Any) -> None:

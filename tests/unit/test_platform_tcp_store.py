@@ -24,7 +24,10 @@ print(*listening)
 """
 
 
-@pytest.mark.parametrize(("imported", "listens_on"), [(AS_SERVERS, "0100007F"), ("", "0" * 32)], ids=["ours", "torch"])
+@pytest.mark.parametrize(
+    ("imported", "listens_on"),
+    [pytest.param(AS_SERVERS, "0100007F", id="ours"), pytest.param("", "0" * 32, id="torch", marks=pytest.mark.thorough)],
+)
 def test_the_store_listens_on_the_address_alone(imported: str, listens_on: str) -> None:
     place = MeetingPlace("127.0.0.1")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

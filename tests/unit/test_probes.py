@@ -148,7 +148,8 @@ def test_a_version_in_ten_that_is_published_is_probed() -> None:
     given = ["warmup.steps=5", "sync.every=2", "queue.staleness.max_staleness=2", "verify.probe_every=10"]
     loaded = configuration.load(ROOT / "examples" / "demo.yaml", given)
     assert [step for step in range(50) if probe.due(loaded, step)] == [5, 25, 45]
-    assert not any(probe.due(configuration.load(ROOT / "examples" / "demo.yaml", ["verify.probe_every=0"]), step) for step in range(1000))
+    never = configuration.load(ROOT / "examples" / "demo.yaml", ["verify.probe_every=0"])
+    assert not any(probe.due(never, step) for step in range(1000))
 
 
 def answer(*entries: tuple[float | None, int], spans: int = 1) -> Scored:

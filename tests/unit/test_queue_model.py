@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rpc.messages import Leased
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory, decode, frames_in
+from tests.unit.example_counts import examples
 
 RANKS = 3
 
@@ -244,4 +245,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestQueueMachine.settings = settings(max_examples=examples(40), stateful_step_count=50, deadline=None)

@@ -14,6 +14,7 @@ from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.start_order import Admit, Line, Start
+from tests.unit.example_counts import examples
 
 ATTEMPTS = 3
 
@@ -250,7 +251,7 @@ class Policies(RuleBasedStateMachine):
 
 
 TestPolicies = Policies.TestCase
-TestPolicies.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestPolicies.settings = settings(max_examples=examples(120), stateful_step_count=50, deadline=None)
 
 
 def test_the_order_is_members_then_the_open_group_then_groups_again_then_new_ones() -> None:

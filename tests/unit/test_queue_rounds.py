@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.rounds import Rounds
+from tests.unit.example_counts import examples
 
 
 def finish(rounds: Rounds[int], late: list[int]) -> Rounds[int]:
@@ -45,7 +46,7 @@ def test_a_round_under_way_cannot_begin_and_one_that_is_not_over_puts_nothing_of
         finish(rounds, [])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), needed=st.integers(1, 6), factor=st.sampled_from([1.0, 1.2, 1.5, 3.0]))
 def test_whatever_fails_each_group_is_complete_lost_or_put_off_and_none_twice(data: st.DataObject, needed: int, factor: float) -> None:
     """A model that holds the groups by name; places are granted by a law that gives back what failed without a spare one."""

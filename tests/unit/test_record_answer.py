@@ -21,6 +21,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemb
 from asyncmoe.trajectory import _C, Recording, Routing, encode, encode_routes
 from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists
 from asyncmoe.trajectory.sent_routes import to_bytes
+from tests.unit.example_counts import examples
 
 ROUTING = Routing(all_layers=3, layers=(0, 1, 2), top_k=8, experts=20)
 PLAIN, MASKED = Recording(vocabulary=1 << 20), Recording(masks=True, vocabulary=1 << 20)
@@ -116,7 +117,7 @@ numbers = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.floats(
 junk = st.recursive(st.none() | st.booleans() | st.integers() | numbers | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(st.tuples(st.integers(0, (1 << 31) - 1), numbers)), st.binary(max_size=40) | st.none(), junk, st.booleans())
 def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None, other: Any, spaces: bool) -> None:
     tokens, logprobs = [token for token, _ in entries], [value for _, value in entries]
@@ -183,7 +184,7 @@ def test_damaged_answers() -> None:
     assert 0 < taken < 2000
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.binary(max_size=60) | st.text('[]0123456789.eE+-, null"=', max_size=60).map(str.encode))
 def test_readers_take_any_bytes(text: bytes) -> None:
     for read, kind in ((read_ints, list[int]), (read_floats, list[float]), (read_lists, list[list[int]]), (read_base64, bytes)):
@@ -198,7 +199,7 @@ def test_readers_take_any_bytes(text: bytes) -> None:
     read_entries(text)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.integers(1, 10**19).flatmap(lambda n: st.integers(-60, 30).map(lambda e: f"-{n}e{e}")), min_size=1))
 def test_decimals_are_rounded_as_python_and_numpy_round_them(texts: list[str]) -> None:
     found = read_floats(f"[{','.join(texts)}]".encode())
@@ -229,7 +230,7 @@ def test_a_trajectory_is_the_same_byte_for_byte() -> None:
     assert made.logprobs.tobytes() == np.array([0.0, 0.0, *logprobs], np.float32).tobytes()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.integers(0, 70), st.sampled_from([1, 2, 7, 8, 9]), st.sampled_from([9, 16, 100, 128, 129, 256, 300]), st.data())
 def test_routes_are_valid_if_they_unpack(rows: int, top_k: int, experts: int, data: st.DataObject) -> None:
     routing = Routing(2, (0, 1), top_k, experts)

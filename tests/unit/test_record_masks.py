@@ -14,6 +14,7 @@ from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
 from asyncmoe.trajectory.masks import _digest
 from asyncmoe.trajectory.native import crc32c
+from tests.unit.example_counts import examples
 
 
 def csr(rows: list[list[int]], vocabulary: int) -> Masks:
@@ -27,7 +28,7 @@ def masks(draw: st.DrawFn) -> Masks:
     return csr([sorted(draw(st.sets(ids, max_size=20))) for _ in range(draw(st.integers(0, 12)))], vocabulary)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(masks())
 def test_round_trip(given_: Masks) -> None:
     back = decode_masks(encode_masks(given_, "t"), "t")
@@ -90,7 +91,7 @@ def sealed(rows: int, ids: int, vocabulary: int, data: bytes) -> EncodedMasks:
     return EncodedMasks(rows, ids, vocabulary, _digest(rows, ids, vocabulary, data), data)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.integers(0, 5), st.integers(0, 20), st.integers(1, 300), st.binary(max_size=30).map(lambda b: bytes([b[0] & 1]) + b[1:] if b else b)
 )

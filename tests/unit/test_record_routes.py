@@ -15,6 +15,7 @@ from kept_trajectory import distinct
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import Routes, Routing, decode_routes, encode_routes
 from asyncmoe.trajectory.native import crc32c
+from tests.unit.example_counts import examples
 
 
 @st.composite
@@ -34,7 +35,7 @@ def by_bits(routes: np.ndarray, bits: int) -> bytes:
     return np.packbits(stream.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(cases())
 def test_round_trip_and_format(case: tuple[Routing, np.ndarray]) -> None:
     routing, routes = case
@@ -88,7 +89,7 @@ def test_an_id_that_is_no_experts_is_named(case: tuple[Routing, np.ndarray], dat
         encode_routes(routes, routing, "g1")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(cases(), st.data())
 def test_an_expert_a_token_has_twice_is_named(case: tuple[Routing, np.ndarray], data: st.DataObject) -> None:
     routing, routes = case

@@ -18,6 +18,7 @@ from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, plan, relay
 from asyncmoe.reshard.chunks import cut_boxes
 from asyncmoe.reshard.layout import whole
+from tests.unit.example_counts import examples
 
 RAW = {"float32": np.uint32, "bfloat16": np.uint16}
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-39, 3.4e38, 1.00390625, 1.01171875], np.float32).view(np.uint32)
@@ -76,7 +77,7 @@ def mixed(draw: st.DrawFn) -> Case:
 
 
 @given(mixed(), st.integers(0, 99))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_destination_element_is_what_torch_rounds_it_to(case: Case, seed: int) -> None:
     shapes, source, destination = case
     values = bits(shapes, seed)
@@ -89,7 +90,7 @@ def test_every_destination_element_is_what_torch_rounds_it_to(case: Case, seed: 
 
 
 @given(mixed())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_bytes_are_counted_in_the_dtype_of_the_destination(case: Case) -> None:
     shapes, source, destination = case
     made = plan(shapes, source, destination)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import digest
 from asyncmoe.reshard.layout import contiguous_strides
+from tests.unit.example_counts import examples
 
 GUARD = 64
 """Bytes on both sides of a destination that must stay as they were."""
@@ -61,7 +62,7 @@ def check_box(
     offset=st.integers(0, 3),
     fill=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_boxes(item: int, extent: tuple[int, ...], gaps: tuple[int, ...], order: tuple[int, ...], offset: int, fill: bool) -> None:
     check_box(on_cpu, item, extent, gaps, order, offset, fill)
 

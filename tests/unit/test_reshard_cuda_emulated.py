@@ -13,6 +13,7 @@ from test_reshard_program import Extent, address, casts, message_rows, rounded, 
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import digest
 from asyncmoe.reshard.layout import contiguous_strides
+from tests.unit.example_counts import examples
 
 TILE = 16384
 """Bytes of a tile (csrc/copy_unit.h)."""
@@ -45,7 +46,7 @@ boxes_of = st.lists(st.tuples(st.integers(0, 2), st.tuples(*[st.integers(1, 6)] 
 
 
 @given(boxes=boxes_of, item=st.sampled_from([1, 2, 3, 4, 8, 16]), shifts=st.tuples(*[st.integers(0, 15)] * 3), blocks=st.integers(1, 3))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_messages_of_odd_boxes(boxes: list[tuple[int, Extent]], item: int, shifts: tuple[int, int, int], blocks: int) -> None:
     rows, held = message_rows(boxes, item)
     firsts = np.array([0, len(rows)], np.int64)
@@ -64,7 +65,7 @@ def test_messages_of_odd_boxes(boxes: list[tuple[int, Extent]], item: int, shift
     shifts=st.tuples(st.integers(0, 15), st.integers(0, 15)),
     fill=st.integers(-1, 0),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_copies_without_a_message(item: int, extent: Extent, gaps: Extent, order: list[int], shifts: tuple[int, int], fill: int) -> None:
     """Permuted, strided on both sides, and zeros; two boxes next to each other in the destination."""
     larger = tuple(n + g for n, g in zip(extent, gaps, strict=True))
@@ -82,7 +83,7 @@ def test_copies_without_a_message(item: int, extent: Extent, gaps: Extent, order
     boxes=st.lists(st.tuples(st.integers(0, 2), st.tuples(*[st.integers(1, 5)] * 4)), min_size=1, max_size=6),
     shifts=st.tuples(st.integers(0, 15), st.integers(0, 15)),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_casts(boxes: list[tuple[int, Extent]], shifts: tuple[int, int]) -> None:
     rows, held = message_rows(boxes, 4)
     rows[:, 3] //= 2
@@ -172,7 +173,7 @@ big = st.integers(1, 1 << 14)
     item=st.sampled_from([1, 2, 8]),
     where=st.floats(0, 1, exclude_max=True),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_addresses_in_boxes_of_any_size(extent: Extent, gap: int, item: int, where: float) -> None:
     """Far more than 4 GiB, and just below and above the 2^31 bytes up to which positions are divided without dividing."""
     larger = tuple(n + gap for n in extent)
@@ -192,7 +193,7 @@ def test_addresses_in_boxes_of_any_size(extent: Extent, gap: int, item: int, whe
 
 
 @given(divisor=st.integers(1, (1 << 31) - 1), n=st.integers(0, (1 << 31) - 1))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_division_by_multiplication(divisor: int, n: int) -> None:
     """Through a box of `divisor` rows of a byte that lie apart, and as many planes as 2^31 bytes leave room for."""
     planes = ((1 << 31) - 1) // divisor

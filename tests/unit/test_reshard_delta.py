@@ -14,6 +14,7 @@ from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, plan
+from tests.unit.example_counts import examples
 
 DENSITIES = (0.0, 1e-9, 0.001, 0.01, 0.5, 1.0)
 """Of changed elements; 1e-9 is a single one."""
@@ -27,7 +28,7 @@ def ranks_of(case: Case, values: Arrays, **how: int) -> Ranks:
 
 
 @given(cases(), st.integers(0, 1 << 32), st.lists(st.sampled_from(DENSITIES), min_size=1, max_size=4), st.sampled_from([8, 64, 1 << 20]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_versions_in_a_row_are_what_dense_updates_bring(case: Case, seed: int, densities: list[float], message_bytes: int) -> None:
     shapes, source, destination = case
     generator = np.random.default_rng(seed)

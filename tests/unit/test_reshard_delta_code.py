@@ -16,6 +16,7 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import TransferError
 from asyncmoe.reshard import plan
 from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, DeltaHeader, read_header, seal
+from tests.unit.example_counts import examples
 
 HALF = 100
 
@@ -39,7 +40,7 @@ def one_block(count: int) -> Ranks:
 
 
 @given(st.sets(st.integers(0, 131071), min_size=1, max_size=300), st.integers(0, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_payloads_are_those_of_the_definition(positions: set[int], shift: int) -> None:
     """Including gaps at both ends of each length of the code."""
     chosen = sorted({*positions, *(p for p in (0, 224 + shift, 449 + shift, 8609 + 2 * shift, 16769 + 3 * shift, 131071) if shift % 2)})

@@ -13,6 +13,7 @@ from test_reshard_cuda_emulated import aligned
 from test_reshard_delta_code import BAD_PAYLOADS, HALF
 
 import asyncmoe.reshard._C as _C
+from tests.unit.example_counts import examples
 
 DENSITIES = (0.0, 1e-9, 0.002, 0.02, 0.4, 0.6, 1.0)
 SLACK = 64
@@ -100,7 +101,7 @@ boxes_of = st.lists(
     shifts=st.tuples(*[st.integers(0, 15)] * 4),
     seed=st.integers(0, 1 << 32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_odd_messages(boxes: list[tuple[int, tuple[int, int], int]], density: float, shifts: tuple[int, ...], seed: int) -> None:
     """Mixed items in a message, so that blocks begin anywhere; memory of any alignment; what is around it stays as it is."""
     message, generator = message_of(boxes), np.random.default_rng(seed)
@@ -167,7 +168,7 @@ def test_payloads_that_do_not_fit_are_found(payload: bytes) -> None:
 
 
 @given(boxes=boxes_of, seed=st.integers(0, 1 << 32), flips=st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_damage_is_found_or_fits(boxes: list[tuple[int, tuple[int, int], int]], seed: int, flips: int) -> None:
     """What the host's check lets through is applied as the CPU does, what it refuses is a fault or written inside the storage only."""
     message, generator = message_of(boxes), np.random.default_rng(seed)

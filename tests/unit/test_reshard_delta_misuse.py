@@ -16,6 +16,7 @@ from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import PADDING, DeltaReceiver, LayoutBuilder, expected_digest, plan
 from asyncmoe.reshard.delta_format import HEADER_BYTES
 from asyncmoe.reshard.layout import rows, whole
+from tests.unit.example_counts import examples
 
 
 def changed() -> Ranks:
@@ -78,7 +79,7 @@ def test_a_buffer_that_is_used_again_after_stage_changes_nothing() -> None:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_is_checked_is_what_is_kept(data: st.DataObject) -> None:
     """The peer writes to a shared slot between the check of the header there and everything else: what is kept is checked on its own."""
     ranks = changed()

@@ -18,6 +18,7 @@ from asyncmoe.reshard import LayoutBuilder, LocalTransport, RankLayout, exchange
 from asyncmoe.reshard.float8 import BLOCK, FLOAT8, SCALES, Scaler, scales_shape, with_scale_tensors, with_scales
 from asyncmoe.reshard.layout import columns, rows, whole
 from tests import float8
+from tests.unit.example_counts import examples
 
 RAW = {"float32": np.float32, "bfloat16": np.uint16, FLOAT8: np.uint8}
 Shapes = dict[str, tuple[int, ...]]
@@ -132,7 +133,7 @@ def test_bytes_and_scales_are_sglangs_own(shape: tuple[int, int], dtype: str, po
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 99), st.sampled_from(["float32", "bfloat16"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_weight_is_further_off_than_float8_rounds(height: int, width: int, seed: int, dtype: str) -> None:
     """In float64: half of the last of four significant bits, or of the least denormal; and the block's largest is hit exactly enough."""
     shape = (height, width)

@@ -21,6 +21,7 @@ from asyncmoe.reshard.layout import columns, rows, whole
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import DESTINATION, NO_SOURCE, SOURCE
 from asyncmoe.reshard.table import enumerate_tensors, tabulate
+from tests.unit.example_counts import examples
 
 Case = tuple[Shapes, list[RankLayout], list[RankLayout]]
 
@@ -42,7 +43,7 @@ def check_part(full: Plan, part: Plan, rank: int) -> None:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_rank_plans_its_own_part(case: Case) -> None:
     shapes, source, destination = case
     full = plan(shapes, source, destination)
@@ -142,7 +143,7 @@ def of_tensors(rank: int, names: list[str]) -> RankLayout:
 
 
 @given(replicated(), st.integers(0, 6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_busiest_source_is_within_five_percent_of_the_least_possible(case: tuple[list[list[str]], list[list[str]]], first: int) -> None:
     """The least possible is, over all sets of sources, what only they can send, divided by their number."""
     held, wanted = case

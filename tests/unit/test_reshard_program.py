@@ -13,6 +13,7 @@ from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, digest, plan
 from asyncmoe.reshard.chunks import TRAILER_BYTES, cut_boxes, cut_transfer, cuts_of
 from asyncmoe.reshard.layout import contiguous_strides
+from tests.unit.example_counts import examples
 
 Extent = tuple[int, int, int, int]
 
@@ -47,7 +48,7 @@ def swapped(rows: np.ndarray) -> np.ndarray:
     item=st.sampled_from([1, 2, 4]),
     threads=st.integers(1, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_packing_and_unpacking_give_the_digest_of_the_message(boxes: list[tuple[int, Extent]], item: int, threads: int) -> None:
     rows, held = message_rows(boxes, item)
     source = np.random.default_rng(0).integers(0, 256, held, np.uint8)
@@ -153,7 +154,7 @@ def test_cast_rounds_as_torch_does() -> None:
 
 
 @given(extent=st.tuples(*[st.integers(1, 5)] * 3), gap=st.integers(0, 2), order=st.permutations(range(3)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_cast_of_strided_boxes(extent: tuple[int, int, int], gap: int, order: list[int]) -> None:
     larger = np.random.default_rng(0).standard_normal([n + gap for n in extent]).astype(np.float32)
     box = larger[: extent[0], : extent[1], : extent[2]]

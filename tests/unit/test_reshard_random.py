@@ -10,6 +10,7 @@ from reshard_ranks import blank, filled, inside, numbered, run_ranks
 
 from asyncmoe.reshard import PADDING, Box, LayoutBuilder, RankLayout, plan
 from asyncmoe.reshard.layout import Piece, Storage, contiguous_strides
+from tests.unit.example_counts import examples
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -94,7 +95,7 @@ def cases(draw: st.DrawFn, largest: int = 6) -> tuple[Shapes, list[RankLayout], 
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_destination_element_gets_its_value(case: tuple[Shapes, list[RankLayout], list[RankLayout]]) -> None:
     shapes, source, destination = case
     values = numbered(shapes)
@@ -108,7 +109,7 @@ def test_every_destination_element_gets_its_value(case: tuple[Shapes, list[RankL
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_each_destination_byte_is_written_once_and_travels_at_most_once(case: tuple[Shapes, list[RankLayout], list[RankLayout]]) -> None:
     shapes, source, destination = case
     made = plan(shapes, source, destination)

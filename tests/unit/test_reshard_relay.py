@@ -19,6 +19,7 @@ from asyncmoe.reshard.plan import COLUMNS, DESTINATION, EXTENTS, ITEM, SOURCE, T
 from asyncmoe.reshard.relay import relay_matches
 from asyncmoe.reshard.relay_exchange import needed_rounds
 from benchmarks.published import REAL
+from tests.unit.example_counts import examples
 
 
 def copied_bytes(rounds: tuple, rank: int) -> int:
@@ -27,7 +28,7 @@ def copied_bytes(rounds: tuple, rank: int) -> int:
 
 
 @given(cases(), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_every_replica_gets_every_byte_once(case: Case, replicas: int) -> None:
     shapes, source, destination = case
     values = numbered(shapes)
@@ -49,7 +50,7 @@ def test_every_replica_gets_every_byte_once(case: Case, replicas: int) -> None:
 
 
 @given(cases(), st.integers(2, 4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_sources_send_the_bytes_of_one_replica(case: Case, replicas: int) -> None:
     shapes, source, destination = case
     layouts = [layout.at(100 + 10 * i + layout.rank) for i in range(replicas) for layout in destination]

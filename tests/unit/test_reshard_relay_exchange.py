@@ -23,6 +23,7 @@ from asyncmoe.reshard import LayoutBuilder, Plan, RelayExchanger, relay
 from asyncmoe.reshard.layout import whole
 from asyncmoe.reshard.relay_exchange import needed_rounds
 from benchmarks.network.cases import case, plans
+from tests.unit.example_counts import examples
 
 
 @pytest.mark.parametrize("engines", [2, 3])
@@ -48,7 +49,7 @@ def test_trainers_send_the_bytes_of_one_engine(way: str, engines: int, tmp_path:
 
 
 @given(cases(), st.integers(1, 3), st.sampled_from([100, 400, 1 << 20]), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_random_layouts_are_relayed(case: Case, replicas: int, bucket_bytes: int, buffers: int) -> None:
     shapes, source, one = case
     destination = [layout.at(10 * i + layout.rank) for i in range(replicas) for layout in one]
@@ -139,7 +140,7 @@ def test_a_short_transfer_is_forwarded_in_the_last_rounds() -> None:
 
 
 @given(cases(), st.integers(2, 3), st.sampled_from([12, 40, 200]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_message_waits_for_all_it_is_made_of(case: Case, replicas: int, limit: int) -> None:
     from asyncmoe.reshard.chunks import cut_transfer
 

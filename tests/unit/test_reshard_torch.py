@@ -104,7 +104,8 @@ def _failed_round(transport: TorchTransport) -> weakref.ref[object]:
 
 @pytest.mark.parametrize(("play", "world"), [(_all_to_all, 2), (_alone, 2), (_between, 3)])
 def test_gloo(play: object, world: int, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch.distributed", "asyncmoe.reshard.torch_transport"])
     arguments = (world, str(tmp_path / "store"), str(tmp_path))
     processes = [context.Process(target=play, args=(rank, *arguments)) for rank in range(world)]  # type: ignore[arg-type]
     for process in processes:

@@ -24,6 +24,7 @@ from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
 from asyncmoe.rpc.worker_messages import EngineUse, EpisodeOutcome, WorkerBegin, WorkerPacked
+from tests.unit.example_counts import examples
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine
 
@@ -47,7 +48,7 @@ OUTCOMES = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(OUTCOMES, max_size=12), st.integers(1, 3000))
 def test_every_outcome_is_told_once_and_in_order_in_portions_that_fit(outcomes: list[EpisodeOutcome], most: int) -> None:
     unheard, told, seen = UnheardOutcomes(most), list[EpisodeOutcome](), 0

@@ -17,9 +17,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models
-from typer.testing import CliRunner
 
-from asyncmoe import cli
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.pieces import BROKEN, Pieces
@@ -31,6 +29,7 @@ from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import escaped, visible
 from asyncmoe.telemetry.schema import METRICS, Step
 from asyncmoe.trainer.model import collectives
+from tests.unit.command_line import run_command
 from tests.unit.sampled_run import SampledRun
 
 NASTY = "\x1b]0;owned\x07 \x1b[31mred\x1b[0m \x9b2J \r\b \u202egnp\u202c \x00\x7f [bold]x[/] :smile: \u200b"
@@ -60,7 +59,7 @@ def shown(run_dir: Path, colour: Colour = "version", width: int = 100, tokens: i
 
 def printed(*arguments: str) -> list[str]:
     """What the command prints to a pipe."""
-    result = CliRunner().invoke(cli.app, ["show", *arguments])
+    result = run_command(["show", *arguments])
     if result.exception is not None:
         raise result.exception
     return result.stdout.splitlines()
@@ -99,14 +98,14 @@ def test_a_step_without_samples_is_explained(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("text", ["run: [", "run: {dir: x}"], ids=["no YAML", "no configuration"])
 def test_a_broken_configuration_is_said_beside_what_can_be_shown(run_dir: Path, text: str) -> None:
-    assert "note" not in CliRunner().invoke(cli.app, ["show", str(run_dir), "--plain"]).stderr
+    assert "note" not in run_command(["show", str(run_dir), "--plain"]).stderr
     (run_dir / "config.yaml").write_text(text)
-    result = CliRunner().invoke(cli.app, ["show", str(run_dir), "--plain"])
+    result = run_command(["show", str(run_dir), "--plain"])
     assert (result.exit_code, result.stdout.startswith("group\t")) == (0, True)
     said = f"note: the configuration of the run cannot be read: {run_dir / 'config.yaml'}: "
     assert result.stderr.startswith(said)
     assert result.stderr.count("\n") == 1
-    assert CliRunner().invoke(cli.app, ["report", str(run_dir)]).stderr.startswith(said)
+    assert run_command(["report", str(run_dir)]).stderr.startswith(said)
 
 
 # ---------------------------------------------------------------- printing
@@ -275,7 +274,7 @@ def test_samples_that_were_lost_are_not_still_to_come(run_dir: Path, left: bytes
 
 
 def test_help_teaches() -> None:
-    text = CliRunner().invoke(cli.app, ["show", "--help"]).stdout
+    text = run_command(["show", "--help"]).stdout
     for word in ("--worst", "--colour", "telemetry.samples", "weight version", "asyncmoe show runs/demo"):
         assert word in text
 

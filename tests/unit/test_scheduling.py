@@ -18,6 +18,7 @@ from asyncmoe.rollout.engines.gate import Gate
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, ScheduledRequest, Waiting, choose
 from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
+from tests.unit.example_counts import examples
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
 ORDERS = st.sampled_from(["fifo", "longest_first", "probes_first"])
@@ -152,7 +153,7 @@ def test_nobody_is_overtaken_more_often_than_patience_allows(order: Order, patie
         assert len(waiting) == len(overtaken)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     order=ORDERS,
     limit=st.integers(1, 3),

@@ -69,7 +69,7 @@ def documented(gold: str, response: str) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_notation_is_right_and_another_answer_wrong(kind: str, thorough: bool) -> None:
-    for case in tried([case for case in CASES if case.kind == kind], 5, thorough):
+    for case in tried([case for case in CASES if case.kind == kind], 2, thorough):
         assert (score("", case.right, case.gold), score("", case.wrong, case.gold)) == (1.0, 0.0), case
         assert score("", case.gold, case.gold) == 1.0, case
         assert self_score("", case.gold, case.gold) == (0.5 if case.gold == "2:45 p.m." else 1.0), case
@@ -161,7 +161,7 @@ class Golds:
 
 def test_a_run_on_all_of_them_rejects_none(monkeypatch: pytest.MonkeyPatch, thorough: bool) -> None:
     """The producer, the queue and the scorer's real processes; only the responses are given. Without --thorough on a part of them."""
-    cases = tried(CASES, 10, thorough)
+    cases = CASES if thorough else [case for case in CASES if case.gold in REVIEW]
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     size, rewards = 2, dict[tuple[int, int], float]()
 

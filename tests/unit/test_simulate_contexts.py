@@ -13,6 +13,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.simulate.contexts import ContextCosts, ContextEngine
 from asyncmoe.simulate.decoding import Spans, StepTime
 from asyncmoe.simulate.fleet import Fleet
+from tests.unit.example_counts import examples
 
 STEP = StepTime(0.01, 64.0)
 requests = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=12)
@@ -98,7 +99,7 @@ class Watched(ContextEngine[int]):
         assert not waiting or not running or max(one.number for one in running) < min(waiting)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     asked=requests,
     room=st.integers(600, 2000),

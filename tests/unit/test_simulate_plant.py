@@ -7,9 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from asyncmoe.cli import app
 from asyncmoe.simulate.compare import compare
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
@@ -18,6 +16,7 @@ from asyncmoe.simulate.state import SimulatedGroup
 from asyncmoe.simulate.workload import Workload, fixed, parse
 from asyncmoe.telemetry.format import percent
 from asyncmoe.trainer.data.schedule import cost
+from tests.unit.command_line import run_command
 
 ONE = Plant().having({"engines.count": 1, "engines.max_running": 8, "groups_per_step": 1, "trainer.step_s": 5.0, "steps": 4})
 """One engine, whose slots are one group of 8 responses."""
@@ -134,7 +133,7 @@ def test_recomputing_contexts_at_each_version_costs_what_a_prefill_costs() -> No
 
 
 def test_groups_that_end_are_freed_without_the_collector_of_cycles() -> None:
-    run = Simulation(Plant().having({"engines.count": 4, "groups_per_step": 16, "steps": 40}), parse("lognormal:median=300"), "async")
+    run = Simulation(Plant().having({"engines.count": 4, "groups_per_step": 16, "steps": 20}), parse("lognormal:median=300"), "async")
     gc.collect()
     gc.disable()
     try:
@@ -142,7 +141,7 @@ def test_groups_that_end_are_freed_without_the_collector_of_cycles() -> None:
         alive = sum(isinstance(one, SimulatedGroup) for one in gc.get_objects())
     finally:
         gc.enable()
-    assert 0 < alive <= 16 * 6, "of 640 groups, those under way"
+    assert 0 < alive <= 16 * 6, "of 320 groups, those under way"
 
 
 def test_cautions_name_each_assumption_that_does_not_hold() -> None:
@@ -163,7 +162,7 @@ def test_cautions_name_each_assumption_that_does_not_hold() -> None:
 
 def test_what_is_lost_stands_next_to_the_speed_up() -> None:
     arguments = ["engines.count=50", "max_staleness=1", "groups_per_step=32", "trainer.step_s=5", "steps=8", "--mode", "async"]
-    found = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
+    found = run_command(["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
     row = next(line for line in found.output.splitlines() if "speed-up, same pools" in line)
     assert re.search(r"1\.00x +│ +\d+\.\d\dx, \d+ % lost", row)
     assert "caution: async lost" in found.output

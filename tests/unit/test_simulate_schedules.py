@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from asyncmoe.cli import app
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import command
@@ -19,6 +17,8 @@ from asyncmoe.simulate.plant import MODES, Mode, Plant
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.simulate.workload import parse
+from tests.unit.command_line import run_command
+from tests.unit.example_counts import examples
 
 MILLION = 1_000_000
 
@@ -86,20 +86,20 @@ def check(plant: Plant, found: SimulatedRun) -> None:
     assert found.engine_rate <= 1 + 1e-9
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plant=plants, mode=modes, workload=workloads)
 def test_whatever_goes_wrong_the_bound_holds_and_the_counts_add_up(plant: Plant, mode: Mode, workload: str) -> None:
     check(plant, simulate(plant, parse(workload), mode))
 
 
 @pytest.mark.thorough
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(plant=plants, mode=modes, workload=workloads)
 def test_in_many_more_plants_too(plant: Plant, mode: Mode, workload: str) -> None:
     check(plant, simulate(plant, parse(workload), mode))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plant=plants, mode=modes, workload=workloads, room=st.floats(0, 1))
 def test_a_queue_that_is_too_small_only_delays(plant: Plant, mode: Mode, workload: str, room: float) -> None:
     """Down to one batch: groups wait for space outside, and oldest first may no longer hold between those and the ones inside."""
@@ -180,13 +180,13 @@ SMALL = ["engines.count=4", "trainer.gpus=2", "engines.max_running=8", "groups_p
 
 
 def invoke(*arguments: str) -> str:
-    found = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
+    found = run_command(["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
     assert found.exit_code == 0, found.output
     return found.output
 
 
 def test_help_is_one_screen() -> None:
-    found = CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "100"})
+    found = run_command(["simulate", "--help"], env={"COLUMNS": "100"})
     assert len(found.output.splitlines()) <= 45
 
 
@@ -296,7 +296,7 @@ def test_lengths_of_one_s_own(tmp_path: Path) -> None:
 )
 def test_bad_input_is_refused_by_name(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+        run_command(["simulate", *arguments], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("text", ["5", "5\n0\n", "5\nlong\n", "5\nnan\n"])

@@ -25,6 +25,7 @@ from asyncmoe.rollout.episodes.listening import Listening
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording
 from tests.unit import openai_policy
+from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, Policy
 from tests.unit.test_interruption import Scripted
 
@@ -34,7 +35,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(st.integers(0, VOCAB - 1), max_size=40),
     st.lists(st.text("ab<1 é", min_size=1, max_size=3), max_size=3),

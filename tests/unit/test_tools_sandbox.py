@@ -42,6 +42,9 @@ def possible(namespaces: bool) -> bool:
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux") or not possible(False), reason="no seccomp here")
 NAMESPACES = pytest.mark.skipif(not sys.platform.startswith("linux") or not possible(True), reason="the kernel refuses user namespaces")
 BOTH = pytest.mark.parametrize("namespaces", [pytest.param(True, marks=NAMESPACES), False])
+WITHOUT = pytest.param(False, marks=pytest.mark.thorough if sys.platform.startswith("linux") and possible(True) else [])
+ONE = pytest.mark.parametrize("namespaces", [pytest.param(True, marks=NAMESPACES), WITHOUT])
+"""Of what does not depend on namespaces; where the kernel refuses them, without."""
 
 
 def run(code: str, namespaces: bool, **limits: float) -> str:
@@ -78,14 +81,14 @@ def gone(processes: Callable[[], set[int]]) -> bool:
     return not processes()
 
 
-@BOTH
+@ONE
 def test_what_a_program_prints_is_the_observation(namespaces: bool) -> None:
     assert run("import math, sys\nprint(6*7)\nprint(math.pi, file=sys.stderr)", namespaces) == "42\n3.141592653589793\n"
     assert run("", namespaces) == ""
     assert run("print('é')", namespaces) == "é\n"
 
 
-@BOTH
+@ONE
 def test_an_exception_is_told_without_our_paths(namespaces: bool) -> None:
     text = run("print('before')\n1/0", namespaces)
     assert text.startswith('tool_error: before\nTraceback (most recent call last):\n  File "main.py", line 2, in <module>\n    1/0')
@@ -110,12 +113,12 @@ def test_a_program_without_end_is_ended(namespaces: bool) -> None:
     assert gone(mine)
 
 
-@BOTH
+@ONE
 def test_a_program_that_crashes(namespaces: bool) -> None:
     assert run("import ctypes\nctypes.string_at(0)", namespaces) == "tool_crash: error: the program was ended by SIGSEGV"
 
 
-@BOTH
+@ONE
 def test_a_flood_is_cut(namespaces: bool) -> None:
     assert run("while True: print('x' * 1000)", namespaces, output_bytes=3000).startswith("tool_flood: " + "x" * 1000)
     text = run("import os\nwhile True: os.write(2, b'y' * 65536)", namespaces, output_bytes=3000)
@@ -124,7 +127,7 @@ def test_a_flood_is_cut(namespaces: bool) -> None:
     assert gone(mine)
 
 
-@BOTH
+@ONE
 def test_nobody_waits_for_a_flood_to_be_read(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More output than asyncio keeps lies unread when the program is ended; a wait for its end alone never ends."""
     monkeypatch.setattr(guarded, "_GRACE_S", 3600.0)
@@ -164,7 +167,7 @@ def test_no_process_is_started(code: str, namespaces: bool) -> None:
     assert gone(mine)
 
 
-@BOTH
+@ONE
 def test_threads_may_be_started_and_are_bounded_by_memory(namespaces: bool) -> None:
     assert run("import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()\nt.join()", namespaces) == "hi\n"
     code = "import threading, time\nfor _ in range(10**4): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"

@@ -31,6 +31,7 @@ from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trajectory import Trajectory, decode, encode, validate
 from tests.unit import openai_policy
+from tests.unit.example_counts import examples
 from tests.unit.turn_trees import Grown, RandomPool, Request, Step, check_requests
 
 VOCABULARY = 50
@@ -64,7 +65,7 @@ def grow(known: Tokenizer, random: Random, scored: bool, place: EpisodeId) -> Pl
     return Played(environment, *play(known, environment, place, random.randrange(1 << 30)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_every_response_is_trained_once_in_tokens_as_sampled(known: Tokenizer, seed: int) -> None:
     played = grow(known, Random(seed), True, EpisodeId(3, 1, 0))

@@ -28,6 +28,7 @@ from asyncmoe.version_store import Geometry, HeldVersion, Retention, ShardReader
 from asyncmoe.version_store import manifest as manifests
 from asyncmoe.version_store.manifest import StoredDelta, StoredObject, VersionManifest
 from tests.unit.doc_pages import ROOT
+from tests.unit.example_counts import examples
 from tests.unit.reshard_ranks import Arrays, blank, filled
 from tests.unit.test_reshard_random import Shapes, cases
 from tests.unit.version_stores import WIDE, Writers, opened, readers, stepped
@@ -78,7 +79,7 @@ def objects_of(manifest: VersionManifest) -> list[StoredObject]:
 
 
 @given(cases(24), SIZES, CHANGES, st.sampled_from([2, 3, 100]), st.sampled_from([1, 3000, 1 << 20]), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_versions_in_a_row_are_what_was_written_whoever_reads_them(
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[Shapes, list[RankLayout], list[RankLayout]],

@@ -19,6 +19,7 @@ from asyncmoe.version_store.geometry import decode
 from asyncmoe.version_store.manifest import VersionManifest
 from asyncmoe.version_store.read_plan import plan_read
 from asyncmoe.version_store.share import Sharing
+from tests.unit.example_counts import examples
 from tests.unit.reshard_ranks import blank, filled, inside, numbered
 from tests.unit.test_reshard_random import Shapes, cases
 from tests.unit.version_stores import SHAPES, opened, readers, sharing, trainers
@@ -53,7 +54,7 @@ def masks(shapes: Shapes, layouts: list[RankLayout]) -> dict[str, np.ndarray]:
 
 
 @given(cases(), SIZES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_every_element_that_is_read_is_written_once_by_a_rank_that_holds_it(case: Case, sizes: tuple[int, int]) -> None:
     shapes, source, destination = case
     made = divide(shapes, source, destination, slab_bytes=sizes[0], object_bytes=sizes[1])
@@ -69,7 +70,7 @@ def test_every_element_that_is_read_is_written_once_by_a_rank_that_holds_it(case
 
 
 @given(cases(), SIZES, st.sampled_from([1, 64, 4096]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_rank_reads_its_own_ranges_and_gets_every_byte_once(
     tmp_path_factory: pytest.TempPathFactory, case: Case, sizes: tuple[int, int], range_bytes: int
 ) -> None:
@@ -201,7 +202,7 @@ def test_a_tensor_that_the_version_lacks_is_named() -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_damaged_manifest_is_refused_and_a_damaged_geometry_raises_nothing_else(data: st.DataObject) -> None:
     """Whatever one byte is changed to, or wherever the file ends. The digest of a geometry is its name, which the store compares."""
     geometry = sharing()[1].encode()

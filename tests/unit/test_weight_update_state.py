@@ -19,6 +19,7 @@ from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin, WeightsStage
+from tests.unit.example_counts import examples
 from tests.unit.fake_engine import fake, handles
 
 
@@ -92,7 +93,7 @@ class Phases(RuleBasedStateMachine):
 
 
 TestPhases = Phases.TestCase
-TestPhases.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+TestPhases.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
 
 REQUESTS = st.sampled_from(["broadcast", "reshard", "in place", "receivers", "abort", "silence", "ask"])
 FAILURES = st.lists(st.sampled_from([None, None, None, None, EngineError, EngineLost]), max_size=24)
@@ -118,7 +119,7 @@ def requests(kind: str, version: int, wrong: bool) -> list[WeightsRequest]:
     return [EnginesAsk(1.0)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     kinds=st.lists(st.tuples(REQUESTS, st.booleans()), min_size=1, max_size=4),
     failures=st.lists(FAILURES, min_size=1, max_size=3),

@@ -31,7 +31,7 @@ COMBINED = {
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
     path = tmp_path_factory.mktemp("async")
-    oracle.write(path / "plain", "plain")
+    oracle.write(path / "plain", "plain", trained=False)
     for name in ("per-expert", "shared-outer") if thorough else ("per-expert",):
         lora_oracle.write(path / "plain", name)
     return path

@@ -10,8 +10,8 @@ from tests.engine.conftest import KEY, Rig
 pytestmark = pytest.mark.engine
 
 
-def test_no_route_answers_without_the_key(untouched: Rig) -> None:
-    url, at_limit = untouched.engine.url, aiohttp.ClientTimeout(20)
+def test_no_route_answers_without_the_key(rig: Rig) -> None:
+    url, at_limit = rig.engine.url, aiohttp.ClientTimeout(20)
 
     async def statuses() -> tuple[dict[str, int], list[str]]:
         found = {}
@@ -28,15 +28,15 @@ def test_no_route_answers_without_the_key(untouched: Rig) -> None:
                     found[f"get {path}"] = reply.status
         return found, list(paths)
 
-    found, paths = untouched.run(statuses())
+    found, paths = rig.run(statuses())
     assert {"/generate", "/health_generate", "/update_weights_from_disk", "/pause_generation"} <= set(paths)
     assert {where: status for where, status in found.items() if status != 401} == {}
 
 
-def test_no_web_socket_opens_without_the_key(untouched: Rig) -> None:
+def test_no_web_socket_opens_without_the_key(rig: Rig) -> None:
     async def opened() -> None:
-        async with aiohttp.ClientSession() as session, session.ws_connect(f"{untouched.engine.url}/v1/realtime"):
+        async with aiohttp.ClientSession() as session, session.ws_connect(f"{rig.engine.url}/v1/realtime"):
             pass
 
     with pytest.raises(aiohttp.WSServerHandshakeError, match=r"401|403"):  # 401 where the server has no package for web sockets
-        untouched.run(opened())
+        rig.run(opened())

@@ -39,9 +39,9 @@ from tests.unit.adapters import random_adapter
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 QWEN = "qwen3_moe"
-FEW = {1: ["tp=1"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
-LAYOUTS = {**FEW, 2: ["tp=2", "pp=2", "ep=2"]}
-"""In a thorough test; in others only `FEW`, which have each of them in a combination."""
+FEW = {1: ["tp=1"], 2: ["tp=2"], 4: ["pp=2,ep=2"]}
+LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
+"""In a thorough test; in others only `FEW`, which have each of them, alone or in a combination."""
 OF_OTHERS = {1: ["tp=1"], 2: ["tp=2", "pp=2,first_stage_layers=1"]}
 ADAPTED = {"rank": 4, "alpha": 10.0}
 RESPONSES = 12

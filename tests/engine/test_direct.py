@@ -198,7 +198,7 @@ def wrong(found: Checksums, expected: Checksums) -> list[list[str]]:
 
 def pairings() -> list[Any]:
     """Engines and ranks that send to them: between them every engine and every layout, and in a thorough test all of both."""
-    few = {("one", 1), ("two", 2), ("two", 4), ("pair", 4)}
+    few = {("one", 1), ("two", 2), ("pair", 4)}
     every = [(engine, ranks) for engine in ("one", "two", "pair") for ranks in LAYOUTS]
     return [pytest.param(*one, marks=() if one in few else pytest.mark.thorough) for one in every]
 

@@ -35,11 +35,11 @@ def form(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("routing", [None, ROUTING], ids=["without routes", "with routes"])
-def test_the_stand_in_answers_as_a_real_engine(untouched: Rig, routing: Routing | None) -> None:
-    client: Any = untouched.engine.client
+def test_the_stand_in_answers_as_a_real_engine(rig: Rig, routing: Routing | None) -> None:
+    client: Any = rig.engine.client
     recording = Recording(routing, vocabulary=VOCAB)
     body = request_body((20, 30, 40), Sampling(1.0, 6, (), recording=recording), f"intake {routing}", 0, None)
-    real = untouched.run(client._send("/generate", body, 60.0))
+    real = rig.run(client._send("/generate", body, 60.0))
     shown = reply_to(msgspec.json.encode(body), 0)
     kinds = [form(json.loads(text)) for text in (real, shown)]
     assert kinds[0] == kinds[1]
@@ -54,15 +54,15 @@ def test_the_stand_in_answers_as_a_real_engine(untouched: Rig, routing: Routing 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["without masks", "with masks"])
 @pytest.mark.parametrize("routing", [None, ROUTING], ids=["without routes", "with routes"])
-def test_a_real_engine_packs_its_answer(untouched: Rig, routing: Routing | None, masks: bool) -> None:
+def test_a_real_engine_packs_its_answer(rig: Rig, routing: Routing | None, masks: bool) -> None:
     """The same answer twice, greedily: packed, and as JSON."""
-    client: Any = untouched.engine.client
+    client: Any = rig.engine.client
     recording = Recording(routing, masks=masks, vocabulary=VOCAB)
     body = request_body((20, 30, 40), Sampling(1.0, 6, (), top_k=1, recording=recording), f"packed {routing} {masks}", 0, None)
-    reply = untouched.run(client._ask("/generate", body, 60.0))
+    reply = rig.run(client._ask("/generate", body, 60.0))
     assert reply.kind == MEDIA_TYPE
     made = response("engine", packed_answer(reply.body), recording)
-    shown = response("engine", answer(untouched.run(client._send("/generate", body, 60.0))), recording)
+    shown = response("engine", answer(rig.run(client._send("/generate", body, 60.0))), recording)
     assert made.tokens.tolist() == shown.tokens.tolist()
     assert np.allclose(made.logprobs, shown.logprobs, atol=1e-4)
     assert (made.spans, made.finish) == (shown.spans, shown.finish)

@@ -36,41 +36,41 @@ def stopped(rig: Rig, part: str) -> Iterator[None]:
         hung.send_signal(signal.SIGCONT)
 
 
-def test_an_idle_and_a_busy_engine_are_alive(untouched: Rig) -> None:
+def test_an_idle_and_a_busy_engine_are_alive(rig: Rig) -> None:
     async def run() -> list[bool]:
-        client = untouched.engine.client
+        client = rig.engine.client
         idle = await client.alive(10.0)
         asking = asyncio.create_task(client.generate((5, 6, 7), Sampling(1.0, 200, ()), "0", 60.0))
         busy = await client.alive(10.0)
         await asking
         return [idle, busy]
 
-    assert untouched.run(run()) == [True, True]
+    assert rig.run(run()) == [True, True]
 
 
-def test_a_server_whose_scheduler_hangs_is_not(untouched: Rig) -> None:
-    client = untouched.engine.client
-    with stopped(untouched, "sglang::scheduler"):
-        assert untouched.run(client.ready())
-        assert not untouched.run(client.alive(3.0))
-    assert untouched.run(client.alive(10.0))
+def test_a_server_whose_scheduler_hangs_is_not(rig: Rig) -> None:
+    client = rig.engine.client
+    with stopped(rig, "sglang::scheduler"):
+        assert rig.run(client.ready())
+        assert not rig.run(client.alive(3.0))
+    assert rig.run(client.alive(10.0))
 
 
-def test_a_pool_suspects_it_and_trusts_it_again(untouched: Rig) -> None:
+def test_a_pool_suspects_it_and_trusts_it_again(rig: Rig) -> None:
     async def run() -> list[bool]:
-        member, seen = untouched.pool.members[0], []
-        watch = asyncio.create_task(Liveness(untouched.pool, 24.0, lambda member: False).run())
-        with stopped(untouched, "sglang::scheduler"):
+        member, seen = rig.pool.members[0], []
+        watch = asyncio.create_task(Liveness(rig.pool, 24.0, lambda member: False).run())
+        with stopped(rig, "sglang::scheduler"):
             await asyncio.sleep(6.0)
             seen.append(member.suspect)
-        await untouched.pool.generate((5, 6, 7), Sampling(1.0, 4, ()))
+        await rig.pool.generate((5, 6, 7), Sampling(1.0, 4, ()))
         seen.append(member.suspect)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         return seen
 
-    assert untouched.run(run()) == [True, False]
-    assert untouched.pool.members[0].fenced is None
+    assert rig.run(run()) == [True, False]
+    assert rig.pool.members[0].fenced is None
 
 
 @pytest.mark.thorough

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines import backend
@@ -18,7 +19,7 @@ from asyncmoe.rollout.engines.nodes import NodesHere
 from asyncmoe.rollout.engines.types import EngineLost, Sampling
 from tests.engine.conftest import make, settings
 from tests.engine.lifetime import in_session, wait_until
-from tests.engine.oracle import Oracle, perturbed
+from tests.engine.oracle import Oracle, largest_difference, perturbed
 from tests.engine.test_direct import Stage, wrong
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -28,16 +29,16 @@ PROMPTS = ((30, 40, 50, 60, 70), tuple(range(3, 90)))
 
 
 @pytest.fixture(scope="module")
-def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stage, Stage]]:
-    """An engine of two ranks in one server, and one in two."""
+def start(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Stage]]:
+    """Starts an engine of two ranks on so many nodes."""
     folder = tmp_path_factory.mktemp("nodes")
     checkpoints = [Oracle(model)]
     checkpoints += [perturbed(checkpoints[0], folder / name, seed) for name, seed in (("a", 1), ("b", 2))]
     started: list[EngineProcess] = []
 
-    async def start(name: str, nodes: int) -> Stage:
+    async def begin(nodes: int) -> Stage:
         sizes = {"max_total_tokens": 8192, "tp": 2, "ep": 2, "nodes": nodes, "start_timeout_s": 600}
-        config = settings(model, folder / f"run-{name}", **sizes, args=ROOM)
+        config = settings(model, folder / f"run-{nodes}", **sizes, args=ROOM)
         engine: Any = backend.start("engine.0", config, 0, config.run.dir)
         started.append(engine)
         rig = await make(config, [engine], runner.run)
@@ -49,9 +50,21 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
         await asyncio.gather(*(engine.stop() for engine in started))
 
     try:
-        yield runner.run(start("whole", 1)), runner.run(start("parted", 2))
+        yield lambda nodes: runner.run(begin(nodes))
     finally:
         runner.run(stop())
+
+
+@pytest.fixture(scope="module")
+def whole(start: Callable[[int], Stage]) -> Stage:
+    """An engine of two ranks in one server."""
+    return start(1)
+
+
+@pytest.fixture(scope="module")
+def parted(start: Callable[[int], Stage]) -> Stage:
+    """An engine of two ranks in two servers."""
+    return start(2)
 
 
 def servers(stage: Stage) -> list[psutil.Process]:
@@ -69,34 +82,48 @@ def greedy(stage: Stage) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     return [(tuple(one.tokens), tuple(one.logprobs)) for one in said]
 
 
-def test_two_nodes_say_what_two_ranks_of_one_node_say(stages: tuple[Stage, Stage]) -> None:
-    whole, parted = stages
+def check_greedy(stage: Stage, oracle: Oracle) -> None:
+    """Each token is the likeliest of transformers', with its log-probability."""
+    for prompt, (tokens, logprobs) in zip(PROMPTS, greedy(stage), strict=True):
+        assert len(tokens) == 24
+        with torch.no_grad():
+            table = oracle.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        likeliest = table.max(-1)
+        assert likeliest.indices.tolist() == list(tokens)
+        assert largest_difference(logprobs, likeliest.values.tolist()) < 1e-4
+
+
+def test_two_nodes_say_what_transformers_says(parted: Stage) -> None:
+    assert parted.loaded == parted.expected(parted.checkpoints[0])
+    check_greedy(parted, parted.checkpoints[0])
+
+
+@pytest.mark.thorough
+def test_two_nodes_say_what_two_ranks_of_one_node_say(whole: Stage, parted: Stage) -> None:
     assert whole.loaded == parted.loaded == whole.expected(whole.checkpoints[0])
     assert greedy(parted) == greedy(whole)
 
 
-def test_only_node_0_listens_once_they_have_met(stages: tuple[Stage, Stage]) -> None:
-    head, other = servers(stages[1])
+def test_only_node_0_listens_once_they_have_met(parted: Stage) -> None:
+    head, other = servers(parted)
     (port,) = {c.laddr.port for c in head.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    assert stages[1].rig.engine.url.endswith(f":{port}")
+    assert parted.rig.engine.url.endswith(f":{port}")
     assert not [c for c in other.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 
 
-def test_the_ranks_of_both_nodes_take_new_weights(stages: tuple[Stage, Stage]) -> None:
-    whole, parted = stages
+def test_the_ranks_of_both_nodes_take_new_weights(parted: Stage) -> None:
     _, a, b = parted.checkpoints
-    for stage in (whole, parted):
-        several = list(zip((a, b, a), stage.versions(3), strict=True))
-        found = stage.rig.run(stage.publish(2, {"tp=2": several}, limit_s=600.0))
-        assert not found.failed, found.failed
-        assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
-        assert not any(names for oracle, version in several for names in wrong(found.arrived[version], stage.expected(oracle)))
-        assert stage.rig.run(stage.rig.engine.client.weights_version()) == several[-1][1]
-    assert greedy(parted) == greedy(whole)
+    several = list(zip((a, b, a), parted.versions(3), strict=True))
+    found = parted.rig.run(parted.publish(2, {"tp=2": several}, limit_s=600.0))
+    assert not found.failed, found.failed
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
+    assert not any(names for oracle, version in several for names in wrong(found.arrived[version], parted.expected(oracle)))
+    assert parted.rig.run(parted.rig.engine.client.weights_version()) == several[-1][1]
+    check_greedy(parted, a)
 
 
-def test_a_lost_node_is_a_lost_engine(stages: tuple[Stage, Stage]) -> None:
-    stage = stages[1]
+def test_a_lost_node_is_a_lost_engine(parted: Stage) -> None:
+    stage = parted
     head, other = servers(stage)
     engine = stage.rig.engine
 

@@ -92,8 +92,8 @@ def test_a_response_across_an_update_says_which_token_is_whose(rig: Rig, checkpo
 
     async def across() -> PooledGeneration:
         await rig.sender.publish(before, old.weights)
-        asking = asyncio.create_task(generate(rig, 1000))
-        await asyncio.sleep(0.7)
+        asking = asyncio.create_task(generate(rig, 600))
+        await asyncio.sleep(0.4)
         committed = await rig.sender.publish(after, new.weights)
         print(f"pause {committed.pause_ms[0]:.0f} ms in the middle of a response")
         return await asking
@@ -195,7 +195,7 @@ def test_two_engines_are_updated_at_once_and_one_may_die(pair: Rig, checkpoints:
     scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
 
     async def kill_in_the_middle() -> list[Any]:
-        asking = [asyncio.create_task(generate(rig, 1000, (*PROMPT, i))) for i in range(4)]
+        asking = [asyncio.create_task(generate(rig, 500, (*PROMPT, i))) for i in range(4)]
         await asyncio.sleep(0.3)
         assert [member.in_flight for member in rig.pool.members] == [2, 2]
         watching = asyncio.create_task(rig.pool.watch())

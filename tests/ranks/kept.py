@@ -1,6 +1,6 @@
 """Worker: what every layout makes of trajectories with recorded experts and ids. `kept.py RESULT REFERENCES LAYOUT...`
 
-A layout is a list of the trainer's settings, such as "tp=2,pp=2,recompute=full".
+A layout is a list of the trainer's settings with the ways to pack, such as "tp=2,pp=2,recompute=full:packed+single".
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    found = {layout: {how: parity.worst(kept(path, layout, how == "packed")) for how in ("packed", "single")} for layout in layouts}
+    found = {}
+    for layout, _, ways in (one.partition(":") for one in layouts):
+        found[layout] = {how: parity.worst(kept(path, layout, how == "packed")) for how in ways.split("+")}
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, indent=1))
     mesh.stop()

@@ -1,6 +1,6 @@
 """Worker: what layouts of this world size make of adapters, against the oracle. `lora.py RESULT REFERENCES LAYOUT:ADAPTERS...`
 
-A layout is as in parity.py; adapters are names of lora_case.py, joined by "+".
+A layout is as in parity.py; adapters are names of lora_case.py, joined by "+", each followed by its checks: "dense/packed/distributed".
 Errors are maxima over all ranks; of gradients and halves, relative to the largest element.
 """
 
@@ -76,12 +76,14 @@ def main(result: Path, path: Path, wanted: list[str]) -> None:
 def try_layout(path: Path, layout: str, adapters: list[str]) -> dict[str, Any]:
     sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer, SEED)
-    found = {name: try_adapter(path / lora_case.ADAPTERS[name][0], place, sizes, name) for name in adapters}
+    found = {}
+    for name, *checks in (each.split("/") for each in adapters):
+        found[name] = try_adapter(path / lora_case.ADAPTERS[name][0], place, sizes, name, checks)
     leave()
     return found
 
 
-def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str) -> dict[str, Any]:
+def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str, chosen: list[str]) -> dict[str, Any]:
     reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
 
     def job(start: bool = False, dropout: float = 0.0, **trainer: Any) -> Job:
@@ -98,7 +100,7 @@ def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str) 
         "dropout": lambda: dropout(job),
         "bfloat16": lambda: half_precision(job),
     }
-    return {check: parity.worst(checks[check]()) for check in lora_case.checks(name)}
+    return {check: parity.worst(checks[check]()) for check in chosen}
 
 
 def forward_and_gradients(job: Job) -> dict[str, Any]:

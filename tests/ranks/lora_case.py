@@ -39,11 +39,11 @@ def tried(sizes: Mapping[str, int]) -> list[str]:
     return [name for name in wanted if ADAPTERS[name][0] in case.variants(sizes)]
 
 
-def checks(name: str) -> list[str]:
-    """What is tried with an adapter."""
+def checks(name: str) -> tuple[str, ...]:
+    """What is tried with an adapter in a thorough test."""
     if name not in BOTH:
-        return ["packed", "distributed"]
-    return ["packed", "recompute", "plain", "distributed", "start", "gathered", "dropout" if name == BOTH[0] else "bfloat16"]
+        return "packed", "distributed"
+    return "packed", "recompute", "plain", "distributed", "start", "gathered", "dropout" if name == BOTH[0] else "bfloat16"
 
 
 def section(name: str, **changes: Any) -> LoraSection:

@@ -31,6 +31,7 @@ from tests import families
 megatron.prepare()
 
 from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402  only after the platform is prepared
+from tests.ranks.leaving import leave  # noqa: E402
 
 ROWS = 256
 SPECIAL = ("distributed", "lora", "model")
@@ -96,7 +97,7 @@ def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
         foreseen = activations.kept(m, parallel, 0, training.microbatch)
         found["operand"] = operand(built)
         found |= {"kept": kept(built, angles), "angles": 0 if angles is None else angles.nbytes, "foreseen": foreseen}
-    mesh.leave()
+    leave()
     return found
 
 

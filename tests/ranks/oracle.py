@@ -16,8 +16,8 @@ from tests import families
 from tests.ranks import case
 
 
-def write(path: Path, variant: str) -> None:
-    """Write the references under `path`.
+def write(path: Path, variant: str, trained: bool = True) -> None:
+    """Write the references under `path`; only hf and reference.pt, without losses and norms, if the model is not to be `trained`.
 
     hf: the model; supervised, policy, credited: its gradients of these losses; trained: its weights after the steps; all as Hugging
     Face checkpoints.
@@ -45,14 +45,15 @@ def write(path: Path, variant: str) -> None:
     proximal = [(values + rng.normal(0, 0.1, len(values))).astype(np.float32) for values in sampled]
 
     reference: dict[str, Any] = {"experts": experts, "logits": logits, "logprobs": sampled, "behaviour": behaviour, "proximal": proximal}
-    for name, loss_of in (("supervised", _supervised), ("policy", _policy), ("credited", _credited)):
-        model.zero_grad()
-        loss = loss_of(model, behaviour, proximal)
-        loss.backward()
-        reference[name] = {"loss": loss.item(), "grad_norm": _norm(model)}
-        _save_gradients(model, path / name)
-    reference["steps"] = _train(model, lambda: _supervised(model, behaviour, proximal))
-    model.save_pretrained(path / "trained")
+    if trained:
+        for name, loss_of in (("supervised", _supervised), ("policy", _policy), ("credited", _credited)):
+            model.zero_grad()
+            loss = loss_of(model, behaviour, proximal)
+            loss.backward()
+            reference[name] = {"loss": loss.item(), "grad_norm": _norm(model)}
+            _save_gradients(model, path / name)
+        reference["steps"] = _train(model, lambda: _supervised(model, behaviour, proximal))
+        model.save_pretrained(path / "trained")
     torch.save(reference, path / "reference.pt")
 
 

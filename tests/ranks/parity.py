@@ -1,7 +1,8 @@
 """Worker: what layouts of this world size make of the case, against the oracle. `parity.py RESULT REFERENCES LAYOUT:VARIANTS...`,
 with one folder of references a variant of the model
 
-A layout is a list of sizes, such as "tp=2,pp=2", under their names in the trainer's configuration; variants are joined by "+".
+A layout is a list of sizes, such as "tp=2,pp=2", under their names in the trainer's configuration; variants are joined by "+". A variant
+may be followed by its checks, such as "plain/packed/guard".
 Errors are maxima over all ranks; of gradients and weights, relative to the tensor's largest element.
 """
 
@@ -42,9 +43,7 @@ from tests.ranks.leaving import leave
 COMPARED = ("clip_fraction", "tis_capped_fraction", "ratio_mean", "train_infer_kl")
 """Figures of the policy loss that are the same in every layout."""
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bias_activation_fusion": True}
-"""Switches of Megatron's that work without a GPU ..."""
-SWITCHED = ("ep=2", "pp=2,vpp=2", "tp=2,ep=2,etp=2")
-"""... and the layouts they are tried in."""
+"""Switches of Megatron's that work without a GPU."""
 
 
 @dataclass
@@ -99,13 +98,15 @@ def main(result: Path, path: Path, wanted: list[str]) -> None:
     dist.init_process_group("gloo")
     found = {}
     for layout, _, variants in (one.partition(":") for one in wanted):
-        found[layout] = {variant: try_layout(path / variant, layout, variant) for variant in variants.split("+")}
+        found[layout] = {}
+        for variant, *checks in (each.split("/") for each in variants.split("+")):
+            found[layout][variant] = try_layout(path / variant, layout, checks)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found, indent=1))
     mesh.stop()
 
 
-def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
+def try_layout(path: Path, layout: str, chosen: list[str]) -> dict[str, Any]:
     reference = torch.load(path / "reference.pt", weights_only=False)
     sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer)
@@ -123,17 +124,14 @@ def try_layout(path: Path, layout: str, variant: str) -> dict[str, Any]:
         "rejected": lambda job: rejected(job(pack=True)),
         "credited": lambda job: credited(job(pack=True)),
         "bfloat16": lambda job: half_precision(job),
+        "balanced": lambda job: balance(job(pack=True, recompute="full", router_bias_rate=case.BIAS_RATE)),
     }
-    balanced = {"balanced": lambda job: balance(job(pack=True, recompute="full", router_bias_rate=case.BIAS_RATE))}
 
     def job(place: mesh.Mesh = place, sizes: dict[str, int] = sizes, **trainer: Any) -> Job:
         return Job(path, case.config(path, **sizes, **trainer), place, reference)
 
-    others = ("packed", "plain", "balanced") if reference["experts"] else ("packed", "plain")
-    chosen = {name: (checks | balanced)[name] for name in others}
-    if variant == "plain":
-        chosen = {name: check for name, check in checks.items() if layout in SWITCHED or name not in ("overlapped", "grouped")}
-    found = {name: worst(check(job)) for name, check in chosen.items()}
+    few = ["packed", "plain", "balanced"] if reference["experts"] else ["packed", "plain"]
+    found = {name: worst(checks[name](job)) for name in chosen or few}
     leave()
     return found
 

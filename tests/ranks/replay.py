@@ -36,8 +36,9 @@ def main(result: Path, path: Path, temperature: float, layouts: list[str]) -> No
     recorded = read(path / "trajectories.msgpack")
     found = {}
     for layout in layouts:
-        for how in ("packed", "single"):
-            found[f"{layout} {how}"] = differences(path, recorded, temperature, settings_of(layout) | {"pack": how == "packed"})
+        sizes, _, ways = layout.partition(":")
+        for how in ways.split("+"):
+            found[f"{sizes} {how}"] = differences(path, recorded, temperature, settings_of(sizes) | {"pack": how == "packed"})
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     mesh.stop()

@@ -1,7 +1,7 @@
 """Worker: a run that is saved after a step and goes on under another layout ends where one that was not interrupted does, in
 every rank's shards and in whole tensors gathered from them.
 
-`resume.py RESULT REFERENCES`, on two ranks.
+`resume.py RESULT REFERENCES KIND-LOADED...`, on two ranks: the optimizer is plain or distributed.
 """
 
 from __future__ import annotations
@@ -37,24 +37,27 @@ LOADED: dict[str, tuple[str, dict[str, Any]]] = {
 """What a run is saved under, and the sizes that it goes on under."""
 
 
-def main(result: Path, path: Path) -> None:
+def main(result: Path, path: Path, wanted: list[str]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     reference = torch.load(path / "reference.pt", weights_only=False)
     found: dict[str, Any] = {}
-    for distributed in (False, True):
-        run = result.parent / f"distributed-{distributed}"
-        checkpoints = {name: saved(path, run / name, reference, distributed, sizes) for name, sizes in SAVED.items()}
-        for name, (origin, sizes) in LOADED.items():
-            job = start(path, run / origin, reference, distributed, sizes)
-            built = job.model()
-            adam = optimizer.build(job.config, built)
-            assert state.load(checkpoints[origin], job.config, built, adam) == 1
-            train(job, built, adam, steps=case.STEPS - 1)
-            errors = [float((value - gpt.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
-            found[f"{'distributed' if distributed else 'plain'}-{name}"] = worst({"weights": max(errors + gathered(job, built))})["weights"]
-            leave()
+    checkpoints: dict[tuple[bool, str], Path] = {}
+    for resumed in wanted:
+        kind, _, name = resumed.partition("-")
+        distributed, (origin, sizes) = kind == "distributed", LOADED[name]
+        run = result.parent / f"distributed-{distributed}" / origin
+        if (distributed, origin) not in checkpoints:
+            checkpoints[distributed, origin] = saved(path, run, reference, distributed, SAVED[origin])
+        job = start(path, run, reference, distributed, sizes)
+        built = job.model()
+        adam = optimizer.build(job.config, built)
+        assert state.load(checkpoints[distributed, origin], job.config, built, adam) == 1
+        train(job, built, adam, steps=case.STEPS - 1)
+        errors = [float((value - gpt.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
+        found[resumed] = worst({"weights": max(errors + gathered(job, built))})["weights"]
+        leave()
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     mesh.stop()
@@ -92,4 +95,4 @@ def train(job: Job, built: gpt.Model, adam: optimizer.MegatronOptimizer, steps: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -13,19 +13,18 @@ from tests.ranks import launch
 pytestmark = pytest.mark.ranks
 
 
-def test_a_run_is_the_same_to_the_bit_with_and_without_fetching_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "askers"), [("tp=1", 2), pytest.param("tp=2", 1, marks=pytest.mark.thorough)])
+def test_a_run_is_the_same_to_the_bit_with_and_without_fetching_ahead(tmp_path: Path, layout: str, askers: int) -> None:
     make_model(tmp_path / "hf", MadeModel(), seed=0)
-    groups = {"tp=1": 2, "tp=2": 1}
-    found = launch.run("ahead", 2, tmp_path, str(tmp_path), *groups)
-    for layout, askers in groups.items():
-        without, ahead = found[0][layout]
-        assert without["fetches"] == [False] * 4 * askers
-        # All but the first step's; one rank may fetch ahead before the other has fetched its first.
-        assert sorted(ahead["fetches"]) == [False] * askers + [True] * 3 * askers
-        for rank in found:
-            without, ahead = rank[layout]
-            assert ahead["steps"] == without["steps"]
-            assert ahead["weights"] == without["weights"]
-            assert len({str(step) for step in ahead["steps"]}) == 4
-        keys = [key for _, batch in ahead["steps"] for key in batch]
-        assert sorted(keys) == sorted(f"g{group}.e{episode}" for group in range(12) for episode in range(2))
+    found = launch.run("ahead", 2, tmp_path, str(tmp_path), layout)
+    without, ahead = found[0][layout]
+    assert without["fetches"] == [False] * 4 * askers
+    # All but the first step's; one rank may fetch ahead before the other has fetched its first.
+    assert sorted(ahead["fetches"]) == [False] * askers + [True] * 3 * askers
+    for rank in found:
+        without, ahead = rank[layout]
+        assert ahead["steps"] == without["steps"]
+        assert ahead["weights"] == without["weights"]
+        assert len({str(step) for step in ahead["steps"]}) == 4
+    keys = [key for _, batch in ahead["steps"] for key in batch]
+    assert sorted(keys) == sorted(f"g{group}.e{episode}" for group in range(12) for episode in range(2))

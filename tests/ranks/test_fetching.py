@@ -14,7 +14,7 @@ from tests.ranks import launch
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,ranks=4"])
+@pytest.mark.parametrize("layout", [pytest.param("tp=2", marks=pytest.mark.thorough), "tp=2,ranks=4"])
 def test_one_rank_of_a_group_asks_perhaps_ahead_and_all_have_the_same(tmp_path: Path, layout: str) -> None:
     make_model(tmp_path / "hf", MadeModel(), seed=0)
     sizes, ranks = layout.partition(",")[0], 4 if "ranks" in layout else 2

@@ -13,15 +13,18 @@ from tests.ranks import kept_oracle, launch
 pytestmark = pytest.mark.ranks
 
 LAYOUTS = {
-    1: ["tp=1", "tp=1,recompute=full"],
-    2: ["tp=2,recompute=full", "pp=2", "pp=2,vpp=2,recompute=full", "ep=2,recompute=selective"],
-    4: ["tp=2,ep=2", "pp=2,ep=2,recompute=full", "tp=2,cp=2,ep=2"],
+    1: ["tp=1"],
+    2: ["tp=2,recompute=full", "pp=2,vpp=2,recompute=full", "ep=2,recompute=selective"],
+    4: ["tp=2,cp=2,ep=2"],
 }
 COMBINED = {
-    2: ["tp=2", "pp=2,recompute=full", "pp=2,vpp=2", "cp=2,recompute=full"],
-    4: ["pp=2,ep=2", "cp=4", "cp=2,pp=2", "tp=2,pp=2,recompute=full", "tp=2,pp=2,vpp=2"],
+    1: ["tp=1,recompute=full"],
+    2: ["tp=2", "pp=2", "pp=2,recompute=full", "pp=2,vpp=2", "cp=2,recompute=full"],
+    4: ["tp=2,ep=2", "pp=2,ep=2,recompute=full", "pp=2,ep=2", "cp=4", "cp=2,pp=2", "tp=2,pp=2,recompute=full", "tp=2,pp=2,vpp=2"],
 }
 """Of parts that the others have too."""
+SINGLE = {"tp=1", "pp=2,vpp=2,recompute=full"}
+"""Layouts that are tried also with each trajectory in a micro-batch of its own; in a thorough test all are."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(references: Path, thorough: bool) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     for ranks, layouts in LAYOUTS.items():
-        results |= launch.run("kept", ranks, references, str(references), *layouts, *(COMBINED.get(ranks, ()) if thorough else ()))
+        wanted = [*layouts, *(COMBINED[ranks] if thorough else ())]
+        tried = [f"{layout}:packed+single" if thorough or layout in SINGLE else f"{layout}:packed" for layout in wanted]
+        results |= launch.run("kept", ranks, references, str(references), *tried)
     return results
 
 
@@ -45,12 +50,15 @@ def test_most_layers_would_choose_other_experts_for_many_tokens(references: Path
     assert max(differ) < 1.0
 
 
-@pytest.mark.parametrize("how", ["packed", "single"])
-@pytest.mark.parametrize(
-    "layout",
-    [layout for layouts in LAYOUTS.values() for layout in layouts]
-    + [pytest.param(layout, marks=pytest.mark.thorough) for layouts in COMBINED.values() for layout in layouts],
-)
+def marked() -> list[Any]:
+    few = [layout for layouts in LAYOUTS.values() for layout in layouts]
+    every = [*few, *(layout for layouts in COMBINED.values() for layout in layouts)]
+    tried = {*((layout, "packed") for layout in few), *((layout, "single") for layout in SINGLE)}
+    both = [(layout, how) for layout in every for how in ("packed", "single")]
+    return [pytest.param(*one, marks=() if one in tried else pytest.mark.thorough) for one in both]
+
+
+@pytest.mark.parametrize(("layout", "how"), marked())
 def test_what_was_sampled_is_what_is_trained(found: dict[str, dict[str, Any]], layout: str, how: str) -> None:
     check(found[layout][how])
     assert found[layout][how]["microbatches"] >= (4 if "pp=2" in layout and "ep" not in layout else 1)
@@ -77,9 +85,12 @@ def check(errors: dict[str, Any]) -> None:
         pytest.param("deepseek", 4, "pp=2,ep=2,recompute=full", marks=pytest.mark.thorough),
     ],
 )
-def test_routers_with_biases_and_groups_and_layers_without_experts(tmp_path: Path, variant: str, ranks: int, layout: str) -> None:
+def test_routers_with_biases_and_groups_and_layers_without_experts(
+    tmp_path: Path, thorough: bool, variant: str, ranks: int, layout: str
+) -> None:
     kept_oracle.write(tmp_path, variant)
-    for errors in launch.run("kept", ranks, tmp_path, str(tmp_path), layout)[layout].values():
+    ways = "packed+single" if thorough else "packed"
+    for errors in launch.run("kept", ranks, tmp_path, str(tmp_path), f"{layout}:{ways}")[layout].values():
         check(errors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,54 @@ LAYOUTS = {
     "ep2xetp2": (4, "ep=2,etp=2"),
     "pp2xep2": (4, "pp=2,ep=2"),
 }
-COMBINED = {"dp2", "cp2", "pp2xvpp2", "tp2xep2xetp2", "ep2xetp2", "pp2xep2"}
-"""Of parts that other layouts have too."""
-layouts = pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
-)
-both = pytest.mark.parametrize("adapter", lora_case.BOTH)
-VARIED = {("1", "dense"), ("1", "attention"), ("tp2", "some"), ("tp2", "deepseek"), ("ep2", "experts"), ("pp2", "tied")}
-"""Targets and models in a layout in which they are something else; in all others only in a thorough test."""
+CHECKS = {
+    ("1", "per-expert"): ("packed", "plain"),
+    ("1", "shared-outer"): ("packed", "recompute", "bfloat16"),
+    ("1", "dense"): ("packed",),
+    ("1", "attention"): ("packed",),
+    ("tp2", "per-expert"): ("packed", "recompute", "distributed", "gathered", "dropout"),
+    ("tp2", "shared-outer"): ("packed", "plain", "start"),
+    ("tp2", "some"): ("packed",),
+    ("tp2", "deepseek"): ("packed", "distributed"),
+    ("pp2", "per-expert"): ("packed", "plain", "start", "gathered"),
+    ("pp2", "tied"): ("packed", "distributed"),
+    ("ep2", "per-expert"): ("packed", "start", "gathered"),
+    ("ep2", "shared-outer"): ("packed", "recompute", "distributed", "start"),
+    ("ep2", "experts"): ("packed",),
+    ("tp2xep2", "per-expert"): ("packed",),
+    ("tp2xep2", "shared-outer"): ("packed", "distributed", "gathered"),
+}
+"""By layout and adapter, where each is something else; all others in a thorough test."""
+
+
+def checks(layout: str, adapter: str, thorough: bool) -> tuple[str, ...]:
+    return lora_case.checks(adapter) if thorough else CHECKS.get((layout, adapter), ())
 
 
 def tried(layout: str) -> list[str]:
     return lora_case.tried(case.sizes_of(LAYOUTS[layout][1]))
 
 
-def others() -> list[Any]:
-    every = [(layout, adapter) for layout in LAYOUTS for adapter in tried(layout) if adapter not in lora_case.BOTH]
-    return [pytest.param(*one, marks=() if one in VARIED else pytest.mark.thorough) for one in every]
+def where(*names: str, adapters: Sequence[str] = lora_case.BOTH) -> pytest.MarkDecorator:
+    """A test of these checks, by the name of each, of an adapter and of a layout."""
+    every = [(check, adapter, layout) for layout in LAYOUTS for adapter in adapters if adapter in tried(layout) for check in names]
+    return pytest.mark.parametrize(
+        ("how", "adapter", "layout"),
+        [
+            pytest.param(check, adapter, layout, marks=() if check in checks(layout, adapter, thorough=False) else pytest.mark.thorough)
+            for check, adapter, layout in every
+            if check in lora_case.checks(adapter)
+        ],
+    )
 
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
     path = tmp_path_factory.mktemp("lora")
-    wanted = sorted(lora_case.ADAPTERS if thorough else {*lora_case.BOTH, *lora_case.IN_PEFT, *(name for _, name in VARIED)})
+    wanted = sorted(lora_case.ADAPTERS if thorough else {*lora_case.IN_PEFT, *(name for _, name in CHECKS)})
     variants = {name: lora_case.ADAPTERS[name][0] for name in wanted}
     for variant in sorted(set(variants.values())):
-        oracle.write(path / variant, variant)
+        oracle.write(path / variant, variant, trained=False)
     for name, variant in variants.items():
         lora_oracle.write(path / variant, name)
     return path
@@ -69,25 +92,25 @@ def found(layout: str, adapter: str, worlds: dict[int, Any], references: Path, t
     """What a layout made of an adapter, by check."""
     ranks, sizes = LAYOUTS[layout]
     if ranks not in worlds:
-        names = [name for name, (count, _) in LAYOUTS.items() if count == ranks and (thorough or name not in COMBINED)]
-        adapters = {name: [a for a in tried(name) if thorough or a in lora_case.BOTH or (name, a) in VARIED] for name in names}
-        wanted = [f"{LAYOUTS[name][1]}:{'+'.join(chosen)}" for name, chosen in adapters.items()]
+        wanted = []
+        for name in (name for name, (count, _) in LAYOUTS.items() if count == ranks):
+            chosen = {each: checks(name, each, thorough) for each in tried(name)}
+            if given := ["/".join((each, *some)) for each, some in chosen.items() if some]:
+                wanted.append(f"{LAYOUTS[name][1]}:{'+'.join(given)}")
         worlds[ranks] = launch.run("lora", ranks, references, str(references), *wanted, timeout_s=1800.0 if thorough else 600.0)
     result: dict[str, dict[str, Any]] = worlds[ranks][sizes][adapter]
     return result
 
 
-@layouts
-@both
-@pytest.mark.parametrize("how", ["packed", "recompute"])
+@where("packed", "recompute")
 def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> None:
     check_parity(found[how])
 
 
-@pytest.mark.parametrize(("layout", "adapter"), others())
-def test_some_targets_and_other_models(found: dict[str, dict[str, Any]]) -> None:
-    check_parity(found["packed"])
-    check_training(found["distributed"])
+@where("packed", "distributed", adapters=[name for name in lora_case.ADAPTERS if name not in lora_case.BOTH])
+def test_some_targets_and_other_models(found: dict[str, dict[str, Any]], how: str) -> None:
+    check = check_parity if how == "packed" else check_training
+    check(found[how])
 
 
 def check_parity(errors: dict[str, Any]) -> None:
@@ -100,12 +123,10 @@ def check_parity(errors: dict[str, Any]) -> None:
         assert errors[f"{loss}_gradients"] < 1e-4
 
 
-@layouts
-@both
-@pytest.mark.parametrize("kind", ["plain", "distributed"])
-def test_halves_after_three_steps(found: dict[str, dict[str, Any]], kind: str) -> None:
-    check_training(found[kind])
-    assert found[kind].get("state", True)
+@where("plain", "distributed")
+def test_halves_after_three_steps(found: dict[str, dict[str, Any]], how: str) -> None:
+    check_training(found[how])
+    assert found[how].get("state", True)
 
 
 def check_training(errors: dict[str, Any]) -> None:
@@ -115,10 +136,9 @@ def check_training(errors: dict[str, Any]) -> None:
     assert errors["frozen"]
 
 
-@layouts
-@both
-def test_training_starts_from_the_same_values_and_from_the_base_model(found: dict[str, dict[str, Any]]) -> None:
-    begun = found["start"]
+@where("start")
+def test_training_starts_from_the_same_values_and_from_the_base_model(found: dict[str, dict[str, Any]], how: str) -> None:
+    begun = found[how]
     assert begun["equal"]
     assert begun["distinct"]
     assert begun["b"] == 0
@@ -126,27 +146,24 @@ def test_training_starts_from_the_same_values_and_from_the_base_model(found: dic
     assert begun["logits"] < 1e-4
 
 
-@layouts
-@both
-def test_the_adapter_is_gathered_whole(found: dict[str, dict[str, Any]]) -> None:
-    assert found["gathered"]["right"]
-    assert found["gathered"]["bytes"]
-    assert found["gathered"]["buckets"] > 3
+@where("gathered")
+def test_the_adapter_is_gathered_whole(found: dict[str, dict[str, Any]], how: str) -> None:
+    assert found[how]["right"]
+    assert found[how]["bytes"]
+    assert found[how]["buckets"] > 3
 
 
-@layouts
-@pytest.mark.parametrize("adapter", lora_case.BOTH[:1])
-def test_dropout_is_drawn_again_alike(found: dict[str, dict[str, Any]]) -> None:
-    assert found["dropout"]["same"] < 1e-5
-    assert found["dropout"]["apart"] > 0.01
-    assert found["dropout"]["logits"] < 1e-4
+@where("dropout")
+def test_dropout_is_drawn_again_alike(found: dict[str, dict[str, Any]], how: str) -> None:
+    assert found[how]["same"] < 1e-5
+    assert found[how]["apart"] > 0.01
+    assert found[how]["logits"] < 1e-4
 
 
-@layouts
-@pytest.mark.parametrize("adapter", lora_case.BOTH[1:])
-def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
-    assert found["bfloat16"]["plain"] < 0.1
-    assert found["bfloat16"]["distributed"] == pytest.approx(found["bfloat16"]["plain"], abs=0.02)
+@where("bfloat16")
+def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]], how: str) -> None:
+    assert found[how]["plain"] < 0.1
+    assert found[how]["distributed"] == pytest.approx(found[how]["plain"], abs=0.02)
 
 
 @pytest.mark.parametrize(

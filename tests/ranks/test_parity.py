@@ -34,25 +34,43 @@ LAYOUTS = {
     "cp2xpp2xvpp2": (4, "cp=2,pp=2,vpp=2"),
     "cp2xtp2xep2": (4, "tp=2,cp=2,ep=2"),
 }
-COMBINED = {
-    *("cp2", "cp4", "cp2xdp2", "cp2xpp2", "cp2xpp2xvpp2", "cp2xtp2"),
-    *("dp2", "pp2-uneven", "tp2xetp2", "tp2xep2", "pp2xtp2", "pp2xvpp2xep2"),
+EVERYWHERE = ("packed", "single", "recompute", "plain", "distributed", "guard", "rejected", "credited", "bfloat16")
+"""Checks of the plain variant in a thorough test ..."""
+SWITCHED = dict.fromkeys(("ep2", "pp2xvpp2", "tp2xep2xetp2"), ("overlapped", "grouped"))
+"""... with these in some layouts."""
+CHECKS = {
+    "1": ("packed", "single", "plain", "distributed", "guard", "rejected", "credited", "bfloat16"),
+    "tp2": ("packed", "recompute", "plain", "bfloat16"),
+    "pp2": ("packed", "plain", "guard"),
+    "pp2xvpp2": ("packed", "recompute", "distributed", "overlapped", "grouped"),
+    "ep2": ("packed", "single", "distributed", "overlapped", "grouped", "guard", "rejected", "credited"),
+    "cp2xep2": ("packed", "plain", "rejected", "credited"),
+    "tp2xep2xetp2": ("packed", "distributed"),
+    "pp2xep2": ("packed", "distributed"),
+    "cp2xtp2xep2": ("packed", "distributed"),
 }
-"""Of parts that other layouts have too."""
-layouts = pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.thorough) if name in COMBINED else name for name in LAYOUTS]
-)
-switched = pytest.mark.parametrize("layout", ["ep2", "pp2xvpp2", "tp2xep2xetp2"])
+"""Otherwise: each way of splitting a model with packed rows and an optimizer, and each other check where it meets what others compute: all
+tokens on other ranks (guard, rejected, credited), other stages (recompute), other shards (bfloat16)."""
+
+
+def checks(layout: str, thorough: bool) -> tuple[str, ...]:
+    return (*EVERYWHERE, *SWITCHED.get(layout, ())) if thorough else CHECKS.get(layout, ())
+
+
+def where(*names: str) -> pytest.MarkDecorator:
+    """A test of these checks, by the name of each and of a layout."""
+    every = [(check, layout) for layout in LAYOUTS for check in names if check in checks(layout, thorough=True)]
+    marked = [pytest.param(check, layout, marks=() if check in CHECKS.get(layout, ()) else pytest.mark.thorough) for check, layout in every]
+    return pytest.mark.parametrize(("how", "layout"), marked)
+
+
 FAMILIES = {variant for variant, model in case.VARIANTS.items() if model["model_type"] not in ("qwen3", "qwen3_moe")}
 VARIED = {
-    ("tp2", "tied"),
     ("pp2", "tied"),
-    ("pp2xep2", "tied"),
     ("1", "dense"),
     ("tp2", "dense-tied"),
-    ("pp2", "dense-tied"),
     ("cp2xep2", "deepseek"),
-} | {("1", variant) for variant in FAMILIES}
+} | {("1", variant) for variant in FAMILIES - {"llama-tied", "glm-air"}}
 """Variants of the model in every layout in which they are something else; in all others only in a thorough test."""
 
 
@@ -66,9 +84,9 @@ def varied() -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
     path = tmp_path_factory.mktemp("parity")
-    for variant in case.VARIANTS:
+    for variant in case.VARIANTS if thorough else ["plain", *sorted({variant for _, variant in VARIED})]:
         oracle.write(path / variant, variant)
     return path
 
@@ -88,16 +106,19 @@ class Worlds:
         """What a layout made of the variants of the model."""
         if layout not in self._found:
             ranks = LAYOUTS[layout][0]
-            together = [name for name, (count, _) in LAYOUTS.items() if count == ranks and name not in COMBINED]
+            together = [name for name, (count, _) in LAYOUTS.items() if count == ranks and name in CHECKS]
             names = [layout] if self._thorough else together
-            wanted = [f"{LAYOUTS[name][1]}:{'+'.join(self._variants(name))}" for name in names]
+            wanted = [f"{LAYOUTS[name][1]}:{'+'.join(self._tried(name))}" for name in names]
             limit_s = 900.0 if self._thorough else 600.0
             found = launch.run("parity", ranks, self._references, str(self._references), *wanted, timeout_s=limit_s)
             self._found |= {name: found[LAYOUTS[name][1]] for name in names}
         return self._found[layout]
 
-    def _variants(self, layout: str) -> list[str]:
-        return [name for name in variants(layout) if self._thorough or name == "plain" or (layout, name) in VARIED]
+    def _tried(self, layout: str) -> list[str]:
+        """Variants of the model, the plain one with its checks."""
+        plain = "/".join(("plain", *checks(layout, self._thorough)))
+        others = [name for name in variants(layout) if name != "plain" and (self._thorough or (layout, name) in VARIED)]
+        return [plain, *others]
 
 
 @pytest.fixture(scope="session")
@@ -112,8 +133,7 @@ def found(layout: str, worlds: Worlds) -> dict[str, dict[str, Any]]:
     return result
 
 
-@layouts
-@pytest.mark.parametrize("how", ["packed", "single", "recompute"])
+@where("packed", "single", "recompute")
 def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> None:
     check_parity(found[how])
 
@@ -129,38 +149,35 @@ def check_parity(errors: dict[str, Any]) -> None:
     assert errors["unchanged"]  # a learning rate of 0
 
 
-@layouts
-@pytest.mark.parametrize("how", ["packed", "single"])
+@where("packed", "single")
 def test_trainer_and_engine_agree_on_the_same_version(found: dict[str, dict[str, Any]], how: str) -> None:
     assert 0 <= found[how]["same_version"] < 1e-4
 
 
-@layouts
-def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], worlds: Worlds) -> None:
+@where("packed", "single")
+def test_metrics_do_not_depend_on_the_layout(found: dict[str, dict[str, Any]], how: str, worlds: Worlds) -> None:
     alone = worlds.of("1")["plain"]["single"]
     clip, capped, *_ = alone["metrics"]
     assert 0 < clip < 1
     assert 0 < capped < 1
-    for how in ("packed", "single"):
-        assert found[how]["metrics"] == pytest.approx(alone["metrics"], abs=2e-5)
-        assert found[how]["counts"] == alone["counts"]
+    assert found[how]["metrics"] == pytest.approx(alone["metrics"], abs=2e-5)
+    assert found[how]["counts"] == alone["counts"]
 
 
-@layouts
-@pytest.mark.parametrize("kind", ["plain", "distributed"])
-def test_weights_after_three_steps(found: dict[str, dict[str, Any]], kind: str) -> None:
-    check_training(found[kind])
+@where("plain", "distributed")
+def test_weights_after_three_steps(found: dict[str, dict[str, Any]], how: str) -> None:
+    check_training(found[how])
 
 
-@switched
-def test_gradients_and_weights_that_travel_while_others_are_computed(found: dict[str, dict[str, Any]]) -> None:
-    check_training(found["overlapped"])
+@where("overlapped")
+def test_gradients_and_weights_that_travel_while_others_are_computed(found: dict[str, dict[str, Any]], how: str) -> None:
+    check_training(found[how])
 
 
-@switched
-def test_experts_multiplied_all_at_once(found: dict[str, dict[str, Any]]) -> None:
-    assert found["grouped"]["gradients"] < 1e-6
-    assert found["grouped"]["norm"] < 1e-6
+@where("grouped")
+def test_experts_multiplied_all_at_once(found: dict[str, dict[str, Any]], how: str) -> None:
+    assert found[how]["gradients"] < 1e-6
+    assert found[how]["norm"] < 1e-6
 
 
 @pytest.mark.parametrize(("layout", "variant"), varied())
@@ -195,51 +212,60 @@ def check_training(errors: dict[str, Any]) -> None:
     assert errors["norms"] < 1e-4
 
 
-@layouts
-def test_what_must_not_be_trained_on_stops_every_rank(found: dict[str, dict[str, Any]]) -> None:
-    loss, gradient, future, refused = found["guard"]["messages"]
+@where("guard")
+def test_what_must_not_be_trained_on_stops_every_rank(found: dict[str, dict[str, Any]], how: str) -> None:
+    loss, gradient, future, refused = found[how]["messages"]
     assert refused == [True, False, True]
     assert "later version than the trainer's" in future
     assert loss.startswith("the loss is nan")
     assert gradient.startswith("the gradient norm is nan")
-    assert found["guard"]["unchanged"]
+    assert found[how]["unchanged"]
 
 
-@layouts
-def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]]) -> None:
-    assert found["bfloat16"]["plain"] < 0.05
-    assert found["bfloat16"]["distributed"] == pytest.approx(found["bfloat16"]["plain"], abs=0.01)
+@where("bfloat16")
+def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]], how: str) -> None:
+    assert found[how]["plain"] < 0.05
+    assert found[how]["distributed"] == pytest.approx(found[how]["plain"], abs=0.01)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("dp2", marks=pytest.mark.thorough), "ep2", "pp2xep2"])
+@pytest.mark.parametrize("layout", ["ep2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dp2", "pp2xep2"))])
 def test_filler_was_part_of_it(found: dict[str, dict[str, Any]]) -> None:
     """Seven trajectories one by one on two data-parallel ranks."""
     assert found["single"]["filler"] == 1
 
 
+RESUMED = {"plain-uneven", "distributed-pipeline", "distributed-from-interleaved"}
+"""Kind of the optimizer and what it goes on under; all others in a thorough test."""
+EVERY_RESUMED = [
+    f"{kind}-{layout}"
+    for kind in ("plain", "distributed")
+    for layout in ("same", "data", "pipeline", "uneven", "interleaved", "from-interleaved")
+]
+
+
 @pytest.fixture(scope="session")
-def resumed(references: Path) -> dict[str, float]:
-    result: dict[str, float] = launch.run("resume", 2, references, str(references / "plain"))
+def resumed(references: Path, thorough: bool) -> dict[str, float]:
+    tried = EVERY_RESUMED if thorough else sorted(RESUMED)
+    result: dict[str, float] = launch.run("resume", 2, references, str(references / "plain"), *tried)
     return result
 
 
-@pytest.mark.parametrize("layout", ["same", "data", "pipeline", "uneven", "interleaved", "from-interleaved"])
-@pytest.mark.parametrize("kind", ["plain", "distributed"])
-def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], kind: str, layout: str) -> None:
-    assert resumed[f"{kind}-{layout}"] < 2e-5
+@pytest.mark.parametrize("how", [pytest.param(one, marks=() if one in RESUMED else pytest.mark.thorough) for one in EVERY_RESUMED])
+def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], how: str) -> None:
+    assert resumed[how] < 2e-5
 
 
-@layouts
-def test_steps_and_a_teacher_are_credited_token_by_token(found: dict[str, dict[str, Any]]) -> None:
-    errors = found["credited"]
+@where("credited")
+def test_steps_and_a_teacher_are_credited_token_by_token(found: dict[str, dict[str, Any]], how: str) -> None:
+    errors = found[how]
     assert errors["gradients"] < 1e-4
     assert errors["loss"] < 1e-5
     assert errors["apart"] > 0.01
 
 
-@layouts
-def test_rejected_tokens_leave_the_denominator(found: dict[str, dict[str, Any]]) -> None:
-    errors = found["rejected"]
+@where("rejected")
+def test_rejected_tokens_leave_the_denominator(found: dict[str, dict[str, Any]], how: str) -> None:
+    errors = found[how]
     assert errors["gradients"] < 1e-5
     assert errors["loss"] < 1e-6
     assert 0.2 < errors["share"] < 0.8

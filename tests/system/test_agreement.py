@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.runs import metrics, provide, refused, run
+from tests.system.runs import ONE_RANK, metrics, provide, refused, run
 from tests.unit.report_pages import data_of
 
 pytestmark = pytest.mark.system
@@ -16,6 +16,12 @@ pytestmark = pytest.mark.system
 MIXTURE = "model.make={layers: 4, hidden: 128, experts: 32, experts_per_token: 4, expert_hidden: 128}"
 STILL = ("warmup.steps=0", "run.steps=3", "trainer.optimizer.lr=1e-12")
 """The weights stay what they are: whatever differs is not staleness."""
+IN_TURN = (
+    *("run.mode=sync", "queue.staleness.max_staleness=0", "rollout.max_concurrent=6", "rollout.max_new_tokens=24"),
+    *("sync.staging=false", "sync.transport=gloo", "sync.verify_every=1"),
+)
+"""One after the other, and a way of weight sync that is not the default. With fewer places at the engine than a batch has responses: a
+version that lands must not cut a batch in two."""
 
 
 @pytest.mark.thorough
@@ -43,9 +49,12 @@ def test_a_run_with_masks_a_reference_and_checks_agrees_from_step_to_step(tmp_pa
         "objective.kl={coefficient: 0.01, estimator: unbiased}",
         "objective.correction={token_band: [0.5, 5.0]}",
         "verify={logprobs_every: 1, max_logprob_diff: 1.0e-3, max_kl: 1.0e-6}",
+        *IN_TURN,
     )
+    assert (summary["max_staleness_seen"], summary["rejected"]) == (0, {})
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
     steps = metrics(tmp_path / "run")
+    assert [list(step["ages"]) for step in steps] == [["0"]] * 4
     assert steps[0]["kl_reference"] < 1e-6 < steps[-1]["kl_reference"]  # the second update's share of step 0 is small
     assert all(0 <= share <= 1 for step in steps for share in step["routing_mismatch"].values())
     log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("trainer*.log"))
@@ -73,7 +82,7 @@ def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Pa
     model = f"model.path={provide(tmp_path / 'model')}"
     verify = "verify={logprobs_every: 1, max_logprob_diff: 1.0e-12}"
     small = ("rollout.groups_per_step=4", "rollout.group_size=4", "telemetry.live=off")
-    line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *STILL, "engines.dtype=bfloat16", verify)
+    line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *ONE_RANK, *STILL, "engines.dtype=bfloat16", verify)
     assert "engine and trainer differ by" in line
     assert "verify.max_logprob_diff is 1e-12" in line
     assert not metrics(run_dir)

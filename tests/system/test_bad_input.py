@@ -99,6 +99,7 @@ def test_a_path_below_a_file_is_named(tmp_path: Path, command: str) -> None:
     assert "choose a path with no file among its parts" in line
 
 
+@pytest.mark.thorough  # the line: tests/unit/test_tasks_own.py; what the controller refuses: below
 def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "broken\n')

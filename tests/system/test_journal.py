@@ -21,7 +21,9 @@ from asyncmoe.journal.recovery import JournalRows
 from asyncmoe.journal.states_file import FILE
 from tests.system.runs import ONE_RANK, Command, logs, marked_pids, metrics, start, wait_for
 
-pytestmark = pytest.mark.system
+# By default tests/unit/test_chaos.py resumes runs at seeded moments, with light engines and ranks, and cuts no response by more than a piece;
+# test_controller_restarts and test_restarts lose controller, supervisor, engine and rank of a real run, and `check` it.
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
 SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
 ENDS = ("trainer.max_restarts=0", "run.controller_restarts=0", "engines.orphan_s=5")
 """Of a run that ends as a whole when one of its processes is lost."""
@@ -73,7 +75,6 @@ def ledger_adds_up(directory: Path) -> None:
     ("targets", "every"),
     [(("controller",), 0), (("rank", "supervisor", "controller"), 5)],
 )
-@pytest.mark.thorough  # a controller is lost with the run: below; a rank and a supervisor: test_restarts, test_controller_restarts
 def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, targets: tuple[str, ...], every: int) -> None:
     draw, at = random.Random(len(targets)), WARM + 1
     directory, shape = tmp_path / "run", (*SHAPE, f"trainer.checkpoint_every={every}")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.system.runs import metrics, run
 
-# By default test_agreement tries sync, and all other runs run.mode=async.
+# By default test_context tries sync, and all other runs try run.mode=async.
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
 

@@ -18,7 +18,7 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.samples.records import CLIPPED
 from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
-from tests.system.runs import ENGINES, Command, logs, metrics, refused, run, silent_engines, start, wait_for
+from tests.system.runs import ENGINES, REPOSITORY, Command, logs, metrics, refused, run, silent_engines, start, wait_for
 from tests.unit.report_pages import data_of, figures_of
 
 pytestmark = pytest.mark.system
@@ -269,3 +269,14 @@ def test_a_reward_that_fails_is_counted_and_never_zero(tmp_path: Path) -> None:
     assert last["rejected"].get("scorer_error", 0) > 0
     assert last["rejected"].get("scorer_nan", 0) > 0
     assert all(s["reward_mean"] >= 1.0 for s in metrics(directory) if s["phase"] == "rl")
+
+
+GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+@pytest.mark.thorough  # GSM8K: test_context; math_verify: tests/unit/test_scoring_mathematics.py
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K's train.jsonl is not beside this checkout")
+def test_gsm8k_loads_templates_generates_verifies_and_trains(tmp_path: Path) -> None:
+    gsm8k = ("task.kind=jsonl", f"task.path={GSM8K}", "task.chat_template=true", "scoring.scorer=math_verify", "rollout.max_new_tokens=48")
+    summary = run(tmp_path / "run", *gsm8k, "run.steps=2", "warmup.steps=2")
+    assert summary["steps"] == 2

@@ -96,7 +96,7 @@ def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Pat
     first = start(directory, *shape, silent_engines(tmp_path), "engines.orphan_s=0")
     assert wait_for(lambda: checkpoints.newest(directory) is not None, 120), logs(directory)
     first.process.kill()
-    assert first.gone(), first.alive()
+    assert first.gone(60), first.alive()
     assert checkpoints.newest(directory) == checkpoints.directory(directory, 4)
     run(directory, *shape)
     assert [step["step"] for step in metrics(directory)] == list(range(1, 8))

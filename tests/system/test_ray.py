@@ -108,7 +108,7 @@ def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) 
     one = start(tmp_path / "here", silent_engines(tmp_path), "engines.orphan_s=0")
     assert wait_for(lambda: len(metrics(tmp_path / "here")) == 4, 120), logs(tmp_path / "here")
     one.process.kill()
-    assert one.gone(), one.alive()
+    assert one.gone(60), one.alive()
     # Nodes of the runs before are free again, or this one would have none.
     command = start(tmp_path / "ray", *ON_RAY)
     status, out, error = command.finish()

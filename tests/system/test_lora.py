@@ -93,7 +93,7 @@ def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
 def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Path) -> None:
     """Resumed from the adapters of the warm-up, in which no engine has taken part."""
     directory, shape = tmp_path / "run", (*LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
-    first = start(directory, *shape, silent_engines(tmp_path), "engines.orphan_s=0")
+    first = start(directory, *shape, silent_engines(tmp_path), "engines.orphan_s=3")
     assert wait_for(lambda: checkpoints.newest(directory) is not None, 120), logs(directory)
     first.process.kill()
     assert first.gone(60), first.alive()

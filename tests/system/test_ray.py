@@ -105,7 +105,7 @@ def test_a_part_that_fails_is_named_with_its_node(cluster: Nodes, tmp_path: Path
 
 def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) -> None:
     """The warm-up, which is deterministic, tells whether it is."""
-    one = start(tmp_path / "here", silent_engines(tmp_path), "engines.orphan_s=0")
+    one = start(tmp_path / "here", silent_engines(tmp_path), "engines.orphan_s=3")
     assert wait_for(lambda: len(metrics(tmp_path / "here")) == 4, 120), logs(tmp_path / "here")
     one.process.kill()
     assert one.gone(60), one.alive()

@@ -1,8 +1,9 @@
-"""Write records to TensorBoard event files."""
+"""Write records to TensorBoard event files, without torch: importing it takes seconds, and the supervisor has no other use for it."""
 
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorBoard:
@@ -27,7 +28,7 @@ class TensorBoard:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._writer: SummaryWriter | None = None
+        self._writer: EventFileWriter | None = None
         self._step = 0
         self._closed = False
         self._evaluations: list[Evaluation] = []
@@ -69,14 +70,14 @@ class TensorBoard:
         writer = self._writer_from(record.step)
         self._step = record.step
         for number in numbers(record):
-            writer.add_scalar(_tag(record.phase, number), number.value, record.step, walltime=record.time)
+            _add(writer, _tag(record.phase, number), number, record.step, record.time)
 
     def _write_rollout(self, record: Rollout) -> None:
         # The current step is unknown before the first step of this start.
         if self._writer is None:
             return
         for number in numbers(record):
-            self._writer.add_scalar(_tag("rollout", number), number.value, self._step, walltime=record.time)
+            _add(self._writer, _tag("rollout", number), number, self._step, record.time)
 
     def _write_evaluations(self) -> None:
         # An evaluation may arrive before the first step of this start; it is kept until then.
@@ -85,18 +86,22 @@ class TensorBoard:
         for record in self._evaluations:
             for number in numbers(record):
                 group = f"evaluation/{record.name}" if record.name else "evaluation"
-                self._writer.add_scalar(_tag(group, number), number.value, record.version, walltime=record.time)
+                _add(self._writer, _tag(group, number), number, record.version, record.time)
         self._evaluations.clear()
 
-    def _writer_from(self, step: int) -> SummaryWriter:
+    def _writer_from(self, step: int) -> EventFileWriter:
         if self._writer is not None and step > self._step:
             return self._writer
-        from torch.utils.tensorboard import SummaryWriter  # importing torch takes seconds, and most readers do not need it
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._writer is not None:
             self._writer.close()
         threading.excepthook = _told_by_the_next_call
-        self._writer = SummaryWriter(str(self._directory), purge_step=step)
+        self._writer = EventFileWriter(str(self._directory))
+        # What earlier files have of this step and later ones is purged (`EventAccumulator.purge_orphaned_data`).
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(step=step, wall_time=time.time(), session_log=start))
         return self._writer
 
 
@@ -107,6 +112,14 @@ def _told_by_the_next_call(args: threading.ExceptHookArgs) -> None:
     """Suppress the traceback of the event writer's thread: the writer's next caller receives the same error, e.g. for a full disk."""
     if not (type(args.thread).__name__ == "_AsyncWriterThread" and isinstance(args.exc_value, OSError)):
         _others(args)
+
+
+def _add(writer: EventFileWriter, tag: str, number: Number, step: int, at: float) -> None:
+    """Write a scalar, as of `at`, Unix seconds."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    writer.add_event(Event(step=step, wall_time=at, summary=Summary(value=[Summary.Value(tag=tag, simple_value=number.value)])))
 
 
 def _tag(group: str, number: Number) -> str:

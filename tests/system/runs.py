@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+ENGINES = REPOSITORY / ".venv-engine" / "bin" / "python"
 MARK = "ASYNCMOE_TESTMARK"
 # The smallest run that has every part: a warm-up, one engine, two expert-parallel ranks.
 SMALL = (
@@ -24,7 +25,10 @@ SMALL = (
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "telemetry.live=off",
+    "trainer.standby=false",
 )
+ONE_RANK = ("trainer.ranks=1", "trainer.ep=1")
+"""Where the number of ranks does not matter: each takes as long to start as all of a small run's steps."""
 
 
 class Command:
@@ -138,6 +142,14 @@ def _made() -> tempfile.TemporaryDirectory[str]:
     status, _, error = Command("make-model", folder.name + "/model").finish()
     assert status == 0, error
     return folder
+
+
+def silent_engines(folder: Path) -> str:
+    """A Python whose engines never answer, and take no time: the override that names it, for runs that need no more than the warm-up."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *platform.sglang*) exec sleep 600;; esac\nexec {ENGINES} "$@"\n')
+    python.chmod(0o755)
+    return f"engines.python={python}"
 
 
 def refused(*arguments: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.runs import metrics, provide, refused, run
+from tests.system.runs import ONE_RANK, metrics, provide, refused, run
 from tests.unit.report_pages import data_of
 
 pytestmark = pytest.mark.system
@@ -32,6 +32,7 @@ def test_keeping_routes_closes_most_of_the_gap_between_half_and_full_precision(t
     assert found["off"]["routing_mismatch_mean"] is None
 
 
+@pytest.mark.thorough  # of ranks that share sequences, and one after the other: test_context; without masks and ahead: test_runs
 def test_a_run_with_masks_a_reference_and_checks_agrees_from_step_to_step(tmp_path: Path) -> None:
     summary = run(
         tmp_path / "run",
@@ -73,7 +74,7 @@ def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Pa
     model = f"model.path={provide(tmp_path / 'model')}"
     verify = "verify={logprobs_every: 1, max_logprob_diff: 1.0e-12}"
     small = ("rollout.groups_per_step=4", "rollout.group_size=4", "telemetry.live=off")
-    line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *STILL, "engines.dtype=bfloat16", verify)
+    line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *ONE_RANK, *STILL, "engines.dtype=bfloat16", verify)
     assert "engine and trainer differ by" in line
     assert "verify.max_logprob_diff is 1e-12" in line
     assert not metrics(run_dir)

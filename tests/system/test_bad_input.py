@@ -10,7 +10,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.redis_server import needed
-from tests.system.runs import SMALL, provide, refused
+from tests.system.runs import ONE_RANK, SMALL, provide, refused, silent_engines
 
 pytestmark = pytest.mark.system
 DEMO = "examples/demo.yaml"
@@ -67,13 +67,13 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = refused(*arguments(tmp_path, f"engines.port={port}"))
+        line = refused(*arguments(tmp_path, f"engines.port={port}", *ONE_RANK))
     assert str(port) in line
     assert "in use" in line
 
 
 def test_an_engine_that_dies_at_start_says_why(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "engines.args=['--no-such-argument']"))
+    line = refused(*arguments(tmp_path, "engines.args=['--no-such-argument']", *ONE_RANK))
     assert "no-such-argument" in line
     assert "engine" in line
 
@@ -81,7 +81,7 @@ def test_an_engine_that_dies_at_start_says_why(tmp_path: Path) -> None:
 def test_a_full_disk_names_role_node_reason_and_cure_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     node = socket.gethostname()
     with mounted(tmp_path / "disk", "8m") as disk:  # for two checkpoints of the small run, not for three
-        line = refused(*arguments(tmp_path, f"run.dir={disk / 'run'}", "trainer.checkpoint_every=1"))
+        line = refused(*arguments(tmp_path, f"run.dir={disk / 'run'}", "trainer.checkpoint_every=1", silent_engines(tmp_path)))
         role, _, what = line.partition(": ")
         assert re.fullmatch(rf"(trainer\.[01]|controller) on {node}", role), line
         assert re.search(rf"cannot write {disk}\S+ on {node}: No space left on device \(ENOSPC\), .* GiB free; make room", what), line
@@ -99,6 +99,7 @@ def test_a_path_below_a_file_is_named(tmp_path: Path, command: str) -> None:
     assert "choose a path with no file among its parts" in line
 
 
+@pytest.mark.thorough  # the line: tests/unit/test_tasks_own.py; what the controller refuses: below
 def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "broken\n')
@@ -108,5 +109,5 @@ def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_reward_function_is_named(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "scoring.scorer=nowhere.module:reward"))
+    line = refused(*arguments(tmp_path, "scoring.scorer=nowhere.module:reward", *ONE_RANK))
     assert "nowhere.module" in line

@@ -15,17 +15,18 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.telemetry import processes
-from tests.system.runs import Command, logs, marked, marked_pids, metrics, start, wait_for
+from asyncmoe.telemetry.heartbeats import TRAINER
+from tests.system.runs import ONE_RANK, Command, logs, marked, marked_pids, metrics, start, wait_for
 from tests.system.test_journal import SHAPE, WARM, check, trained
 from tests.system.test_restarts import ENGINE, pid_of
 
 pytestmark = pytest.mark.system
-KEPT = ("trainer.0", "trainer.1", "keeper")
 
 
 def left_alone(directory: Path, mark: str) -> list[int]:
     """Ids of the processes that go on without a controller: the ranks, the keeper and the engine's."""
-    return [*(pid_of(directory, role) for role in KEPT), *marked_pids(mark, ENGINE)]
+    ranks = sorted({one.role for one in processes.read(directory) if one.role.startswith(TRAINER)})
+    return [*(pid_of(directory, role) for role in (*ranks, "keeper")), *marked_pids(mark, ENGINE)]
 
 
 def generates(directory: Path, since: float) -> bool:
@@ -50,7 +51,7 @@ def lose(directory: Path, command: Command, number: signal.Signals) -> dict[str,
 
 
 def test_neither_a_controller_nor_a_supervisor_that_is_killed_costs_an_engine_or_a_sample(tmp_path: Path) -> None:
-    directory, shape = tmp_path / "run", (*SHAPE, "run.steps=12", "engines.orphan_s=90", "trainer.checkpoint_every=0")
+    directory, shape = tmp_path / "run", (*SHAPE, *ONE_RANK, "run.steps=12", "engines.orphan_s=90", "trainer.checkpoint_every=0")
     command = start(directory, *shape)
     assert wait_for(lambda: trained(directory, 0, WARM + 1), 150), logs(directory)
     print(json.dumps(lose(directory, command, signal.SIGKILL)))

@@ -19,9 +19,11 @@ import pytest
 from asyncmoe.journal import rows
 from asyncmoe.journal.recovery import JournalRows
 from asyncmoe.journal.states_file import FILE
-from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
+from tests.system.runs import ONE_RANK, Command, logs, marked_pids, metrics, start, wait_for
 
-pytestmark = pytest.mark.system
+# By default tests/unit/test_chaos.py resumes a run that ends at seeded moments, with light engines and ranks, and cuts no response by more
+# than a piece; test_controller_restarts and test_restarts lose controller, supervisor, engine and rank of a real run, and `check` it.
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
 SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
 ENDS = ("trainer.max_restarts=0", "run.controller_restarts=0", "engines.orphan_s=5")
 """Of a run that ends as a whole when one of its processes is lost."""
@@ -71,7 +73,7 @@ def ledger_adds_up(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "every"),
-    [(("controller",), 0), pytest.param(("rank", "supervisor", "controller"), 5, marks=pytest.mark.thorough)],
+    [(("controller",), 0), (("rank", "supervisor", "controller"), 5)],
 )
 def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, targets: tuple[str, ...], every: int) -> None:
     draw, at = random.Random(len(targets)), WARM + 1
@@ -88,10 +90,11 @@ def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, t
 
 
 def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> None:
-    """Responses of 200 tokens in pieces of 20, on an engine with room for few: most are under way at the kill."""
+    """Responses of 120 tokens in pieces of 20, on an engine with room for few: most are under way at the kill."""
     directory = tmp_path / "run"
     untaught = ("warmup.lr=1e-9", "run.steps=3")  # a random model hardly ever ends a response
-    shape = (*SHAPE, *ENDS, *untaught, "rollout.max_new_tokens=200", "journal.piece_tokens=20", "rollout.max_concurrent=8")
+    few = ("rollout.max_new_tokens=120", "journal.piece_tokens=20", "rollout.max_concurrent=8")
+    shape = (*SHAPE, *ENDS, *ONE_RANK, *untaught, *few)
     command = start(directory, *shape)
 
     def recorded() -> bool:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.system.runs import SMALL, Command, metrics, provide, refused, run
+from asyncmoe import checkpoints
+from tests.system.runs import SMALL, Command, logs, metrics, provide, refused, run, silent_engines, start, wait_for
 
 pytestmark = pytest.mark.system
 
@@ -90,10 +91,15 @@ def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    run(directory, *LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
-    run(directory, *LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1", "run.steps=5")
-    assert [step["step"] for step in metrics(directory)] == list(range(1, 10))
+    """Resumed from the adapters of the warm-up, in which no engine has taken part."""
+    directory, shape = tmp_path / "run", (*LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
+    first = start(directory, *shape, silent_engines(tmp_path), "engines.orphan_s=3")
+    assert wait_for(lambda: checkpoints.newest(directory) is not None, 120), logs(directory)
+    first.process.kill()
+    assert first.gone(60), first.alive()
+    assert checkpoints.newest(directory) == checkpoints.directory(directory, 4)
+    run(directory, *shape)
+    assert [step["step"] for step in metrics(directory)] == list(range(1, 8))
     model = directory.parent / "model"
     line = refused("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, "run.steps=6")
     assert "got train = lora, expected train = full" in line

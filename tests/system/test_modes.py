@@ -9,13 +9,14 @@ import pytest
 
 from tests.system.runs import metrics, run
 
-pytestmark = pytest.mark.system
+# By default test_context tries sync, and all other runs try run.mode=async.
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
 
 SYNCS = {"sync": ("sync.staging=false", "sync.transport=gloo"), "one_step_off": ("sync.method=broadcast",)}
 
 
-@pytest.mark.parametrize(("mode", "oldest"), [("sync", 0), pytest.param("one_step_off", 1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("mode", "oldest"), [("sync", 0), ("one_step_off", 1)])
 def test_batches_are_as_far_ahead_as_the_mode_says(tmp_path: Path, mode: str, oldest: int) -> None:
     """With fewer places at the engine than a batch has responses: a version that lands must not cut a batch in two."""
     directory = tmp_path / "run"

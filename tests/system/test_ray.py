@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, provide, refused, run, start, wait_for
+from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, provide, refused, silent_engines, start, wait_for
 
 pytestmark = pytest.mark.system
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -90,6 +90,7 @@ def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:
     assert line.startswith("Ray cluster: got 1 node with 2 CPUs, 2 nodes with 1 CPU; free: 4 CPUs, expected 5 nodes: 1 CPU for controller")
 
 
+@pytest.mark.thorough  # an engine that fails: test_bad_input; names of nodes: tests/unit/test_launch_ray.py; a whole run on Ray: below
 def test_a_part_that_fails_is_named_with_its_node(cluster: Nodes, tmp_path: Path) -> None:
     command = start(tmp_path / "run", *ON_RAY, "engines.args=[--nonsense]")
     status, out, error = command.finish()
@@ -103,8 +104,12 @@ def test_a_part_that_fails_is_named_with_its_node(cluster: Nodes, tmp_path: Path
 
 
 def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) -> None:
-    run(tmp_path / "here", "run.steps=1")
-    # Nodes of the run before are free again, or this one would have none.
+    """The warm-up, which is deterministic, tells whether it is."""
+    one = start(tmp_path / "here", silent_engines(tmp_path), "engines.orphan_s=3")
+    assert wait_for(lambda: len(metrics(tmp_path / "here")) == 4, 120), logs(tmp_path / "here")
+    one.process.kill()
+    assert one.gone(60), one.alive()
+    # Nodes of the runs before are free again, or this one would have none.
     command = start(tmp_path / "ray", *ON_RAY)
     status, out, error = command.finish()
     assert status == 0, out + error + logs(tmp_path / "ray")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network.hosts import Host, Wire, missing, network
-from tests.system.runs import REPOSITORY, SMALL, logs, metrics, provide, wait_for
+from tests.system.runs import ONE_RANK, REPOSITORY, SMALL, logs, metrics, provide, wait_for
 from tests.system.test_nodes import ROOM
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(why := missing()), reason=why)]
@@ -34,8 +34,8 @@ OPTIONS = (
 def test_two_engines_share_what_one_trainer_sends_once_until_a_host_is_lost(tmp_path: Path) -> None:
     """Every version is checked on both engines. The one that is left gets its versions from the trainer."""
     run = tmp_path / "run"
-    settings = ["examples/demo.yaml", f"run.dir={run}", f"model.path={provide(tmp_path / 'model')}", *SMALL, *OPTIONS]
-    trainer = ["torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-port=29500", "-m", "asyncmoe.trainer", *settings]
+    settings = ["examples/demo.yaml", f"run.dir={run}", f"model.path={provide(tmp_path / 'model')}", *SMALL, *ONE_RANK, *OPTIONS]
+    trainer = ["torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", "--master-port=29500", "-m", "asyncmoe.trainer", *settings]
     with network(3, Wire(rate=1_000_000_000)) as hosts:
         engines = [_start(host, tmp_path, f"engine{i}", "asyncmoe", "engine", *settings) for i, host in enumerate(hosts[1:])]
         controller = _start(hosts[0], tmp_path, "controller", "asyncmoe", "rollout", *settings)

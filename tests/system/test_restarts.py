@@ -42,21 +42,12 @@ def lose(directory: Path, command: Command, role: str, number: signal.Signals) -
     return seconds
 
 
-@pytest.mark.parametrize(
-    ("losses", "every"),
-    [
-        ((("trainer.1", signal.SIGKILL),), 0),
-        pytest.param(
-            (("trainer.0", signal.SIGKILL), ("trainer.1", signal.SIGSEGV), ("trainer.1", signal.SIGSTOP)), 3, marks=pytest.mark.thorough
-        ),
-    ],
-)
-def test_a_rank_that_is_killed_costs_neither_the_engine_nor_a_sample(
-    tmp_path: Path, losses: tuple[tuple[str, signal.Signals], ...], every: int
-) -> None:
+@pytest.mark.thorough  # a rank that is killed: below
+def test_ranks_that_are_lost_cost_neither_the_engine_nor_a_sample(tmp_path: Path) -> None:
+    losses = (("trainer.0", signal.SIGKILL), ("trainer.1", signal.SIGSEGV), ("trainer.1", signal.SIGSTOP))
     draw, at = random.Random(len(losses)), WARM + 2
     directory = tmp_path / "run"
-    command = start(directory, *SHAPE, f"trainer.checkpoint_every={every}", "trainer.timeout_s=20")
+    command = start(directory, *SHAPE, "trainer.checkpoint_every=3", "trainer.timeout_s=20")
     for role, number in losses:
         before = len(metrics(directory))
         assert wait_for(partial(trained, directory, before, at), 150), logs(directory)
@@ -76,9 +67,10 @@ def test_a_rank_that_is_killed_costs_neither_the_engine_nor_a_sample(
     assert json.loads((directory / "summary.json").read_text())["trainer_restarts"] == len(losses)
 
 
-def test_a_run_outlives_its_only_engine(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    command = start(directory, *SHAPE, "trainer.checkpoint_every=0")
+def test_a_run_outlives_its_only_engine_and_then_a_rank(tmp_path: Path) -> None:
+    """Neither costs the others or a sample."""
+    directory, count = tmp_path / "run", 14
+    command = start(directory, *SHAPE, f"run.steps={count}", "trainer.checkpoint_every=0")
     assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
     others = [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1")]
     (server,) = marked_pids(command.mark, "--random-seed 0")
@@ -87,12 +79,16 @@ def test_a_run_outlives_its_only_engine(tmp_path: Path) -> None:
     assert wait_for(partial(trained, directory, 0, last + 3), 150), logs(directory)
     print(json.dumps({"lost": "the engine", "seconds_to_three_new_steps": round(time.monotonic() - begin, 2)}))
     assert [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1")] == others, "they were left alone"
-    status, _, error = command.finish()
+    assert {step["lineage"] for step in metrics(directory) if step["phase"] == "rl"} == {0}, "no step was trained again"
+    print(json.dumps({"lost": "trainer.1", "seconds_to_a_new_step": round(lose(directory, command, "trainer.1", signal.SIGKILL), 2)}))
+    status, out, error = command.finish()
     assert status == 0, error[-3000:] + logs(directory)
     assert command.gone(), command.alive()
-    check(directory, again=False)
+    (said,) = [line.partition(": ")[2] for line in out.splitlines() if line.startswith("the trainer starts again, restart 1 of 2 ")]
+    assert "a rank was ended by SIGKILL" in said
+    check(directory, count)
     summary = json.loads((directory / "summary.json").read_text())
-    assert (summary["trainer_restarts"], summary["rejected_share"]) == (0, 0.0)
+    assert (summary["trainer_restarts"], summary["rejected_share"]) == (1, 0.0)
 
 
 @pytest.mark.thorough
@@ -121,7 +117,7 @@ def standing_by(command: Command, directory: Path) -> set[int]:
 @pytest.mark.thorough
 def test_ranks_that_stand_by_take_the_place_of_lost_ones_and_end_with_the_supervisor(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    shape = (*SHAPE, "run.steps=100000", "trainer.checkpoint_every=3", "engines.orphan_s=5")
+    shape = (*SHAPE, "run.steps=100000", "trainer.checkpoint_every=3", "engines.orphan_s=5", "trainer.standby=true")
     command = start(directory, *shape)
     assert wait_for(partial(trained, directory, 0, WARM + 1), 150), logs(directory)
     assert wait_for(lambda: len(standing_by(command, directory)) == 2, 240), logs(directory)

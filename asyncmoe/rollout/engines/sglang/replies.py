@@ -5,8 +5,8 @@ reads a reply in pieces, copies each out of its parser, and joins them. Here a r
 Content-Length. Connections stay open for the next request; anything unexpected on one closes it.
 
 An event loop wakes for every few packets, and uvloop then reads a socket until it is empty. Here the kernel wakes the loop only once much
-of a long body is there (SO_RCVLOWAT, socket(7)); a short one is read as it arrives, while it is in the processor's cache. When a turn of the
-loop has taken long enough, the rest is read in the next.
+of a long body is there (SO_RCVLOWAT, socket(7)); a short one is read as it arrives, while it is in the processor's cache. When a turn of
+the loop has taken long enough, the rest is read in the next.
 """
 
 from __future__ import annotations

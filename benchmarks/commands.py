@@ -389,7 +389,7 @@ def policies_(
     """Runs with and without each scheduling policy: tokens/s and staleness, next to the simulator with each run's records."""
     from benchmarks import policies
 
-    results = policies.run(case or tuple(policies.CASES))
+    results = policies.run(case or tuple(policies.CASES), done=lambda found: _write(found, json_path))
     _show(results, json_path)
     typer.echo(policies.table(results))
 
@@ -514,10 +514,14 @@ def _earlier(path: Path | None) -> dict[str, Any] | None:
 
 def _show(results: dict[str, Any], path: Path | None) -> None:
     """Print results, and write them where they are wanted."""
-    import json
-
     from rich.console import Console
+
+    _write(results, path)
+    Console().print_json(data=results)
+
+
+def _write(results: dict[str, Any], path: Path | None) -> None:
+    import json
 
     if path is not None:
         path.write_text(json.dumps(results, indent=1) + "\n")
-    Console().print_json(data=results)

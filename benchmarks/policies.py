@@ -7,7 +7,7 @@ batching and probes are for rounds; prefix-affine placement is for agents on two
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,13 @@ CASES: Mapping[str, PolicyCase] = {
 SIZES = PoolSizes(groups=8, group_size=4, slots=40, step_s=0.03, max_staleness=2, steps={"sync": 15, "async": 20}, skip=3)
 
 
-def run(names: Sequence[str] = tuple(CASES), sizes: PoolSizes = SIZES) -> dict[str, Any]:
+def run(
+    names: Sequence[str] = tuple(CASES), sizes: PoolSizes = SIZES, done: Callable[[dict[str, Any]], None] = lambda found: None
+) -> dict[str, Any]:
     """Run the cases in turn, on `Cores.halves`.
+
+    Args:
+        done: called after each case with the results until then: all cases take half an hour and more.
 
     Returns:
         {"date", "machine", "load", "sizes", "engine_rates", "cases"}; of a case what `async_live.measured` says, "tokens_per_s" (trained),
@@ -71,12 +76,16 @@ def run(names: Sequence[str] = tuple(CASES), sizes: PoolSizes = SIZES) -> dict[s
         EngineError: a run failed.
         WaitTimeout: it did not end.
     """
-    measured_at = here()
+    results: dict[str, Any] = {
+        **here(),
+        "sizes": {"groups": sizes.groups, "group_size": sizes.group_size, "slots": sizes.slots, "slow_down_s": sizes.step_s},
+    }
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), MadeModel(layers=3, hidden=128, experts=8, expert_hidden=128), seed=0)
         plain = async_case.config("lognormal", Path(folder), "sync", sizes)
         rates = async_live.rates(plain, Path(folder, "rates"), "lognormal", sizes)
+        results |= {"engine_rates": rounded(vars(rates)), "cases": cases}
         for name in names:
             case = CASES[name]
             config = _config(name, case, Path(folder), sizes)
@@ -90,8 +99,8 @@ def run(names: Sequence[str] = tuple(CASES), sizes: PoolSizes = SIZES) -> dict[s
                 figures["gain"] = figures["tokens_per_s"] / cases[case.base]["tokens_per_s"]
                 figures["simulated"]["gain"] = figures["simulated"]["tokens_per_s"] / cases[case.base]["simulated"]["tokens_per_s"]
             cases[name] = rounded(figures)
-    about = {"groups": sizes.groups, "group_size": sizes.group_size, "slots": sizes.slots, "slow_down_s": sizes.step_s}
-    return {**measured_at, "sizes": about, "engine_rates": rounded(vars(rates)), "cases": cases}
+            done(results)
+    return results
 
 
 def _config(name: str, case: PolicyCase, folder: Path, sizes: PoolSizes) -> Config:

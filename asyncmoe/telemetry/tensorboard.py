@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncmoe.errors import StorageError
 from asyncmoe.storage import writing
+from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.metric import Number, numbers
 from asyncmoe.telemetry.records import sessions
@@ -101,7 +101,7 @@ class TensorBoard:
         self._writer = EventFileWriter(str(self._directory))
         # What earlier files have of this step and later ones is purged (`EventAccumulator.purge_orphaned_data`).
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(step=step, wall_time=time.time(), session_log=start))
+        self._writer.add_event(Event(step=step, wall_time=unix(), session_log=start))
         return self._writer
 
 

@@ -42,7 +42,9 @@ class MegatronParallel:
                 raise ConfigError(f"parallel size {name}", got=value, expected="at least 1")
         if self.tp * self.dp % (self.ep * self.etp):
             raise ConfigError(
-                "ranks of a pipeline stage", got=f"tp * dp = {self.tp * self.dp}", expected=f"a multiple of ep * etp = {self.ep * self.etp}"
+                "ranks of a pipeline stage",
+                got=f"tp * cp * dp = {self.tp * self.dp}",
+                expected=f"a multiple of ep * etp = {self.ep * self.etp}",
             )
         if self.pp == 1:
             for name, neutral in (("vpp", 1), ("first_layers", None), ("last_layers", None)):
@@ -96,7 +98,9 @@ class MegatronParallel:
         """
         counts = self.stage_layers(layers)
         if counts is None or any(count % self.vpp for count in counts):
-            raise ConfigError("pipeline stages", got=f"{layers} layers over {self}", expected="layers that can be divided so")
+            sizes = {"pp": self.pp, "vpp": self.vpp, "first": self.first_layers, "last": self.last_layers}
+            given = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not None)
+            raise ConfigError("pipeline stages", got=f"{layers} layers over {given}", expected="sizes that divide the layers")
         each, stage = [count // self.vpp for count in counts], self.pp_rank(rank)
         first = [chunk * sum(each) + sum(each[:stage]) for chunk in range(self.vpp)]
         return [range(begin, begin + each[stage]) for begin in first]

@@ -112,7 +112,7 @@ def _of_trainer(asked: PlanArguments, model: Path, sizes: str, console: Console)
     columns = _trainers(asked, sizes, hf)
     way = savings.cheapest(hf, parse_trainer(sizes), _training(asked, sizes, hf, recompute=False), asked.gb)
     render_plan.show_memory(columns, asked.gb, console)
-    console.print(_said(way), highlight=False, soft_wrap=True)
+    console.print(_said(way), markup=False, highlight=False, soft_wrap=True)
     return {"memory": _values(columns), "cheapest": None if way is None else way.keys}
 
 
@@ -171,11 +171,13 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     render_plan.show_memory(columns, found.gpu_gb, console)
     size = config.engines
     spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""
-    console.print("\n".join(filter(None, (*found.sums, spread, found.line, found.host_line))), highlight=False, soft_wrap=True)
+    console.print(
+        "\n".join(filter(None, (*found.sums, spread, found.line, found.host_line))), markup=False, highlight=False, soft_wrap=True
+    )
     if not (cpu or found.fits):
         beside = found.engine.total if found.shared else 0
         way = savings.cheapest(hf, models.trainer_parallel(config), budget.training(config, hf), found.gpu_gb, beside)
-        console.print(_said(way), highlight=False, soft_wrap=True)
+        console.print(_said(way), markup=False, highlight=False, soft_wrap=True)
     host = {
         "checkpoint copy": found.checkpoint_copy,
         "delta base": found.delta_base,

@@ -369,6 +369,9 @@ def test_places_that_cannot_be_written(plain: Path, tmp_path: Path) -> None:
     for place in (plain / "moe/hf", plain / "moe/megatron"):
         with pytest.raises(DataError, match=f"OUT: got {place}/out, inside {place}, expected a new path elsewhere"):
             imported(plain, "moe", place / "out")
+    with pytest.raises(DataError, match=r"--model: got the file .*config\.json, expected the directory"):
+        command.import_checkpoint(plain / "moe/megatron", tmp_path / "new/out", plain / "moe/hf/config.json")
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_iteration_is_named_or_is_the_last(plain: Path, tmp_path: Path) -> None:

@@ -196,6 +196,11 @@ def test_the_command_says_what_the_guide_says() -> None:
     """The first line of the guide's table, by the command beside it; and a configuration's plan with another setting."""
     found = plan("--model", MODELS / "Qwen3-30B-A3B.json", "--trainer", "tp=4,ep=8,dp=2", "--gpu-gb", 80)
     assert "The cheapest settings with room on a trainer's GPUs: trainer.recompute=full (72 GB)" in found
+    large = ("--trainer", "tp=8,pp=5,etp=8,first=11,last=11", "--gpu-gb", 141)
+    assert "trainer.recompute_modules=[layernorm,moe,mlp]" in plan("--model", MODELS / "DeepSeek-V3.json", *large)
+    for option in ("--context", "--bucket-bytes"):
+        command = [sys.executable, "-m", "asyncmoe", "plan", "--model", str(MODELS / "Qwen3-30B-A3B.json"), "--trainer", "tp=4,ep=8,dp=2"]
+        assert subprocess.run([*command, option, "0"], capture_output=True, timeout=120, check=False).returncode == 2
     config = REPOSITORY / "examples/cluster/qwen3-30b-a3b.yaml"
     half = plan("--config", config, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.memory.optimizer_offload=0.5")
     assert "host memory: 30.5 GB a trainer rank, for the copy that trainer.memory.optimizer_offload keeps" in half

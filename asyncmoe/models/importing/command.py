@@ -76,6 +76,8 @@ def import_checkpoint(
         StorageError: `out` could not be written.
     """
     check_new(out)
+    if model.is_file():
+        raise DataError("--model", got=f"the file {model}", expected="the directory of a Hugging Face model, with its tokenizer")
     hf = with_family(load_hf_config(model), family)
     found = folder.find(checkpoint, iteration)
     family_of(hf).check(hf, MegatronParallel(), EngineParallel())

@@ -99,7 +99,7 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
         if staging != "delta" or found.adapter is None:
             serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
             columns[f"engine, staging {staging}"], rooms[staging] = memory.engine_filled(hf, found.engine, serving, asked.gb)
-    render_plan.show(found, console)
+    render_plan.show(found, console, context_ranks(asked.trainer))
     render_plan.show_updates(found, console)
     render_plan.show_memory(columns, asked.gb, console)
     render_plan.show_rooms(rooms, asked.context, console)
@@ -167,7 +167,7 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     columns = {"trainer": found.trainer, "engine": found.engine}
     if found.shared:
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
-    render_plan.show(forecast, console)
+    render_plan.show(forecast, console, config.trainer.cp)
     render_plan.show_memory(columns, found.gpu_gb, console)
     size = config.engines
     spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""

@@ -26,9 +26,13 @@ _ARRIVE: Mapping[Staging, str] = {
 }
 
 
-def show(found: Forecast, console: Console) -> None:
-    """Print a forecast as a table."""
-    console.print(_title(found), highlight=False)
+def show(found: Forecast, console: Console, cp: int = 1) -> None:
+    """Print a forecast as a table.
+
+    Args:
+        cp: context-parallel ranks, which the forecast counts as data-parallel ones.
+    """
+    console.print(_title(found, cp), highlight=False)
     grid = Grid(show_edge=False)
     grid.add_column("")
     for name in found.ways:
@@ -39,9 +43,11 @@ def show(found: Forecast, console: Console) -> None:
     console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
 
 
-def _title(found: Forecast) -> str:
-    trainer = _sizes(found.trainer, {name: field for field, name in TRAINER.items()}, ("tp", "pp", "ep", "etp", "dp"))
-    engine = _sizes(found.engine, {name: name for name in ENGINE}, ("tp", "ep"))
+def _title(found: Forecast, cp: int) -> str:
+    sizes = {**vars(found.trainer), "dp": found.trainer.dp // cp}
+    trainer = _sizes(sizes, MegatronParallel(), {name: field for field, name in TRAINER.items()}, ("tp", "pp", "ep", "etp", "dp"))
+    trainer += f", cp {cp}" if cp > 1 else ""
+    engine = _sizes(vars(found.engine), EngineParallel(), {name: name for name in ENGINE}, ("tp", "ep"))
     return (
         f"{found.model}: {_size(found.model_bytes)} of {found.dtype}{_adapter(found.adapter)}\n"
         f"trainer {found.trainer_ranks} ranks ({trainer}) -> {found.engines} engines, {found.engine_ranks} ranks ({engine} each)\n"
@@ -53,11 +59,10 @@ def _adapter(kind: Kind | None) -> str:
     return "" if kind is None else f", an adapter of rank {kind.rank} ({kind.experts}: {', '.join(kind.targets)})"
 
 
-def _sizes(parallel: MegatronParallel | EngineParallel, called: Mapping[str, str], always: Sequence[str]) -> str:
+def _sizes(sizes: Mapping[str, Any], plain: object, called: Mapping[str, str], always: Sequence[str]) -> str:
     """Return a grid's sizes under the names in `called`; sizes outside `always` appear only if they differ from the default."""
-    plain = type(parallel)()
-    shown = [field for field in called if field in always or getattr(parallel, field) != getattr(plain, field)]
-    return ", ".join(f"{called[field]} {getattr(parallel, field)}" for field in shown)
+    shown = [field for field in called if field in always or sizes[field] != getattr(plain, field)]
+    return ", ".join(f"{called[field]} {sizes[field]}" for field in shown)
 
 
 def _lines(found: Forecast) -> list[tuple[str, list[str]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -89,8 +88,8 @@ def trainer_text(parallel: MegatronParallel, cp: int = 1) -> str:
     Args:
         cp: context-parallel ranks, which `parallel` counts as data-parallel ones.
     """
-    plain, given = MegatronParallel(), replace(parallel, dp=parallel.dp // cp) if cp > 1 else parallel
-    values = {key: (getattr(given, field), getattr(plain, field)) for key, field in TRAINER.items()}
+    plain, given = MegatronParallel(), {**vars(parallel), "dp": parallel.dp // cp}
+    values = {key: (given[field], getattr(plain, field)) for key, field in TRAINER.items()}
     values |= {CONTEXT: (cp, 1)}
     sizes = [f"{key}={value}" for key, (value, usual) in values.items() if value != usual]
     return ",".join([*sizes, *(["te"] if parallel.te else [])]) or "tp=1"

@@ -60,6 +60,7 @@ def test_the_command_line_has_context_parallel_ranks() -> None:
     assert context_ranks(text) == 4
     assert trainer_text(parse_trainer(text), 4) == text
     assert trainer_text(parse_trainer("tp=2,dp=8")) == "tp=2,dp=8"
+    assert trainer_text(parse_trainer("tp=2,ep=8,cp=4"), 4) == "tp=2,ep=8,cp=4", "experts are divided among context-parallel ranks too"
     for wrong in ("cp=0", "cp=2,cp=2", "cp=x"):
         with pytest.raises(ConfigError, match=r"cp|--trainer"):
             parse_trainer(wrong)
@@ -203,6 +204,8 @@ def test_the_command_says_what_the_guide_says() -> None:
         assert subprocess.run([*command, option, "0"], capture_output=True, timeout=120, check=False).returncode == 2
     config = REPOSITORY / "examples/cluster/qwen3-30b-a3b.yaml"
     half = plan("--config", config, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.memory.optimizer_offload=0.5")
+    shared = plan("--config", config, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.cp=4", "trainer.tp=2")
+    assert "trainer 8 ranks (tp 2, pp 1, ep 8, etp 1, dp 1, cp 4)" in shared
     assert "host memory: 30.5 GB a trainer rank, for the copy that trainer.memory.optimizer_offload keeps" in half
 
 

@@ -26,7 +26,7 @@ _ARRIVE: Mapping[Staging, str] = {
 }
 
 
-def show(found: Forecast, console: Console, cp: int = 1) -> None:
+def show(found: Forecast, console: Console, cp: int) -> None:
     """Print a forecast as a table.
 
     Args:

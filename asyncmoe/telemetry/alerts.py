@@ -71,8 +71,13 @@ def tell(
             if record.workers_lost > told.workers:
                 text = f"{record.workers_lost - told.workers} rollout worker(s) lost; the controller's log says why"
                 alerts.append(Alert("worker_lost", text, told.step))
-            told = replace(told, lost=record.engines_lost, missing=record.engines_missing)
-            told = replace(told, workers=record.workers_lost, workers_missing=record.workers_missing)
+            told = replace(
+                told,
+                lost=record.engines_lost,
+                missing=record.engines_missing,
+                workers=record.workers_lost,
+                workers_missing=record.workers_missing,
+            )
             if probe_limit is not None and (record.probe_divergence or 0.0) > probe_limit:
                 text = f"an engine computes other log-probabilities than the trainer at version {record.probe_version}"
                 alerts.append(Alert("anomaly", f"{text}: divergence {record.probe_divergence:.3g} nats a token", told.step))

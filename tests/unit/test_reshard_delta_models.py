@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from delta_ranks import Ranks, change
-from model_cases import MODELS
+from model_cases import MODELS, of_every_family
 from reshard_ranks import Arrays, blank, filled, numbered
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
@@ -20,19 +19,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("hf", "trainer", "engine"),
-    [
-        pytest.param(
-            MODELS[name],
-            *GRIDS[grid],
-            id=f"{name}, {grid}",
-            marks=[] if grid == "tp2pp2ep2 -> tp2ep2" or name == "qwen3_moe" else pytest.mark.thorough,
-        )
-        for name in MODELS
-        for grid in GRIDS
-    ],
-)
+@of_every_family(GRIDS, "tp2pp2ep2 -> tp2ep2")
 def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParallel) -> None:
     """Two engines; values of float32 in storages of any dtype, so that each element is another number at first."""
     family = family_of(hf)

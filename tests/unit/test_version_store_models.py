@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_cases import MODELS
+from model_cases import of_every_family
 from reshard_ranks import Arrays, blank, filled, numbered, run_ranks
 from test_reshard_delta_float8 import Quantised, stepped
 from test_reshard_float8 import empty
@@ -48,19 +48,7 @@ def read(store: VersionStore, layout: RankLayout, arrays: Arrays) -> ShardReader
     return reader
 
 
-@pytest.mark.parametrize(
-    ("hf", "trainer", "engine"),
-    [
-        pytest.param(
-            MODELS[name],
-            *GRIDS[grid],
-            id=f"{name}, {grid}",
-            marks=[] if grid == "tp2pp2ep2 -> tp2ep2" or name == "qwen3_moe" else pytest.mark.thorough,
-        )
-        for name in MODELS
-        for grid in GRIDS
-    ],
-)
+@of_every_family(GRIDS, "tp2pp2ep2 -> tp2ep2")
 def test_every_family(tmp_path: Path, hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParallel) -> None:
     """Engines that the version was divided for read what they hold; one of another shape reads it, too."""
     family = family_of(hf)

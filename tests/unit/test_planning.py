@@ -129,7 +129,7 @@ def test_json_and_table(tmp_path: Path) -> None:
     }  # fmt: skip
     assert written["ways"]["relay"]["sent"]["most"] == found.ways["relay"].sent.most
     console = Console(record=True, width=120)
-    show(found, console)
+    show(found, console, 1)
     text = console.export_text()
     for words in ("trainer 4 ranks (tp 2, pp 1, ep 1, etp 1, dp 2)", "2 engines, 4 ranks (tp 2, ep 1 each)", "direct", "relay", "1.000"):
         assert words in text
@@ -139,7 +139,7 @@ def test_json_and_table(tmp_path: Path) -> None:
 
 def test_sizes_that_are_not_the_default_are_shown(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
-    show(of(config(tmp_path, num_hidden_layers=6), "pp=2,vpp=2,first=2", "1xtp2dp2pp2"), console)
+    show(of(config(tmp_path, num_hidden_layers=6), "pp=2,vpp=2,first=2", "1xtp2dp2pp2"), console, 1)
     text = console.export_text()
     for words in ("(tp 1, pp 2, ep 1, etp 1, dp 1, vpp 2, first 2)", "4 ranks (tp 2, ep 1, dp 2, pp 2 each)"):
         assert words in text
@@ -268,7 +268,7 @@ def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: floa
     whole = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1")
     assert whole.ways["direct"].nic_seconds > 10 * found.ways["direct"].nic_seconds
     console = Console(record=True, width=200)
-    show(found, console)
+    show(found, console, 1)
     assert f"an adapter of rank 32 ({experts}: q_proj, k_proj" in console.export_text()
 
 

@@ -6,6 +6,7 @@ import sys
 
 from asyncmoe import interrupts
 from asyncmoe.errors import UserError
+from asyncmoe.imports import uncollected
 
 COMMANDS = {
     "run": "everything on this machine: engines, queue, trainer, live view, report",
@@ -36,7 +37,7 @@ def main() -> None:
     with interrupts.leaving(interrupts.NOTHING_BEGUN):  # around every import that takes time
         from asyncmoe import installed
     try:
-        with interrupts.leaving(interrupts.NOTHING_BEGUN):
+        with interrupts.leaving(interrupts.NOTHING_BEGUN), uncollected():
             from asyncmoe import cli
     except ModuleNotFoundError as error:
         if installed.explained(error, "asyncmoe") is None:

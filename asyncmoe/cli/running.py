@@ -8,6 +8,7 @@ import typer
 
 from asyncmoe import interrupts
 from asyncmoe.cli.arguments import ConfigPath, Overrides
+from asyncmoe.imports import uncollected
 
 
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
@@ -26,7 +27,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
         moved.check_place(config, overrides or ())
         read = moved.of_run if moved.is_run(config) else configuration.load
         loaded = read(config, overrides or ())  # before the imports below, which need the compiled extension
-    with interrupts.leaving(interrupts.NO_RUN_YET):
+    with interrupts.leaving(interrupts.NO_RUN_YET), uncollected():
         from rich.console import Console
 
         from asyncmoe.launch import local

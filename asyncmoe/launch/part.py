@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from asyncmoe import installed, interrupts
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
+from asyncmoe.imports import uncollected
 from asyncmoe.process import say
 from asyncmoe.rpc import stand_by
 from asyncmoe.telemetry import heartbeats, processes
@@ -23,11 +24,12 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     Raises:
         AsyncmoeError: see `asyncmoe.rollout.controller.run`.
     """
-    from asyncmoe import config as configuration
-    from asyncmoe.launch import gpus, local
-    from asyncmoe.models.hub import with_local_model
-    from asyncmoe.rollout import controller
-    from asyncmoe.rollout.tokenizer import Tokenizer
+    with uncollected():
+        from asyncmoe import config as configuration
+        from asyncmoe.launch import gpus, local
+        from asyncmoe.models.hub import with_local_model
+        from asyncmoe.rollout import controller
+        from asyncmoe.rollout.tokenizer import Tokenizer
 
     loaded = with_local_model(configuration.load(config, overrides))
     if stand_by.is_told():
@@ -53,14 +55,15 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
         UserError: the engine has no such node, or several but no name.
         AsyncmoeError: see `asyncmoe.rollout.engines.engine_agent.run`.
     """
-    from asyncmoe import config as configuration
-    from asyncmoe import models
-    from asyncmoe.config import devices
-    from asyncmoe.launch import gpus
-    from asyncmoe.models.hub import with_local_model
-    from asyncmoe.rollout.engines import engine_agent
-    from asyncmoe.rollout.engines.engine_python import check_engine_python
-    from asyncmoe.rollout.engines.nodes import process_name
+    with uncollected():
+        from asyncmoe import config as configuration
+        from asyncmoe import models
+        from asyncmoe.config import devices
+        from asyncmoe.launch import gpus
+        from asyncmoe.models.hub import with_local_model
+        from asyncmoe.rollout.engines import engine_agent
+        from asyncmoe.rollout.engines.engine_python import check_engine_python
+        from asyncmoe.rollout.engines.nodes import process_name
 
     loaded = with_local_model(configuration.load(config, overrides))
     engine_agent.check_node(loaded.engines.nodes, name, node)
@@ -80,9 +83,10 @@ def keeper(config: Path) -> None:
     Raises:
         AsyncmoeError: see `asyncmoe.rollout.engines.keeper.run`.
     """
-    from asyncmoe import config as configuration
-    from asyncmoe.models.hub import with_local_model
-    from asyncmoe.rollout.engines import keeper
+    with uncollected():
+        from asyncmoe import config as configuration
+        from asyncmoe.models.hub import with_local_model
+        from asyncmoe.rollout.engines import keeper
 
     loaded = with_local_model(configuration.load(config, ()), download=False)
     processes.record(loaded.run.dir, "keeper")
@@ -100,9 +104,10 @@ def worker(config: Path, overrides: Sequence[str], number: int) -> None:
     Raises:
         AsyncmoeError: see `asyncmoe.rollout.workers.process.run`.
     """
-    from asyncmoe import config as configuration
-    from asyncmoe.models.hub import with_local_model
-    from asyncmoe.rollout.workers import process
+    with uncollected():
+        from asyncmoe import config as configuration
+        from asyncmoe.models.hub import with_local_model
+        from asyncmoe.rollout.workers import process
 
     loaded = with_local_model(configuration.load(config, overrides))
     process.check_number(loaded, number)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
+from asyncmoe.imports import uncollected
 from asyncmoe.process import KILLED, say
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.scratch import Scratch
@@ -62,11 +63,12 @@ class FailedRank:
 
 def run(arguments: Sequence[str]) -> None:
     """Run torchrun in this process; if a rank fails, exit with the status of the root-cause rank."""
-    from torch.distributed import run as agent
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with uncollected():
+        from torch.distributed import run as agent
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from asyncmoe.launch import agent_store
+        from asyncmoe.launch import agent_store
 
     scratch = Scratch()
     agent_store.install(scratch.path)

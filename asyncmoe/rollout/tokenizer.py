@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.errors import DataError
+from asyncmoe.imports import uncollected
 
 _PLAIN = "TokenizersBackend"
 """The `tokenizer_class` that transformers 5.0 and later writes for a tokenizer contained entirely in its tokenizer.json."""
@@ -29,12 +30,13 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
-        import transformers
-
         settings = _settings(path)
         # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
-        loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
+        with uncollected():
+            import transformers
+
+            loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
         try:
             self._tokenizer: Any = loader.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.imports import uncollected
 from asyncmoe.models.hub import with_local_model
-from asyncmoe.platform import megatron
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import stand_by
 from asyncmoe.rpc.environment import AGENT
@@ -29,9 +29,12 @@ def main() -> None:
             if not stand_by.is_told():
                 _begin(config.run.dir, rank, config.watch.beat_s)
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
-            megatron.prepare()
-            from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
-            from asyncmoe.trainer.model import silence
+            with uncollected():
+                from asyncmoe.platform import megatron
+
+                megatron.prepare()
+                from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
+                from asyncmoe.trainer.model import silence
 
             if stand_by.is_told():
                 stand_by.wait()

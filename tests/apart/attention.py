@@ -28,7 +28,7 @@ from asyncmoe.trainer.model import layers  # noqa: E402, F401  layers installs t
 
 BOUNDS = [0, 5, 6, 13]
 CONFIG = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, window_size=None)
-REAL: Any = attention.varlen_attn
+REAL: Any = attention.varlen()
 ARGUMENTS = attention.arguments()
 META = torch.device("meta")
 """Where nobody can read a tensor, as a host cannot read a GPU's without waiting."""
@@ -95,7 +95,7 @@ def older(query: Any, key: Any, *rest: Any, **options: Any) -> torch.Tensor:
 def test_rows_see_their_own_sequence(kind: str, sizes: tuple[int, ...], scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != "each":
         monkeypatch.setattr(attention, "kernel", lambda *_: "varlen")
-        monkeypatch.setattr(attention, "varlen_attn", stand_in if kind == "varlen" else older)
+        monkeypatch.setattr(attention, "varlen", lambda: stand_in if kind == "varlen" else older)
         monkeypatch.setattr(attention, "arguments", lambda: ARGUMENTS if kind == "varlen" else {"scale", "window_size"})
     vs = vectors(*sizes)
     made = core(scale)(*vs, packed_seq_params=sequences())
@@ -179,7 +179,7 @@ def test_the_kernel_for_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["each", "varlen"])
 def test_no_layer_asks_the_device_where_sequences_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "kernel", lambda *_: kind)
-    monkeypatch.setattr(attention, "varlen_attn", lambda query, *_, **__: torch.empty_like(query))
+    monkeypatch.setattr(attention, "varlen", lambda: lambda query, *_, **__: torch.empty_like(query))
     query, key, value = (torch.empty(BOUNDS[-1], heads, 16, device=META) for heads in (4, 2, 2))
     with pytest.raises(Exception, match="meta"):  # the stand-in works
         sequences(META).cu_seqlens_q.tolist()

@@ -5,7 +5,7 @@ Megatron's own local attention asserts that there are no packed sequences, and b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from inspect import signature
 from typing import Any, Literal
@@ -15,11 +15,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None  # type: ignore[assignment]
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform.megatron import context_attention, together
@@ -148,7 +143,18 @@ def kernel(device: str, dtype: torch.dtype, width: int) -> Kernel:
 @cache
 def arguments() -> frozenset[str]:
     """Return the arguments of torch's flash attention over packed sequences; none if there is no such function."""
-    return frozenset() if varlen_attn is None else frozenset(signature(varlen_attn).parameters)
+    try:
+        return frozenset(signature(varlen()).parameters)
+    except ImportError:  # torch before 2.10
+        return frozenset()
+
+
+@cache
+def varlen() -> Callable[..., Any]:
+    """Return torch's flash attention over packed sequences. Its module imports torch's compiler, a second that CPUs need not wait."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
 
 
 def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSeqParams, scale: float | None) -> torch.Tensor:
@@ -158,7 +164,7 @@ def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence
         grouped["enable_gqa"] = query.shape[1] != key.shape[1]
     else:  # torch 2.11 wants as many keys as queries
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    made: Any = varlen_attn(
+    made: Any = varlen()(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),

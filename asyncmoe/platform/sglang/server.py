@@ -6,14 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 
+from asyncmoe.imports import uncollected
 from asyncmoe.platform.sglang.lifetime import end_with_parent, key_arguments
 
-end_with_parent()
+end_with_parent()  # before the imports: they take seconds, during which the parent may end
 
-import torch  # noqa: E402  takes seconds, during which the parent may end
+with uncollected():
+    import torch
 
-from asyncmoe.platform import file_store, gloo, tcp_store  # noqa: E402
-from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, private_meeting, shared_names  # noqa: E402
+    from asyncmoe.platform import file_store, gloo, tcp_store
+    from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, private_meeting, shared_names
 
 _CUDA = torch.cuda.is_available()
 file_store.install()
@@ -29,18 +31,20 @@ tcp_store.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu
 
-    cpu.install()
+    with uncollected():  # it imports parts of SGLang
+        cpu.install()
 
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until stopped, as `sglang.launch_server` does as the main module."""
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with uncollected():
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
-    if not _CUDA:
-        cpu.fork_children()
+        if not _CUDA:
+            cpu.fork_children()
     load_plugins()
     private_meeting.prepare(arguments)
     words = [*([] if _CUDA else cpu.ARGUMENTS), *arguments, *key_arguments(os.environ)]

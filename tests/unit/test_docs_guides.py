@@ -27,11 +27,12 @@ from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import UserError
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
-from asyncmoe.rollout.episodes import episode, tools
+from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments import load
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.tools.loading import load as load_tools
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Sample, Score, loading
@@ -173,7 +174,7 @@ def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer)
 
 def test_a_tool_and_what_it_raises(here: Path) -> None:
     async def ask() -> list[str]:
-        (runner,) = tools.load(["my_tools:capital"]).values()
+        (runner,) = load_tools(["my_tools:capital"]).values()
         answers = []
         try:
             for country in ("Japan", "Spain"):

@@ -25,7 +25,7 @@ from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tasks.encode import Encoder
 from asyncmoe.rollout.tasks.order import DrawnTask

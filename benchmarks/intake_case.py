@@ -21,7 +21,6 @@ import uvloop
 
 from asyncmoe.process import freeze
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.engine import EngineHandle
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
@@ -33,6 +32,7 @@ from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording
@@ -179,9 +179,7 @@ class _Stage:
         self.pool = Pool(cast("list[EngineHandle]", handles), case.in_flight, _TIMEOUT_S, lambda *_: None)
         sampling = Sampling(1.0, case.new, (), recording=case.recording)
         tokenizer, bounds = cast(Tokenizer, _Words()), Bounds(case.turns, 1 << 20)
-        self.context = RolloutContext(
-            self.pool, sampling, tokenizer, scoring.Exact(), environment=environment, bounds=bounds, timeout_s=_TIMEOUT_S
-        )
+        self.context = RolloutContext(self.pool, sampling, tokenizer, Exact(), environment=environment, bounds=bounds, timeout_s=_TIMEOUT_S)
 
 
 @asynccontextmanager

@@ -154,13 +154,14 @@ class Rig:
         from asyncmoe import models
         from asyncmoe.journal.unjournaled import Unjournaled
         from asyncmoe.queue.bounded import BoundedQueue
-        from asyncmoe.rollout import scoring, tasks
+        from asyncmoe.rollout import tasks
         from asyncmoe.rollout.engines.types import Sampling
         from asyncmoe.rollout.episodes import episode
         from asyncmoe.rollout.episodes.episode import RolloutContext
         from asyncmoe.rollout.pieces import Pieces
         from asyncmoe.rollout.producer import Producer
         from asyncmoe.rollout.samples import samples_of
+        from asyncmoe.rollout.scoring.exact import Exact
         from asyncmoe.trainer.batch_trainer import Learner
         from asyncmoe.trainer.objective import NO_PLUGINS
         from asyncmoe.trainer.samples import TrainerSamples
@@ -182,7 +183,7 @@ class Rig:
         pool = Scripted(most, recording.routing, Random(1))
         samples = samples_of(config, Pieces(self._tokenizer), 0)
         sampling = Sampling(1.0, most, (self._tokenizer.eos,), recording=recording)
-        stage: Any = RolloutContext(pool, sampling, self._tokenizer, scoring.Exact())  # type: ignore[arg-type]
+        stage: Any = RolloutContext(pool, sampling, self._tokenizer, Exact())  # type: ignore[arg-type]
         stage = replace(stage, opened=None if samples is None else samples.opened, turns=journal.turns)
         task = tasks.load(config, self._tokenizer).training
         producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, samples=samples, journal=journal)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from asyncmoe.doctor import report
 from asyncmoe.doctor.examination import examine, failed
-from asyncmoe.doctor.probes import gather
+from asyncmoe.doctor.probes.gathering import gather
 from asyncmoe.doctor.report import Report, differences
 from asyncmoe.errors import ConfigError
 

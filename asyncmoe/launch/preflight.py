@@ -6,7 +6,7 @@ from asyncmoe.config import Config, devices
 from asyncmoe.doctor.cards import seen
 from asyncmoe.doctor.examination import CHECKS
 from asyncmoe.doctor.facts import Machine
-from asyncmoe.doctor.probes import gather_for
+from asyncmoe.doctor.probes.gathering import gather_for
 from asyncmoe.doctor.verdict import Verdict
 from asyncmoe.errors import UserError
 from asyncmoe.installed import fix

@@ -20,7 +20,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.queue.rounds import Rounds
-from asyncmoe.rollout import parts, scoring
+from asyncmoe.rollout import parts
 from asyncmoe.rollout.engines import backend, kept
 from asyncmoe.rollout.engines.autoscale import SCALING, Advice, EngineLoad, advise
 from asyncmoe.rollout.engines.engine import EngineProcess
@@ -38,6 +38,7 @@ from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rollout.scoring.stages import write_log
 from asyncmoe.rollout.stored_groups import StoredGroups
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
@@ -156,7 +157,7 @@ async def _serve(
         if stored is not None:
             await stored.close()
         await journaling.close()
-        scoring.write_log(loaded.scorer, run_dir)
+        write_log(loaded.scorer, run_dir)
 
 
 class Controller:
@@ -398,7 +399,7 @@ class Controller:
         if (queue := self._session.queue) is not None:
             names, here = [member.engine.name for member in self._pool.members], figures_of(self._loaded)
             figures = here if self._fleet is None else added([here, self._fleet.figures()])
-            scoring.write_log(self._scorer, self._config.run.dir)
+            write_log(self._scorer, self._config.run.dir)
             self._recorder.write(
                 queue.stats(),
                 names,

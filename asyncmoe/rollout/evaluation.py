@@ -21,11 +21,11 @@ from statistics import fmean, stdev
 from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.scoring.stages import untaught
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
 from asyncmoe.telemetry.clock import unix
@@ -67,7 +67,7 @@ class Evaluator:
         self._first, self._last, self._every = config.warmup.steps, config.warmup.steps + config.run.steps, section.every
         self._pass_reward = section.pass_reward
         self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)
-        self._stage = replace(stage, scorer=scoring.untaught(stage.scorer))
+        self._stage = replace(stage, scorer=untaught(stage.scorer))
         self._sets, self._record = sets, record
         self._due: asyncio.Queue[int] = asyncio.Queue()
         self._last_is_due = False

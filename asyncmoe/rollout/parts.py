@@ -12,7 +12,7 @@ from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
-from asyncmoe.rollout import scoring, tasks
+from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.engines import adapters
 from asyncmoe.rollout.engines.engine import EngineProcess
@@ -21,7 +21,8 @@ from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
-from asyncmoe.rollout.scoring import Scorer, trial
+from asyncmoe.rollout.scoring import loading, trial
+from asyncmoe.rollout.scoring.types import Scorer
 from asyncmoe.rollout.tasks import Curriculum, EvaluationQuestions, Task, curriculum_file
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory.recording import Recording
@@ -66,7 +67,7 @@ def load(config: Config) -> RolloutParts:
     loaded, environment = tasks.load(config, tokenizer), environments.load(config, tokenizer)
     if isinstance(loaded.training, Curriculum):
         curriculum_file.resume(loaded.training, config.run.dir)
-    scorer = scoring.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
+    scorer = loading.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     return RolloutParts(tokenizer, loaded.training, loaded.sets, scorer, environment)
 
 

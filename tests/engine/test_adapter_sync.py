@@ -18,12 +18,12 @@ from asyncmoe import config as configuration
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit
@@ -70,7 +70,7 @@ class Dock:
 
     async def sampled(self, version: int) -> list[Trajectory]:
         config = self.rig.config.rollout
-        task, scorer = arithmetic(self.tokenizer, ("+",), 2, seed=version), scoring.Exact()
+        task, scorer = arithmetic(self.tokenizer, ("+",), 2, seed=version), Exact()
 
         async def one(group: int) -> Trajectory:
             sampling = Sampling(config.temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=self.recording)

@@ -13,12 +13,13 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.scoring import loading
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording, Trajectory, validate
 from tests.engine.conftest import Rig
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.engine
 def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, tokenizer: Tokenizer) -> None:
     task, oracle = arithmetic(tokenizer, ("+",), 3, seed=1), Oracle(model)
     sampling = Sampling(0.7, 48, (tokenizer.eos,))
-    scorer = scoring.Exact()
+    scorer = Exact()
 
     stage = RolloutContext(rig.pool, sampling, tokenizer, scorer)
 
@@ -86,7 +87,7 @@ def test_a_prefix_is_shared_under_its_salt_only(rig: Rig) -> None:
 def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     section = ScoringSection(scorer="tests.unit.scorers:moody", retries=0)
-    task, scorer = arithmetic(tokenizer, ("+",), 1, seed=0), scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
+    task, scorer = arithmetic(tokenizer, ("+",), 1, seed=0), loading.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
     sampling = Sampling(1.0, 4, (tokenizer.eos,))
 
     play = partial(episode.run, RolloutContext(rig.pool, sampling, tokenizer, scorer))

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, encode, validate
 from tests.engine.conftest import Rig
@@ -40,7 +40,7 @@ def recorded(rig: Rig, model: Path, tokenizer: Tokenizer, tmp_path_factory: pyte
     """Trajectories of one engine, sampled at a temperature by weights that were synced to it, and those weights as a checkpoint."""
     path = tmp_path_factory.mktemp("master")
     oracle = perturbed(Oracle(model), path / "hf", seed=3)
-    task, scorer = arithmetic(tokenizer, ("+", "-", "*"), 3, seed=2), scoring.Exact()
+    task, scorer = arithmetic(tokenizer, ("+", "-", "*"), 3, seed=2), Exact()
 
     async def one(group: int) -> Trajectory:
         sampling = Sampling(TEMPERATURE, 20 + 7 * (group % 6), (tokenizer.eos,), TOP_P, TOP_K, recording=RECORDING)

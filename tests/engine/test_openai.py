@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
@@ -85,7 +85,7 @@ def play(rig: Rig, tokenizer: Tokenizer, agent: str, episodes: int) -> list[tupl
     recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
     sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
     agents = OpenAIEnvironment(f"tests.engine.openai_agent:{agent}")
-    stage = RolloutContext(rig.pool, sampling, tokenizer, scoring.Exact(), agents)
+    stage = RolloutContext(rig.pool, sampling, tokenizer, Exact(), agents)
 
     async def run() -> list[tuple[Trajectory, ...]]:
         prompts = [Prompt(f"question {n}", tokenizer.chat(f"question {n}"), "") for n in range(episodes)]

@@ -12,8 +12,7 @@ import torch
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout import scoring
-from asyncmoe.rollout.scoring import Sample, Score, Scorer
+from asyncmoe.rollout.scoring import Sample, Score, Scorer, loading
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.engine.conftest import KEY, Rig
 from tests.engine.oracle import Oracle
@@ -26,7 +25,7 @@ def taught(untouched: Rig, tokenizer: Tokenizer, scorer: str) -> Scorer:
     section = ScoringSection.model_validate({"scorer": scorer, "retries": 0, "teacher": teacher})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KEY_OF_THE_TEACHER", KEY)
-        return scoring.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
+        return loading.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
 
 
 def conversations(count: int, vocabulary: int) -> list[Sample]:

@@ -18,9 +18,8 @@ from aiohttp import web
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
-from asyncmoe.rollout.scoring import Sample
+from asyncmoe.rollout.scoring import Sample, Scorer, loading
 from tests.fuzz import mutate
 from tests.unit import openai_policy
 
@@ -130,7 +129,7 @@ async def _judge(random: Random, count: int) -> dict[str, int]:
         await request.read()
         return web.Response(body=answer, status=200 if random.random() < 0.9 else random.choice((204, 302, 404, 429, 500, 599)))
 
-    async def call(made: scoring.Scorer) -> str:
+    async def call(made: Scorer) -> str:
         try:
             score = await made.score(_SAMPLE)
         except TrajectoryRejected as rejected:
@@ -152,7 +151,7 @@ async def _judge(random: Random, count: int) -> dict[str, int]:
     return dict(found)
 
 
-async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> tuple[scoring.Scorer, web.AppRunner]:
+async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> tuple[Scorer, web.AppRunner]:
     app = web.Application()
     app.router.add_post("/judge", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -162,7 +161,7 @@ async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> 
     port = runner.addresses[0][1]
     values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge", "breaker_failures": 1_000_000_000}
     section = ScoringSection.model_validate(values)
-    return scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: ""), runner
+    return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: ""), runner
 
 
 def seconds(work: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:

@@ -76,7 +76,7 @@ class SampledRun:
     """Plays groups, and trains on them, as controller and trainer do."""
 
     def __init__(self, run_dir: Path, environment: Environment | None = None, scorer: Any = None, step: int = 0, **samples: Any) -> None:
-        from asyncmoe.rollout.scoring import Exact
+        from asyncmoe.rollout.scoring.exact import Exact
 
         run_dir.mkdir(parents=True, exist_ok=True)
         self.config = config_of(run_dir, **samples)

@@ -18,7 +18,7 @@ from asyncmoe.rollout.demonstrations import TRIES, Demonstrations
 from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.episode import Teaching
-from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory

@@ -25,17 +25,18 @@ from asyncmoe.config import parse
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import UserError
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
-from asyncmoe.rollout.episodes import episode, tools
+from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments import load
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.tools.loading import load as load_tools
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring import Exact, Sample
+from asyncmoe.rollout.scoring import Sample, Score, loading
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trainer import objective
@@ -75,9 +76,9 @@ def test_rewards_are_those_of_the_page(here: Path) -> None:
     rows = next(table for table in doc_pages.tables(doc_pages.read("guides/reward.md")) if table[0][0].startswith("`my_rewards:"))
     assert {row[0] for row in rows} == {f"`my_rewards:{name}`" for name in ("close", "Brief", "asked", "lines")}
 
-    async def worth(target: str, responses: list[str]) -> list[scoring.Score]:
+    async def worth(target: str, responses: list[str]) -> list[Score]:
         section = ScoringSection(scorer=target, timeout_s=20.0, step_separator="\n" if target.endswith(":lines") else None, concurrency=1)
-        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
+        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
         try:
             tokens = [tuple(map(ord, QUESTION + response)) for response in responses]
             sampled = [tuple(i >= len(QUESTION) for i in range(len(one))) for one in tokens]
@@ -115,7 +116,7 @@ def test_a_judge_behind_http_is_whole(here: Path) -> None:
 
     async def ask() -> list[float]:
         section = ScoringSection(scorer=f"http://127.0.0.1:{server.server_address[1]}/score")
-        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         try:
             return [(await made.score(Sample(QUESTION, response, ANSWER, (1,), (True,)))).reward for response in ("19", "18")]
         finally:
@@ -173,7 +174,7 @@ def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer)
 
 def test_a_tool_and_what_it_raises(here: Path) -> None:
     async def ask() -> list[str]:
-        (runner,) = tools.load(["my_tools:capital"]).values()
+        (runner,) = load_tools(["my_tools:capital"]).values()
         answers = []
         try:
             for country in ("Japan", "Spain"):

@@ -24,7 +24,7 @@ from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Ep
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate

@@ -19,7 +19,7 @@ from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory

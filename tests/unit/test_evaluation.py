@@ -21,7 +21,7 @@ from asyncmoe.rollout.engines.scheduling import ScheduledRequest
 from asyncmoe.rollout.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
-from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Recording, Trajectory

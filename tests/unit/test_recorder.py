@@ -14,7 +14,7 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
-from asyncmoe.rollout.scoring import Stats
+from asyncmoe.rollout.scoring.limits import Stats
 from asyncmoe.rollout.workers.figures import Figures, added, read
 from asyncmoe.telemetry.records import read_rollout
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, StorageError
 from asyncmoe.journal.segment_format import Place
-from asyncmoe.rollout import scoring
+from asyncmoe.rollout.scoring import stages
 from asyncmoe.rollout.scoring.tracebacks import Raised, Tracebacks
 from asyncmoe.rollout.workers import process, worker
 from asyncmoe.rollout.workers.news import UnheardOutcomes, size_of
@@ -275,7 +275,7 @@ def test_a_worker_writes_what_scorers_raised_to_a_file_of_its_own_and_not_in_its
         raise StorageError("enough")
 
     config = SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
-    with mock.patch.object(scoring, "write_log", write), pytest.raises(StorageError):
+    with mock.patch.object(stages, "write_log", write), pytest.raises(StorageError):
         asyncio.run(process.write_log(config, 2, SimpleNamespace(scorer=None)))  # type: ignore[arg-type]
     ((thread, number),) = wrote
     assert thread.name.startswith("log")  # nor in a thread in which users' environments may wait

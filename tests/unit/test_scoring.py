@@ -13,8 +13,8 @@ import pytest
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
-from asyncmoe.rollout import scoring
-from asyncmoe.rollout.scoring import Sample, Score, Scorer
+from asyncmoe.rollout.scoring import Sample, Score, Scorer, loading
+from asyncmoe.rollout.scoring.exact import Exact
 
 SCORERS = "tests.unit.scorers"
 
@@ -26,7 +26,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scorer(name: str, timeout_s: float = 20.0, **more: Any) -> Scorer:
     section = ScoringSection(scorer=name, timeout_s=timeout_s, **{"backoff_s": 0.0, "retries": 0, **more})
-    return scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
+    return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
 
 
 def score_all(name: str, responses: list[str], answer: str = "19", timeout_s: float = 20.0, **more: Any) -> list[float | str]:
@@ -53,7 +53,7 @@ def test_exact_compares_the_whole_answer() -> None:
 
 
 def test_auto_is_exact_for_arithmetic() -> None:
-    assert isinstance(scorer("auto"), scoring.Exact)
+    assert isinstance(scorer("auto"), Exact)
 
 
 def test_a_users_function_scores_and_may_print() -> None:

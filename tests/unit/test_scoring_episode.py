@@ -15,7 +15,8 @@ from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring import Sample, Score, Scorer, Taught
+from asyncmoe.rollout.scoring import Sample, Score, Scorer
+from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory

@@ -14,8 +14,9 @@ from aiohttp import web
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout import scoring
-from asyncmoe.rollout.scoring import Sample, Score, Taught, teaches
+from asyncmoe.rollout.scoring import Sample, Score, loading, teaches
+from asyncmoe.rollout.scoring.stages import stats
+from asyncmoe.rollout.scoring.teacher import Taught
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver", {"level": 3})
@@ -34,7 +35,7 @@ def served(handler: Handler, values: dict[str, Any], calls: int = 1, sample: Sam
         url = site._server.sockets[0].getsockname()  # type: ignore[union-attr]
         text = json.dumps(values).replace("URL", f"http://127.0.0.1:{url[1]}")
         section = ScoringSection.model_validate({"retries": 0, "backoff_s": 0.0, **json.loads(text)})
-        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         found: list[Score | str] = []
         try:
             for _ in range(calls):
@@ -266,13 +267,12 @@ def test_what_can_be_seen_of_it_from_outside() -> None:
     section = ScoringSection.model_validate({"scorer": "http://127.0.0.1:9", "teacher": {"url": "http://127.0.0.1:9"}, "retries": 0})
 
     async def run() -> None:
-        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         assert isinstance(made, Taught)
         assert teaches(made)
         with pytest.raises(TrajectoryRejected):
             await made.teach(SAMPLE)
-        stats = scoring.stats(made)
-        assert {name: dict(part.failed) for name, part in stats.items()} == {"scorer": {}, "teacher": {"scorer_unavailable": 1}}
+        assert {name: dict(part.failed) for name, part in stats(made).items()} == {"scorer": {}, "teacher": {"scorer_unavailable": 1}}
         await made.close()
 
     asyncio.run(run())

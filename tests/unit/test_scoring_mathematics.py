@@ -16,14 +16,14 @@ from math_verify import parse, verify
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rollout import scoring
+from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring import Sample, notation
+from asyncmoe.rollout.scoring import Sample, loading, notation
 from asyncmoe.rollout.scoring.mathematics import score, self_score
 from asyncmoe.rollout.tasks import Prompt
-from asyncmoe.rollout.tasks.jsonl import MARK, read
+from asyncmoe.rollout.tasks.jsonl import read
 from asyncmoe.trajectory import Recording, Trajectory
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -167,7 +167,7 @@ def test_a_run_on_all_of_them_rejects_none(monkeypatch: pytest.MonkeyPatch, thor
 
     async def run() -> None:
         section = ScoringSection(scorer="math_verify", retries=0, concurrency=2 if thorough else 1)
-        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         held = BoundedQueue(capacity=len(cases) * size, batch=len(cases) * size, group_size=size, max_staleness=0)
 
         async def episode(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:

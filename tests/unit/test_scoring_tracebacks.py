@@ -12,8 +12,8 @@ import pytest
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import StorageError, TrajectoryRejected
-from asyncmoe.rollout import scoring
-from asyncmoe.rollout.scoring import Sample
+from asyncmoe.rollout.scoring import Sample, loading
+from asyncmoe.rollout.scoring.stages import write_log
 from asyncmoe.rollout.scoring.tracebacks import LOG, Raised, Tracebacks, raised_by
 from tests.unit import scorers
 
@@ -35,7 +35,7 @@ def logged(name: str, responses: Sequence[str], run_dir: Path, retries: int = 0)
 
     async def run() -> list[str]:
         section = ScoringSection(scorer=f"tests.unit.scorers:{name}", retries=retries, backoff_s=0.0, concurrency=1)
-        made = scoring.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         found = []
         for response in responses:
             try:
@@ -43,7 +43,7 @@ def logged(name: str, responses: Sequence[str], run_dir: Path, retries: int = 0)
             except TrajectoryRejected as rejected:
                 found.append(str(rejected))
         await made.close()
-        scoring.write_log(made, run_dir)
+        write_log(made, run_dir)
         return found
 
     found = asyncio.run(run())

@@ -14,10 +14,10 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.rollout import controller, scoring
+from asyncmoe.rollout import controller
 from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
-from asyncmoe.rollout.scoring import trial
+from asyncmoe.rollout.scoring import loading, trial
 from asyncmoe.rollout.scoring.tracebacks import LOG
 from asyncmoe.rollout.tasks import Gold, Prompt
 from asyncmoe.rollout.tasks.jsonl import read
@@ -70,7 +70,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
         raise Started
 
     async def run() -> None:
-        scorer = scoring.load(made.scoring, made.task, Characters().decode)
+        scorer = loading.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
         loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
         await controller._serve(made, run_dir, None, loaded, Journaling(made, None, None), ())

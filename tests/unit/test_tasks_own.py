@@ -17,8 +17,8 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout import scoring, tasks
-from asyncmoe.rollout.scoring import Sample
+from asyncmoe.rollout import tasks
+from asyncmoe.rollout.scoring import Sample, loading
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 HERE = "tests.unit.task_sources"
@@ -164,7 +164,7 @@ def test_keys_that_do_not_go_together_are_refused(values: dict[str, Any], said: 
 @pytest.mark.parametrize(("scorer", "reward"), [("scored", 5.0), ("awaited", 5.0), ("Scores", 4.0)])
 def test_columns_reach_a_scorer(scorer: str, reward: float) -> None:
     async def run() -> float:
-        made = scoring.load(
+        made = loading.load(
             ScoringSection(scorer=f"{HERE}:{scorer}", concurrency=1, timeout_s=30), TaskSection(kind="arithmetic"), lambda tokens: ""
         )
         try:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.tools import loading
 from asyncmoe.rollout.episodes.tools.calculator import calculate
 from asyncmoe.rollout.episodes.tools.calls import MAX_CALLS, Call, Malformed, Style, find
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
@@ -152,7 +152,7 @@ def ask(name: str, arguments: list[str], **options: float) -> tuple[list[str], R
     """Each observation, or the reason why there is none; one after the other."""
 
     async def run() -> tuple[list[str], Runner]:
-        (runner,) = tools.load([name], {name: options} if options else None).values()
+        (runner,) = loading.load([name], {name: options} if options else None).values()
         found = []
         try:
             for argument in arguments:
@@ -201,7 +201,7 @@ def test_a_function_that_hangs_or_dies_costs_its_own_call_only() -> None:
 
 def test_a_process_that_hung_is_gone_and_others_are_kept(tmp_path: Path) -> None:
     async def run() -> tuple[str, str, str]:
-        (runner,) = tools.load([f"{FUNCTIONS}:process"], {f"{FUNCTIONS}:process": {"timeout_s": 2.0}}).values()
+        (runner,) = loading.load([f"{FUNCTIONS}:process"], {f"{FUNCTIONS}:process": {"timeout_s": 2.0}}).values()
         first, again = await runner.call("a"), await runner.call("b")
         with pytest.raises(ToolError):
             await runner.call("hang")
@@ -272,7 +272,7 @@ SHOUT = "tests.unit.tool_functions:shout"
 
 @pytest.mark.parametrize("key", ["shout", SHOUT])
 def test_options_of_a_function_are_named_by_the_tool_or_by_the_function(key: str) -> None:
-    (runner,) = tools.load([SHOUT], {key: {"characters": 7}}).values()
+    (runner,) = loading.load([SHOUT], {key: {"characters": 7}}).values()
     assert (runner.name, runner._limits.characters) == ("shout", 7)
 
 
@@ -297,4 +297,4 @@ def test_options_of_a_function_are_named_by_the_tool_or_by_the_function(key: str
 )
 def test_what_cannot_be_loaded(names: list[str], options: dict[str, dict[str, float]], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        tools.load(names, options)
+        loading.load(names, options)

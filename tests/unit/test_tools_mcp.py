@@ -17,7 +17,7 @@ from asyncmoe import installed
 from asyncmoe.config.environment import EnvironmentSection, ToolsSection
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes import tools
+from asyncmoe.rollout.episodes.tools import loading
 from asyncmoe.rollout.episodes.tools.mcp import McpTools, _McpTool, check_options, merged
 from asyncmoe.rollout.episodes.tools.mcp import process as servers
 from asyncmoe.rollout.episodes.tools.mcp.process import ServerProcess
@@ -121,7 +121,7 @@ def test_options_of_a_servers_tool_name_the_key_they_belong_to() -> None:
         check_options({"add": {"timeout_s": 5, "concurrency": 2}}, keys)
     check_options({"python": {"wall_s": 1}}, keys)
     with pytest.raises(ConfigError, match=r"got no such tool, expected none because environment\.tools\.names"):
-        tools.load([], {"ad": {}})
+        loading.load([], {"ad": {}})
 
 
 def test_names_of_tools_do_not_collide() -> None:

@@ -18,8 +18,7 @@ from aiohttp import web
 
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes import tools
-from asyncmoe.rollout.episodes.tools import seccomp
+from asyncmoe.rollout.episodes.tools import loading, seccomp
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.sandboxes import container, guarded, own, python_tool
 from asyncmoe.rollout.episodes.tools.sandboxes.bubblewrap import Bubblewrap
@@ -150,12 +149,12 @@ def test_a_cancelled_call_in_bubblewrap_leaves_nothing() -> None:
 def test_without_bwrap_nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"bubblewrap, but no program bwrap.*apt install"):
-        tools.load(["python"], sandbox=SandboxSection(backend="bubblewrap"))
+        loading.load(["python"], sandbox=SandboxSection(backend="bubblewrap"))
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     program.chmod(0o755)
     with pytest.raises(ConfigError, match="which says: bwrap: No permissions to create new namespace, expected"):
-        tools.load(["python"], sandbox=SandboxSection(backend="bubblewrap"))
+        loading.load(["python"], sandbox=SandboxSection(backend="bubblewrap"))
 
 
 DOCKER = """#!{python}

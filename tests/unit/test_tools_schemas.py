@@ -15,8 +15,8 @@ from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.engines.types import ParsedCall
-from asyncmoe.rollout.episodes import tools
 from asyncmoe.rollout.episodes.environments.tools import WithTools
+from asyncmoe.rollout.episodes.tools import loading
 from asyncmoe.rollout.episodes.tools.runner import Runner
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from asyncmoe.rollout.tasks import Prompt
@@ -34,7 +34,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def tool(name: str) -> Runner:
-    (runner,) = tools.load([f"{FUNCTIONS}:{name}"]).values()
+    (runner,) = loading.load([f"{FUNCTIONS}:{name}"]).values()
     return runner
 
 

@@ -22,7 +22,7 @@ from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment, Episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trainer.data import batch, trees

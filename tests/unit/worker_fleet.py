@@ -25,7 +25,7 @@ from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring import Exact
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.stored_groups import StoredGroups
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.worker import RolloutWorker

@@ -10,6 +10,7 @@ from asyncmoe.config import Config, devices
 from asyncmoe.errors import UserError
 from asyncmoe.launch.engine_machines import EngineMachine, engine_machines
 from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm.task import log_of
 from asyncmoe.rollout.engines.nodes import process_name
 
 CONTROLLER, TRAINER = "controller", "trainer"
@@ -48,7 +49,7 @@ class JobStep:
         nodes: nodes of the step, one task on each.
         command: the whole `srun` command.
         output: output file of srun, and of a task until it opens its log.
-        logs: log of each node's task, see `log_of`.
+        logs: log of each node's task, see `asyncmoe.launch.slurm.task.log_of`.
     """
 
     name: str
@@ -154,11 +155,6 @@ def container(environ: Mapping[str, str], executable: str) -> Container:
     if image is None:
         return Container(None, None, executable)
     return Container(image, environ.get("ASYNCMOE_CONTAINER_MOUNTS") or None, environ.get("ASYNCMOE_CONTAINER_PYTHON") or "python3")
-
-
-def log_of(logs: Path, name: str, node: str) -> Path:
-    """Return the log of a step's task on a node."""
-    return logs / f"{name}.{node}.log"
 
 
 def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, where: Container, arguments: Sequence[str]) -> JobStep:

@@ -16,10 +16,14 @@ from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import part, torchrun
-from asyncmoe.launch.slurm.steps import log_of
 from asyncmoe.process import say
 from asyncmoe.rpc.environment import TRAINER_EPOCH
 from asyncmoe.storage import writing
+
+
+def log_of(logs: Path, name: str, node: str) -> Path:
+    """Return the log of a step's task on a node."""
+    return logs / f"{name}.{node}.log"
 
 
 def main() -> None:

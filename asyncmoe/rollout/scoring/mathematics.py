@@ -17,8 +17,8 @@ from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
 from sympy import Basic, MatrixBase
 
+from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring import notation
-from asyncmoe.rollout.tasks.jsonl import MARK
 
 # The library warns that its time limits are off. They are signals of the main thread; the caller enforces a limit.
 for _name in ("math_verify.parser", "math_verify.grader"):

@@ -1,8 +1,4 @@
-"""Parse a scorer's answer: a number, or a reward with step scores and a reason.
-
-    0.5    {"reward": 0.5}    {"reward": 0.5, "steps": [0.2, 0.9], "why": "a wrong sign"}    an object with these as attributes
-
-Any other answer is rejected, including an unknown key: a misspelt "steps" would silently lose the step scores.
+"""Convert a scorer's answer (`asyncmoe.rollout.scoring.plain_answer`) to the score of a sample.
 
 Each run of sampled tokens is one step. With a separator text, each non-blank piece of the run's text is one step, as in
 `[piece for piece in text.split(separator) if piece.strip()]`.
@@ -11,49 +7,21 @@ Each run of sampled tokens is one step. With a separator text, each non-blank pi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score
+from asyncmoe.rollout.scoring.plain_answer import SHOWN_VALUE, garbage, plain
+from asyncmoe.rollout.scoring.types import NAN, Sample, Score
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
 Read = Callable[[object, Sample], Score]
 """The raw answer for a sample to its score; raises as `read`."""
-_SHOWN = 200
-_WHY = 2000
-"""Characters kept of a reason."""
-
-
-def plain(value: object) -> dict[str, Any]:
-    """Normalize an answer to {"reward": number}, with "steps" (numbers) and "why" (text) if it has them. Accepts NumPy and torch numbers.
-
-    Raises:
-        TrajectoryRejected: "scorer_garbage": the answer is invalid.
-    """
-    if isinstance(value, Mapping):
-        unknown = [key for key in value if key not in ("reward", "steps", "why")]
-        if unknown or "reward" not in value:
-            raise _garbage(f"the keys {[*value]}", '"reward" and optionally "steps" and "why"')
-        reward, steps, why = value["reward"], value.get("steps"), value.get("why")
-    elif hasattr(value, "reward"):
-        reward, steps, why = value.reward, getattr(value, "steps", None), getattr(value, "why", None)
-    else:
-        reward, steps, why = value, None, None
-    if why is not None and not isinstance(why, str):
-        raise _garbage(f"why of type {type(why).__name__}", "a text")
-    said = {} if why is None else {"why": why[:_WHY]}
-    if steps is None:
-        return {"reward": _number(reward), **said}
-    listed = steps.tolist() if hasattr(steps, "tolist") else steps
-    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        raise _garbage(f"steps of type {type(steps).__name__}", "a list of numbers")
-    return {"reward": _number(reward), "steps": [_number(step) for step in listed], **said}
 
 
 def read(value: object, sample: Sample, separator: str | None, decode: Decode) -> Score:
@@ -69,7 +37,7 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
         return Score(reward, why=why)
     at = ends(sample.tokens, sample.sampled, separator, decode)
     if len(steps) != len(at):
-        raise _garbage(f"scores of {len(steps)} steps", f"{len(at)}, the steps of this sample (scoring.step_separator {separator!r})")
+        raise garbage(f"scores of {len(steps)} steps", f"{len(at)}, the steps of this sample (scoring.step_separator {separator!r})")
     return Score(reward, rewards=placed([_finite(step) for step in steps], at, len(sample.tokens)), why=why)
 
 
@@ -79,9 +47,9 @@ def read_json(body: object, sample: Sample, separator: str | None, decode: Decod
     try:
         value = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
-        raise _garbage(f"{data[:_SHOWN]!r} ({error})", "JSON") from error
+        raise garbage(f"{data[:SHOWN_VALUE]!r} ({error})", "JSON") from error
     if not isinstance(value, dict):
-        raise _garbage(f"{data[:_SHOWN]!r}", 'a JSON object with a "reward"')
+        raise garbage(f"{data[:SHOWN_VALUE]!r}", 'a JSON object with a "reward"')
     return read(value, sample, separator, decode)
 
 
@@ -113,31 +81,15 @@ def placed(scores: Sequence[float], at: Sequence[int], size: int) -> np.ndarray:
     return rewards
 
 
-def _number(value: object) -> int | float:
-    item = getattr(value, "item", None)
-    try:
-        found = item() if callable(item) else value
-    # NumPy and torch raise different errors for an array of several elements.
-    except (ValueError, RuntimeError) as error:
-        raise _garbage(f"{type(value).__name__}: {error}", "a number") from error
-    if not isinstance(found, int | float):
-        raise _garbage(f"{type(found).__name__} {str(found)[:_SHOWN]!r}", "a number")
-    return found
-
-
 def _finite(value: int | float) -> float:
     try:
         found = float(value)
     except OverflowError as error:
-        raise _garbage(f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a number", "a float") from error
+        raise garbage(f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a number", "a float") from error
     # Step scores are stored as float32.
     if not math.isfinite(found) or abs(found) > 3.4e38:
         raise TrajectoryRejected(NAN, f"the scorer returned {found}, expected a finite number")
     return found
-
-
-def _garbage(got: str, expected: str) -> TrajectoryRejected:
-    return TrajectoryRejected(GARBAGE, f"the scorer returned {got}, expected {expected}")
 
 
 def _ends(tokens: Sequence[int], separator: str, decode: Decode) -> list[int]:

@@ -24,7 +24,7 @@ class HasScore(Protocol):
     """An instance of a user's scorer class."""
 
     def score(self, sample: Sample) -> object:
-        """Return any answer that `asyncmoe.rollout.scoring.parse_score` accepts; a coroutine runs in the controller's event loop."""
+        """Return any answer that `asyncmoe.rollout.scoring.plain_answer` accepts; a coroutine runs in the controller's event loop."""
         ...
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.limits import LimitedScorer
+from asyncmoe.rollout.scoring.loading import scorer_kind
+from asyncmoe.rollout.scoring.stages import stages
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised
 from asyncmoe.rollout.scoring.types import GARBAGE, NAN, OUT_OF_ORDER, UNAVAILABLE, Judge, Sample, Scorer
 from asyncmoe.rollout.scoring.workers import InWorkers
@@ -44,7 +45,7 @@ async def before_engines(
         ConfigError: scorer or teacher does not return a score, or the scorer compares with an answer that the first prompt does not have.
     """
     section = config.scoring
-    kind = scoring.scorer_kind(section, config.task)
+    kind = scorer_kind(section, config.task)
     asked = section.scorer != "auto" or config.environment.kind in _SCORED
     if asked and kind == "math_verify":
         own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
@@ -61,9 +62,9 @@ async def before_engines(
         return
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
-    stages = {name: stage for name, stage in scoring.stages(scorer).items() if asked or name == "teacher"}
+    tried = {name: stage for name, stage in stages(scorer).items() if asked or name == "teacher"}
     await try_once(
-        stages, Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns), kind
+        tried, Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns), kind
     )
 
 
@@ -71,7 +72,7 @@ async def try_once(stages: Mapping[str, LimitedScorer], sample: Sample, target: 
     """Ask each stage for the score of one sample, once.
 
     Args:
-        stages: see `asyncmoe.rollout.scoring.stages`.
+        stages: see `asyncmoe.rollout.scoring.stages.stages`.
         sample: the first prompt, with its own answer for a response.
         target: the configured scorer, for messages.
 

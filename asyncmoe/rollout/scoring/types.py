@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 ERROR, NAN, TIMEOUT = "scorer_error", "scorer_nan", "scorer_timeout"
 GARBAGE, UNAVAILABLE = "scorer_garbage", "scorer_unavailable"

@@ -2,7 +2,7 @@
 
 First input line: {"target": "package.module:name", "options": {...}}; then one sample per line. First output line, once the target is
 loaded: {"ready": true} or {"unusable": text}; then, per sample, {"value": ...} with the result of
-`asyncmoe.rollout.scoring.parse_score.plain`, or {"failed": reason, "detail": text}, or, if the target raised, {"failed": reason,
+`asyncmoe.rollout.scoring.plain_answer.plain`, or {"failed": reason, "detail": text}, or, if the target raised, {"failed": reason,
 "raised": fields of `asyncmoe.rollout.scoring.tracebacks.Raised`}. The target's prints go to standard error. When standard
 input ends, the worker closes the target's object.
 """
@@ -20,7 +20,7 @@ from typing import TextIO
 from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout.scoring import plugin
-from asyncmoe.rollout.scoring.parse_score import plain
+from asyncmoe.rollout.scoring.plain_answer import plain
 from asyncmoe.rollout.scoring.tracebacks import raised_by
 from asyncmoe.rollout.scoring.types import ERROR, SHOWN, Sample, reason_of
 

@@ -13,12 +13,11 @@ from typing import Any
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
+from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.tasks.encode import check_columns, check_prompt, check_text
 from asyncmoe.rollout.tasks.rows import Keep, none_left
 from asyncmoe.rollout.tasks.types import Example, Gold, Message
 
-MARK = "####"
-"""Separates the reasoning from the reference answer."""
 MAX_LINE_BYTES = 16 << 20
 MAX_FILE_BYTES = 2 << 30
 """A file is read into memory whole."""

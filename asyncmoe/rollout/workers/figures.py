@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.rollout import scoring
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.scoring.stages import stats
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring
 
 
@@ -26,7 +26,7 @@ def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
     environment = loaded.environment
     counts = environment.counts if isinstance(environment, WithTools) else {}
-    stages = {name: msgspec.convert(one, Scoring, from_attributes=True) for name, one in scoring.stats(loaded.scorer).items()}
+    stages = {name: msgspec.convert(one, Scoring, from_attributes=True) for name, one in stats(loaded.scorer).items()}
     return Figures(stages, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
 
 

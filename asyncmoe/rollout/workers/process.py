@@ -16,8 +16,9 @@ from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.process import freeze, keep_files, named
-from asyncmoe.rollout import parts, scoring
+from asyncmoe.rollout import parts
 from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.scoring import stages
 from asyncmoe.rollout.workers.worker import RolloutWorker
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.async_client import AsyncClient
@@ -110,7 +111,7 @@ async def write_log(config: Config, number: int, loaded: RolloutParts) -> None:
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="log") as thread:
         while True:
-            await loop.run_in_executor(thread, scoring.write_log, loaded.scorer, config.run.dir, number)
+            await loop.run_in_executor(thread, stages.write_log, loaded.scorer, config.run.dir, number)
             await asyncio.sleep(_LOOK_S)
 
 

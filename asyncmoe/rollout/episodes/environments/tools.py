@@ -21,9 +21,9 @@ from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
-from asyncmoe.rollout.episodes import tools
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed, read_by_engine
+from asyncmoe.rollout.episodes.tools.loading import load
 from asyncmoe.rollout.episodes.tools.mcp import McpTools, check_options, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
@@ -38,7 +38,7 @@ class WithTools:
     """An environment with tools; see the module.
 
     Args:
-        names, options, sandbox: as for `asyncmoe.rollout.episodes.tools.load`.
+        names, options, sandbox: as for `asyncmoe.rollout.episodes.tools.loading.load`.
         style: as environment.tools.style.
         chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
         schemas: as environment.tools.schemas.
@@ -64,7 +64,7 @@ class WithTools:
         )
         self._mcp = McpTools(mcp or {}, sessions)
         check_options(options, self._mcp.keys)
-        self.runners: dict[str, Runner] = merged(tools.load(names, options, placed), self._mcp.runners, style)
+        self.runners: dict[str, Runner] = merged(load(names, options, placed), self._mcp.runners, style)
         self._style, self._chat, self._wanted = style, chat, schemas
         self._schemas: tuple[Mapping[str, Any], ...] | None = None
 

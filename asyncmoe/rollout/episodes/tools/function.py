@@ -11,13 +11,11 @@ import asyncio
 import inspect
 import json
 import sys
-from collections.abc import Callable
 from typing import cast
 
-from asyncmoe import plugins
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.rollout import reaped
-from asyncmoe.rollout.episodes.tools.signature import Arguments
+from asyncmoe.rollout.episodes.tools.signature import Arguments, find
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, Tool, ToolError
 
 _START_S = 60.0
@@ -36,11 +34,6 @@ def load(target: str) -> Tool:
     if inspect.iscoroutinefunction(function):
         return AsyncFunction(name, arguments)
     return InProcesses(name, arguments, target)
-
-
-def find(target: str) -> Callable[..., object]:
-    """Import `package.module:function`. Raises as `asyncmoe.plugins.load_function`."""
-    return plugins.load_function(target, "environment.tools.names", forms="calculator, python or package.module:function")
 
 
 class AsyncFunction:

@@ -11,8 +11,7 @@ import os
 import sys
 
 from asyncmoe.process import die_with_parent
-from asyncmoe.rollout.episodes.tools.function import find
-from asyncmoe.rollout.episodes.tools.signature import Arguments
+from asyncmoe.rollout.episodes.tools.signature import Arguments, find
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
 
 

@@ -1,7 +1,6 @@
-"""The arguments of a user's function as a tool: a JSON schema from its signature and docstring, and calls checked against it.
+"""A user's function as a tool, found by its name, and its arguments: a JSON schema from signature and docstring, and checked calls.
 
-A function of one text parameter gets the text. Any other function gets its parameters by name, from a JSON object, checked and converted by
-pydantic as their annotations say; a wrong argument is an observation, from which the policy learns.
+A function of one text parameter gets the text. Any other function gets its parameters by name, from a JSON object (`json_arguments`).
 """
 
 from __future__ import annotations
@@ -11,15 +10,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-import pydantic
-
+from asyncmoe import plugins
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools import strict_json
-from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, one_string
+from asyncmoe.rollout.episodes.tools.tool import one_string
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ITEM = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s+(.*)")
-_MOST_ERRORS = 5
+
+
+def find(target: str) -> Callable[..., object]:
+    """Import `package.module:function`. Raises as `asyncmoe.plugins.load_function`."""
+    return plugins.load_function(target, "environment.tools.names", forms="calculator, python or package.module:function")
 
 
 class Arguments:
@@ -39,19 +40,19 @@ class Arguments:
         self.description, told = _docstring(inspect.getdoc(function) or "")
         given = _parameters(function, target)
         self.takes_json = len(given) != 1 or next(iter(given.values()))[0] not in (str, object, Any)
-        self._names = tuple(given)
         if not self.takes_json:
             (name,) = given
             self.parameters: Mapping[str, Any] = one_string(name, told.get(name, ""))
             return
+        # Imports pydantic, which takes longer than the rest of the start of a function's process.
+        from asyncmoe.rollout.episodes.tools.json_arguments import JsonArguments
+
         try:
-            self._model = _model(given, told)
-            self.parameters = _without_titles(self._model.model_json_schema(by_alias=True))
-        except (pydantic.errors.PydanticUserError, TypeError, ValueError) as error:
-            got = f"{target}: {' '.join(str(error).split())[:300]}"
-            raise ConfigError(
-                "environment.tools.names", got=got, expected="parameters with annotations that JSON has values for"
-            ) from error
+            self._json = JsonArguments(given, told)
+        except ValueError as error:
+            got, expected = f"{target}: {error}", "parameters with annotations that JSON has values for"
+            raise ConfigError("environment.tools.names", got=got, expected=expected) from error
+        self.parameters = self._json.schema
 
     def call(self, argument: str) -> Any:
         """Call the function with a text or, if `takes_json`, with the values of a JSON object; return its result.
@@ -59,20 +60,7 @@ class Arguments:
         Raises:
             ToolError: `ERROR`: the text is no JSON object of these parameters.
         """
-        if not self.takes_json:
-            return self._function(argument)
-        try:
-            made = self._model.model_validate_json(argument)
-        except pydantic.ValidationError as error:
-            wrong = [f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:_MOST_ERRORS]]
-            raise ToolError(ERROR, f"error: {'; '.join(wrong)}") from error
-        try:
-            # pydantic also reads NaN, and numbers beyond the largest as infinity.
-            strict_json.read(argument)
-        except ValueError as error:
-            raise ToolError(ERROR, f"error: arguments that are not valid JSON: {error}") from error
-        # Parameters that a call leaves out keep the function's own defaults.
-        return self._function(**{name: getattr(made, f"p{i}") for i, name in enumerate(self._names) if f"p{i}" in made.model_fields_set})
+        return self._function(**self._json.read(argument)) if self.takes_json else self._function(argument)
 
 
 def _parameters(function: Callable[..., object], target: str) -> dict[str, tuple[Any, object]]:
@@ -87,21 +75,6 @@ def _parameters(function: Callable[..., object], target: str) -> dict[str, tuple
         got = f"{target}{inspect.signature(function)}"
         raise ConfigError("environment.tools.names", got=got, expected="a function of named parameters, at least one")
     return {name: (hints.get(name, Any), one.default) for name, one in found.items()}
-
-
-def _model(given: Mapping[str, tuple[Any, object]], told: Mapping[str, str]) -> type[pydantic.BaseModel]:
-    # Fields have names of their own: pydantic refuses some names that a parameter may have.
-    fields: dict[str, Any] = {}
-    for i, (name, (kind, default)) in enumerate(given.items()):
-        shown: Any = ... if default is inspect.Parameter.empty else default
-        fields[f"p{i}"] = (kind, pydantic.Field(shown, alias=name, description=told.get(name)))
-    return pydantic.create_model("arguments", __config__=pydantic.ConfigDict(extra="forbid"), **fields)
-
-
-def _without_titles(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema without the titles that pydantic derives from names."""
-    properties = {name: {key: value for key, value in one.items() if key != "title"} for name, one in schema["properties"].items()}
-    return {**{key: value for key, value in schema.items() if key != "title"}, "properties": properties}
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:

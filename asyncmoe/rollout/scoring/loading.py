@@ -1,0 +1,92 @@
+"""Build the scorer that a configuration names."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from asyncmoe.config.scoring import ScoringSection, TeacherSection
+from asyncmoe.config.task import READ, TaskSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.scoring import parse_score, plugin, teacher
+from asyncmoe.rollout.scoring.exact import Exact
+from asyncmoe.rollout.scoring.http import HttpJudge
+from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
+from asyncmoe.rollout.scoring.parse_score import Decode
+from asyncmoe.rollout.scoring.teacher import Taught
+from asyncmoe.rollout.scoring.types import Judge, Scorer
+from asyncmoe.rollout.scoring.workers import InWorkers
+
+MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
+_AT_ONCE = 64
+_WORKERS = min(4, os.cpu_count() or 1)
+
+
+def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int = 0) -> Scorer:
+    """Build the scorer that the configuration names.
+
+    Args:
+        decode: converts token ids to text, for `step_separator`.
+        seed: the run's seed.
+
+    Raises:
+        ConfigError: the function or class cannot be loaded or does not accept `scoring.options`, or the teacher's key is missing.
+    """
+    scorer = _scorer(section, task, decode, seed)
+    if section.teacher is None:
+        assert scorer is not None
+        return scorer
+    judge = teacher.TeacherJudge(section.teacher.url, section.teacher.timeout_s, _teacher_key(section.teacher))
+    return Taught(scorer, LimitedScorer("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
+
+
+def _teacher_key(section: TeacherSection) -> str:
+    name = section.key_variable
+    if name is None:
+        return ""
+    if not (key := os.environ.get(name, "").strip()):
+        why = "is not set" if name not in os.environ else "is empty"
+        raise ConfigError("scoring.teacher.key_variable", got=f"{name}, which {why}", expected="a variable with the API key of the teacher")
+    return key
+
+
+def scorer_kind(section: ScoringSection, task: TaskSection) -> str:
+    """Return `scoring.scorer`, with auto resolved."""
+    if section.scorer == "auto":
+        return "math_verify" if task.kind in READ else "exact"
+    return section.scorer
+
+
+def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: int) -> Scorer | None:
+    kind = scorer_kind(section, task)
+    if kind == "none":
+        return None
+    if kind == "exact":
+        return Exact()
+    read = parse_score.read_json if kind.startswith(("http://", "https://")) else parse_score.read
+    judge = _judge(section, kind)
+    made = partial(read, separator=section.step_separator, decode=decode)
+    return LimitedScorer("the scorer", judge, made, _limits(section, section.concurrency or judge.width or _AT_ONCE), seed)
+
+
+def _judge(section: ScoringSection, kind: str) -> Judge:
+    if kind.startswith(("http://", "https://")):
+        return HttpJudge(kind, section.timeout_s)
+    target = MATH_VERIFY if kind == "math_verify" else kind
+    found = plugin.find(target)
+    if section.options and not found.is_class:
+        raise ConfigError(
+            "scoring.options",
+            got=section.options,
+            expected=f"none, because {target} is a function",
+            hint="omit them, or write a class that accepts them",
+        )
+    if found.awaits:
+        ask, made = found.ask(section.options)
+        return plugin.AsyncScorer(ask, found.function, made, section.timeout_s)
+    return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)
+
+
+def _limits(section: ScoringSection, concurrency: int) -> ScoringLimits:
+    s = section
+    return ScoringLimits(concurrency, s.deadline_s, s.retries, s.backoff_s, s.breaker_failures, s.breaker_cooldown_s)

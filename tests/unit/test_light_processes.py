@@ -1,0 +1,77 @@
+"""Small processes, which a run starts often, load no package that they do not use: it would be most of their start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import asyncmoe
+
+HEAVY = {"aiohttp", "numpy", "pydantic", "torch", "yaml"}
+USERS_CODE = f"""
+import sys
+
+def loaded():
+    return " ".join(sorted({{name.partition(".")[0] for name in sys.modules}} & {HEAVY!r}))
+
+def score(prompt, response, answer):
+    return {{"reward": 1.0, "why": loaded()}}
+
+def tool(text: str) -> str:
+    return loaded()
+
+def typed(number: int) -> str:
+    return loaded()
+"""
+
+
+def output(directory: Path, arguments: Sequence[str], given: Sequence[object] = ()) -> list[str]:
+    """Lines that a Python process prints; it finds the modules in `directory`."""
+    path = os.pathsep.join((str(Path(asyncmoe.__file__).parent.parent), str(directory)))
+    lines = "".join(json.dumps(one) + "\n" for one in given)
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *arguments], input=lines, env=environment, check=True, capture_output=True, text=True, timeout=120
+    ).stdout.splitlines()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "users_code.py").write_text(USERS_CODE)
+    return tmp_path
+
+
+def test_the_process_of_a_scorer(directory: Path) -> None:
+    sample = {"prompt": "", "response": "", "answer": ""}
+    given = [{"target": "users_code:score", "options": {}}, sample]
+    ready, scored = output(directory, ["-m", "asyncmoe.rollout.scoring.worker"], given)
+    assert json.loads(ready) == {"ready": True}
+    assert json.loads(scored) == {"value": {"reward": 1.0, "why": ""}}
+
+
+@pytest.mark.parametrize(("function", "argument", "loaded"), [("tool", "", ""), ("typed", '{"number": 1}', "pydantic")])
+def test_the_process_of_a_tool(directory: Path, function: str, argument: str, loaded: str) -> None:
+    started, answered = output(directory, ["-m", "asyncmoe.rollout.episodes.tools.function_worker", f"users_code:{function}"], [argument])
+    assert json.loads(started) == {"text": ""}
+    assert json.loads(answered) == {"text": loaded}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "asyncmoe.rollout.scoring",
+        "asyncmoe.rollout.scoring.mathematics",
+        "asyncmoe.launch.keep",
+        "asyncmoe.launch.slurm.task",
+        "asyncmoe.launch.torchrun",
+        "asyncmoe.telemetry.loggers",
+    ],
+)
+def test_a_module(tmp_path: Path, module: str) -> None:
+    assert output(tmp_path, ["-c", f"import sys, {module}; print(*{HEAVY!r} & sys.modules.keys())"]) == [""]

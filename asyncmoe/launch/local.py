@@ -26,7 +26,7 @@ from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, transports
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.trainer import no_gpu_for
-from asyncmoe.doctor.probes import machine, plugin_probe
+from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight, prepared
@@ -85,6 +85,7 @@ def check(config: Config) -> Survey:
         _check_redis(config.journal)
     if config.launch == "local":
         stores.check(config.queue)
+        rollout_code.check(config)
     plugin_probe.check(config)
     if config.launch == "local" and devices.none_here():
         _check_without_gpu(config, here)

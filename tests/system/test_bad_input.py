@@ -29,6 +29,7 @@ def arguments(tmp_path: Path, *overrides: str, model: Path | None = None) -> tup
         ("trainer.ranks=3", ["trainer.ranks", "got 3", "multiple of"]),
         ("rollout.group_size=1", ["rollout.group_size", "got 1", "at least 2"]),
         ("task.kind=poetry", ["task.kind", "'poetry'", "arithmetic"]),
+        ("scoring.scorer=nowhere.module:reward", ["scoring.scorer", "no module nowhere", "PYTHONPATH"]),
     ],
 )
 def test_a_wrong_key_value_or_combination_is_named(tmp_path: Path, override: str, words: list[str]) -> None:
@@ -109,5 +110,6 @@ def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_reward_function_is_named(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "scoring.scorer=nowhere.module:reward", *ONE_RANK))
-    assert "nowhere.module" in line
+    line = refused(*arguments(tmp_path, "scoring.scorer=json:reward", *ONE_RANK))
+    assert line.startswith("controller on "), "only running the module tells"
+    assert "scoring.scorer: got json:reward" in line

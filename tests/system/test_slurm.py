@@ -113,6 +113,7 @@ def test_a_training_runs_to_its_end_over_three_nodes(jobs: Jobs) -> None:
     assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
 
 
+@pytest.mark.thorough  # a requeue, and a trainer that is killed: below; which ends are requeued: tests/unit/test_slurm_outcome.py
 def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -> None:
     steps = 20
     job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10", "cluster.requeues=1", "trainer.max_restarts=0")

@@ -33,6 +33,20 @@ def named(config: Config) -> dict[str, str]:
 
 def trouble(config: Config) -> str | None:
     """Return what cannot be found, a line each; None if nothing is missing."""
+    return str(together(missing)) if (missing := _missing(config)) else None
+
+
+def check(config: Config) -> None:
+    """Look for everything, before a run starts in this directory.
+
+    Raises:
+        UserError: something cannot be found; a line each.
+    """
+    if missing := _missing(config):
+        raise together(missing)
+
+
+def _missing(config: Config) -> list[UserError]:
     wrong: list[UserError] = []
     for key, targets in named(config).items():
         for target in targets.split(", "):
@@ -43,7 +57,7 @@ def trouble(config: Config) -> str | None:
                 wrong.append(ConfigError(key, got=f"{target}, and no module {module}", expected="a module in this directory or PYTHONPATH"))
     if config.environment.tools.mcp and not installed.has("mcp"):
         wrong.append(installed.absent("mcp", "environment.tools.mcp"))
-    return str(together(wrong)) if wrong else None
+    return wrong
 
 
 def _found(module: str) -> bool:

@@ -25,7 +25,7 @@ with (
     mock.patch.object(command.configuration, "load"),
     mock.patch.object(command.heartbeats, "start"),
     mock.patch.object(command.connections, "in_order"),
-    mock.patch.object(command.megatron, "prepare"),
+    mock.patch("asyncmoe.platform.megatron.prepare"),
     mock.patch.dict(command.sys.modules, {{"asyncmoe.trainer.loop": Loop}}),
     mock.patch("asyncmoe.trainer.loop", Loop, create=True),
 ):

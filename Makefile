@@ -75,31 +75,32 @@ docs-site: $(SITE)/.installed
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 	@echo "open build/site/index.html"
 
-# Files of tests, two at a time: a unit test takes one core, and others wait for processes to start more than they compute. Engines and ranks
+# Files of tests, two at a time, and of unit tests three: they wait a third of their time. Others wait for processes to start. Engines and ranks
 # share the cards of a machine with GPUs, so there they run one at a time. Files of tests/engine share an engine, which test_weights breaks:
 # they run in the order of their names.
 PAIRED   := -n 2 --dist loadfile
+UNIT     := -n 3 --dist loadfile
 COMPUTED := $(if $(filter 0,$(GPU)),$(PAIRED) --no-loadscope-reorder)
 
 test: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest $(PAIRED) tests/unit
+	$(TRAIN)/bin/python -m pytest $(UNIT) tests/unit
 	$(TRAIN)/bin/python -m pytest $(COMPUTED) tests/ranks tests/gpu tests/engine
 	$(TRAIN)/bin/python -m pytest $(PAIRED) tests/system
 
 # Test every combination of layouts, with new random cases in every run; for changes to the trainer's parallelism or to resharding.
 test-thorough: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest --thorough $(PAIRED) tests/unit
+	$(TRAIN)/bin/python -m pytest --thorough $(UNIT) tests/unit
 	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine
 	$(TRAIN)/bin/python -m pytest --thorough $(PAIRED) tests/system
 
 test-unit: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest $(PAIRED) tests/unit
+	$(TRAIN)/bin/python -m pytest $(UNIT) tests/unit
 
 # Run the unit tests on another Python, without GPUs and without engines: make test-python PYTHON=python3.12
 test-python:
 	@$(PYTHON) requirements/check_python.py
 	@$(MAKE) --no-print-directory $(OTHERS)/.installed
-	$(OTHERS)/bin/python -m pytest $(PAIRED) tests/unit
+	$(OTHERS)/bin/python -m pytest $(UNIT) tests/unit
 
 # Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
 test-integrations: setup

@@ -56,6 +56,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
         recorded.record(config.run.dir, "supervisor")
         watcher = Watcher(config)
         restarts, controllers = TrainerRestarts(config, watcher), ControllerRestarts(config, watcher)
+        print(begins(config), flush=True)
         with (
             Copier(config, lambda: stop.count),
             watcher,
@@ -79,6 +80,13 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     except KeyboardInterrupt:
         raise Interrupted(f"{saved('stopped', config)}; asyncmoe report {config.run.dir} writes the report") from None
     raise Interrupted(saved("stopped", config), stop.number)
+
+
+def begins(config: Config) -> str:
+    """Say what starts now, from where, and where its processes write: the first step takes a while."""
+    ranks, engines, newest = config.trainer.ranks, config.engines.count, checkpoints.newest(config.run.dir)
+    parts = f"{ranks} trainer rank{'s'[: ranks > 1]}, {engines} engine{'s'[: engines > 1]}"
+    return f"{f'resuming from {newest}' if newest else 'starting'}: {parts}; logs: {config.run.dir / 'logs'}"
 
 
 def saved(ended: str, config: Config) -> str:

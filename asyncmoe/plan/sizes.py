@@ -78,8 +78,9 @@ def parse_engines(text: str) -> tuple[int, EngineParallel]:
 
 def check_dtype(dtype: str) -> None:
     """Raise ConfigError if no weights have this dtype."""
-    if dtype not in ITEM_BYTES:
-        raise ConfigError("--dtype", got=repr(dtype), expected=f"one of {', '.join(ITEM_BYTES)}")
+    weights = [name for name in ITEM_BYTES if "float" in name]
+    if dtype not in weights:
+        raise ConfigError("--dtype", got=repr(dtype), expected=f"one of {', '.join(weights)}")
 
 
 def trainer_text(parallel: MegatronParallel, cp: int = 1) -> str:

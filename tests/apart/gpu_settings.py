@@ -131,4 +131,6 @@ def test_sizes_that_float8_cannot_divide_are_named() -> None:
     assert gpu_settings_of(fits, replace(odd, expert_width=32)).trouble == ""
     many = configured(precision="fp8", edge_layers=shape.layers + 1).trainer
     assert gpu_settings_of(many, shape).trouble.startswith("trainer.edge_layers is ")
+    all_of_them = configured(precision="fp8", edge_layers=-(-shape.layers // 2)).trainer
+    assert f"leaves none of the {shape.layers} layers to float8" in gpu_settings_of(all_of_them, shape).trouble
     assert gpu_settings_of(configured().trainer, odd) == GpuSettings()

@@ -199,6 +199,7 @@ def test_bad_engines_are_refused(text: str) -> None:
     [
         ({"bucket_bytes": 0}, "--bucket-bytes"),
         ({"dtype": "float12"}, "--dtype"),
+        ({"dtype": "bool"}, "--dtype"),
         ({"trainer": "tp=3"}, "trainer.tp"),
         ({"engines": "1xtp3"}, "engines.tp"),
         ({"engines": "1xtp1pp3"}, "engines.pp"),

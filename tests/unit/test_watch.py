@@ -92,7 +92,9 @@ def test_a_controller_may_end_between_two_looks_at_it(
 def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -> None:
     run_dir, total = configured.run.dir, configured.warmup.steps + configured.run.steps
     assert watch.saved("stopped", configured) == "stopped before the first step; the same command starts over"
+    assert watch.begins(configured).startswith("starting: 2 trainer ranks, 1 engine; logs: ")
     path = checkpoint(run_dir)
+    assert watch.begins(configured) == f"resuming from {path}: 2 trainer ranks, 1 engine; logs: {run_dir / 'logs'}"
     assert watch.saved("stopped", configured) == f"stopped at step 3 of {total}, which is saved; the same command resumes from {path}"
     write_run(run_dir, rl=3)
     last = read_steps(run_dir / METRICS)[-1].step

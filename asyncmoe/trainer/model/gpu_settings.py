@@ -93,6 +93,8 @@ def _trouble(trainer: TrainerSection, shape: Shape) -> Iterator[str]:
     edges, stage = trainer.edge_layers, shape.layers // trainer.pp
     if edges > stage:
         yield f"trainer.edge_layers is {edges}, and a pipeline stage has {stage} layers"
+    elif 2 * edges >= shape.layers:
+        yield f"trainer.edge_layers is {edges}, which leaves none of the {shape.layers} layers to float8"
     widths = {f"{shape.dense_width} / trainer.tp": shape.dense_width / trainer.tp} if shape.dense_layers or not shape.experts else {}
     widths |= {f"{shape.expert_width} / trainer.etp": shape.expert_width / trainer.expert_tp} if shape.experts else {}
     widths |= {f"{shape.shared_width} / trainer.tp": shape.shared_width / trainer.tp} if shape.shared_width else {}

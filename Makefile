@@ -75,7 +75,7 @@ docs-site: $(SITE)/.installed
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 	@echo "open build/site/index.html"
 
-# Files of tests, two at a time, and of unit tests three: they wait a third of their time. Others wait for processes to start. Engines and ranks
+# Tests by file, for two cores: three files of unit tests at a time, which wait a third of theirs, and two of the others. Engines and ranks
 # share the cards of a machine with GPUs, so there they run one at a time. Files of tests/engine share an engine, which test_weights breaks:
 # they run in the order of their names.
 PAIRED   := -n 2 --dist loadfile

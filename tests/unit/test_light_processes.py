@@ -47,7 +47,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_process_of_a_scorer(directory: Path) -> None:
+def test_a_scorers_process_loads_nothing_heavy(directory: Path) -> None:
     sample = {"prompt": "", "response": "", "answer": ""}
     given = [{"target": "users_code:score", "options": {}}, sample]
     ready, scored = output(directory, ["-m", "asyncmoe.rollout.scoring.worker"], given)
@@ -56,7 +56,7 @@ def test_the_process_of_a_scorer(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("function", "argument", "loaded"), [("tool", "", ""), ("typed", '{"number": 1}', "pydantic")])
-def test_the_process_of_a_tool(directory: Path, function: str, argument: str, loaded: str) -> None:
+def test_a_tools_process_loads_pydantic_for_typed_parameters_alone(directory: Path, function: str, argument: str, loaded: str) -> None:
     started, answered = output(directory, ["-m", "asyncmoe.rollout.episodes.tools.function_worker", f"users_code:{function}"], [argument])
     assert json.loads(started) == {"text": ""}
     assert json.loads(answered) == {"text": loaded}
@@ -73,5 +73,5 @@ def test_the_process_of_a_tool(directory: Path, function: str, argument: str, lo
         "asyncmoe.telemetry.loggers",
     ],
 )
-def test_a_module(tmp_path: Path, module: str) -> None:
+def test_a_module_loads_nothing_heavy(tmp_path: Path, module: str) -> None:
     assert output(tmp_path, ["-c", f"import sys, {module}; print(*{HEAVY!r} & sys.modules.keys())"]) == [""]

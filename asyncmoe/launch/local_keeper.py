@@ -43,7 +43,7 @@ class LocalKeeper:
         if left is not None and taken(left, config):
             self.process = Adopted(processes.of("keeper", left.pid, config.run.dir), log)
         else:
-            command = [sys.executable, "-m", "asyncmoe.launch.keep", str(file)]
+            command = [sys.executable, "-m", "asyncmoe.launch.keep", str(file), str(os.getpid())]
             self.process = Child("keeper", command, log, bounds=config.telemetry.logs.bounds, outlives=True)
 
     def end(self) -> None:

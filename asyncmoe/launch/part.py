@@ -77,8 +77,11 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     heartbeats.beat(heartbeats.ENDED)
 
 
-def keeper(config: Path) -> None:
+def keeper(config: Path, launcher: int) -> None:
     """Run the keeper of a run's engines on this machine, until they are to end.
+
+    Args:
+        launcher: process id of the parent, which may have ended by now.
 
     Raises:
         AsyncmoeError: see `asyncmoe.rollout.engines.keeper.run`.
@@ -91,7 +94,7 @@ def keeper(config: Path) -> None:
     loaded = with_local_model(configuration.load(config, ()), download=False)
     processes.record(loaded.run.dir, "keeper")
     heartbeats.start(loaded.run.dir, "keeper", loaded.watch.beat_s)
-    keeper.run(loaded, loaded.run.dir)
+    keeper.run(loaded, loaded.run.dir, launcher)
     heartbeats.beat(heartbeats.ENDED)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -14,7 +16,7 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import EngineError, ProtocolError
+from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError
 from asyncmoe.rollout.engines import backend, keeper
 from asyncmoe.rollout.engines.keeper import Keeper
 from asyncmoe.rollout.engines.kept import KeeperClient
@@ -81,7 +83,7 @@ def keeping(config: Config, runs: Callable[[Recorded], bool] = lambda process: T
     over = threading.Event()
 
     async def serve() -> None:
-        kept = Keeper(config, config.run.dir, runs)
+        kept = Keeper(config, config.run.dir, os.getppid(), runs)
         async with Server(kept.answer) as server:
             where.set_result(await server.start())
             serving, watching = asyncio.create_task(server.serve()), asyncio.create_task(kept.watch())
@@ -310,6 +312,14 @@ def test_engines_end_when_no_controller_has_come_in_time(
         assert all(engine.dead for engine in machine.engines.values())
 
     in_loop(body())
+
+
+def test_a_keeper_whose_launcher_ended_while_it_started_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    monkeypatch.setattr(keeper, "_LOOK_S", 0.02)
+    with pytest.raises(AsyncmoeError, match="no controller for"):
+        asyncio.run(asyncio.wait_for(Keeper(config_of(tmp_path, orphan_s=0.1), tmp_path / "run", ended.pid).watch(), 10))
 
 
 def test_a_controller_of_another_configuration_gets_no_engines(tmp_path: Path, machine: Machine) -> None:

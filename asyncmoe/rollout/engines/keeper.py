@@ -43,20 +43,22 @@ _LOOK_S = 0.5
 
 
 @named("keeper")
-def run(config: Config, run_dir: Path) -> None:
+def run(config: Config, run_dir: Path, launcher: int) -> None:
     """Keep engines until a controller ends the run, SIGTERM, or `engines.orphan_s` after the last controller's end.
 
     Every engine has ended when this function returns or raises.
+
+    Args:
+        launcher: process id of the process that started this one: without it no controller comes.
 
     Raises:
         StorageError: the keeper's address cannot be written.
         AsyncmoeError: no controller came in time.
     """
-    asyncio.run(_serve(config, run_dir))
+    asyncio.run(_serve(Keeper(config, run_dir, launcher), run_dir))
 
 
-async def _serve(config: Config, run_dir: Path) -> None:
-    keeper = Keeper(config, run_dir)
+async def _serve(keeper: Keeper, run_dir: Path) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, keeper.over.set)
     try:
         async with Server(keeper.answer, here_only=True) as server:
@@ -83,10 +85,10 @@ class Keeper:
         over: set when the engines are to end.
     """
 
-    def __init__(self, config: Config, run_dir: Path, runs: Callable[[processes.Recorded], bool] = processes.runs) -> None:
+    def __init__(self, config: Config, run_dir: Path, launcher: int, runs: Callable[[processes.Recorded], bool] = processes.runs) -> None:
         self.over = asyncio.Event()
         self._config, self._run_dir, self._runs = config, run_dir, runs
-        self._launcher = os.getppid()
+        self._launcher = launcher  # not this process's parent, which is another one if the launcher has ended
         self._controller: processes.Recorded | None = None
         self._epoch, self._weights = 0, EngineWeights()
         self._engines: dict[int, _Held] = {}

@@ -24,7 +24,7 @@ def install() -> None:
 def _together(module: ModuleType) -> None:
     """Decode sequences of similar lengths in one call. SGLang calls the kernel for one after another, in every layer, which is most of the
     time of a small model."""
-    backend = getattr(module, "TorchNativeAttnBackend", None)
+    backend: Any = getattr(module, "TorchNativeAttnBackend", None)
     if not hasattr(backend, "_run_sdpa_forward_decode"):
         raise PatchTargetGone(f"{module.__name__}.TorchNativeAttnBackend._run_sdpa_forward_decode is gone")
     one_by_one = vars(backend)["_run_sdpa_forward_decode"]

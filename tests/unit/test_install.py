@@ -59,7 +59,7 @@ def test_other_environments_are_made_without_those_of_a_run(tree: Path) -> None:
     """The site's and that of another Python: each by itself, with its own requirements."""
     for target, words in (
         ("docs-site", ["-m venv --clear .venv-docs", "-r requirements/docs.txt", ".venv-docs/bin/mkdocs build"]),
-        ("test-python", ["-m venv --clear .venv-python-3.", "torch.sh", "-r requirements/dev.txt", "--editable .", "-m pytest -n 2"]),
+        ("test-python", ["-m venv --clear .venv-python-3.", "torch.sh", "-r requirements/dev.txt", "--editable .", "-m pytest -n 3"]),
     ):
         done = run("make", "--dry-run", "--no-print-directory", target, cwd=tree)
         assert done.returncode == 0, done.stderr

@@ -172,8 +172,22 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
         ({"memory": {"optimizer_offload": 1.5}}, "optimizer_offload: got 1.5, expected a number, at most 1"),
         ({"memory": {"optimizer_offload": 1, "exp_avg_dtype": "bfloat16"}}, "optimizer_offload: got 1, expected 0 because exp_avg_dtype"),
         ({"memory": {"optimizer_offload": 1}, "optimizer": {"distributed": False}}, "optimizer.distributed: got false, expected true"),
-        ({"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"}, "exp_avg_sq_dtype: got bfloat16, expected the default"),
-        ({"precision": "fp8", "dtype": "float32"}, "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8"),
+        (
+            {"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"},
+            "exp_avg_sq_dtype: got bfloat16, expected the default because trainer.dtype is float32; it needs a GPU: leave it out",
+        ),
+        (
+            {"memory": {"optimizer_offload": 0.5}, "dtype": "float32"},
+            "optimizer_offload: got 0.5, expected the default because trainer.dtype is float32; it needs a GPU: leave it out",
+        ),
+        (
+            {"precision": "fp8", "dtype": "float32"},
+            "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which",
+        ),
+        (
+            {"memory": {"overlap_optimizer_offload": False}},
+            "overlap_optimizer_offload: got false, expected true because trainer.memory.optimizer_offload is 0; leave it out",
+        ),
         ({"precision": "fp16"}, "trainer.precision"),
     ],
 )

@@ -87,10 +87,39 @@ def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
         raise WaitTimeout(whom, what, seconds) from error
 
 
-def check_new(out: Path) -> None:
-    """Raise DataError if `out` exists."""
+def check_new(what: str, out: Path) -> None:
+    """Refuse a path to write; nothing is left there.
+
+    Args:
+        what: as for `writing`.
+
+    Raises:
+        DataError: `out` exists, or is where nothing can be made.
+        StorageError: it is not for this user to write, or a file is among its parts.
+    """
     if os.path.lexists(out):
         raise DataError(str(out), got="an existing path" if out.exists() else "a symbolic link to nothing", expected="a new path")
+    if barren := try_place(what, out):
+        raise DataError(str(out), got=f"a path where {barren}", expected="a path on a disk")
+
+
+def try_place(what: str, directory: Path) -> str:
+    """Make a folder where `directory` is or would be, and remove it. Return why nothing can be made there, as below /proc or below a link
+    that leads nowhere, else "".
+
+    Args:
+        what: as for `writing`.
+
+    Raises:
+        StorageError: a file is among its parts, or it is not for this user to write.
+    """
+    place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
+    with writing(what, directory):
+        try:
+            Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
+        except FileNotFoundError as error:
+            return f"in {place} nothing can be made ({error.strerror})"
+    return ""
 
 
 @contextmanager
@@ -105,10 +134,10 @@ def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator
             thread only.
 
     Raises:
-        DataError: `out` exists, or is where nothing can be made.
+        DataError: see `check_new`.
         StorageError: it cannot be created or renamed. The block wraps its own writes in `writing`.
     """
-    check_new(out)
+    check_new(what, out)
     with writing(what, out):
         scratch, held = _scratch(out)
     try:
@@ -157,8 +186,6 @@ def _scratch(out: Path) -> tuple[Path, int]:
         scratch = Path(tempfile.mkdtemp(prefix=front, dir=out.parent))
         held = os.open(scratch, os.O_RDONLY)
         _locked(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError as error:
-        raise DataError(str(out), got=f"{out.parent}, in which nothing can be made", expected="a path on a disk") from error
     finally:
         os.close(parent)
     return scratch, held

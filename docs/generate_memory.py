@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from asyncmoe.models import MegatronParallel
-from asyncmoe.plan import host, memory, savings
+from asyncmoe.plan import memory, savings
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import Training
 from asyncmoe.plan.sizes import trainer_text
@@ -59,10 +59,9 @@ def _bytes() -> Iterator[str]:
     for plan in PLANS:
         way = found(plan)
         parts = (f"{way.memory.parts.get(name, 0) / 1e9:.1f}" for name in PARTS)
-        state = host.optimizer_state(REAL[plan.model], plan.parallel, Training(Microbatch(ROWS, way.full), offload=way.offload))
         name = f"{plan.model}, {plan.nodes} x 8 x {plan.gpu_gb:g}"
         room = memory.usable(plan.gpu_gb) / 1e9
-        yield f"| {name} | {' | '.join(parts)} | {way.memory.total / 1e9:.1f} | {room:.1f} | {state / 1e9:.1f} |"
+        yield f"| {name} | {' | '.join(parts)} | {way.memory.total / 1e9:.1f} | {room:.1f} | {way.host_bytes / 1e9:.1f} |"
 
 
 @cache

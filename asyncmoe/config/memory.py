@@ -22,7 +22,7 @@ class MemorySection(Section):
         "memory and updated by the CPU (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included.",
     )
     overlap_optimizer_offload: bool = Field(
-        True, description="Copy gradients and weights between GPU and host while the CPU updates other parameters."
+        True, description="With optimizer_offload: copy gradients and weights between GPU and host while the CPU updates other parameters."
     )
     exp_avg_dtype: Moment = Field(
         "float32",

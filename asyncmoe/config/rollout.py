@@ -110,6 +110,12 @@ class RolloutSection(Section):
                 f"rollout.max_concurrent: got {self.max_concurrent}, expected at least rollout.group_size + rollout.oversample = "
                 f"{together} so that the extra responses do not wait for the others; raise it, or lower rollout.oversample"
             )
+        slack = type(self).model_fields["affinity_slack"].default
+        if self.affinity_slack != slack and self.balance != "prefix_affine":
+            raise ValueError(
+                f"rollout.affinity_slack: got {self.affinity_slack}, expected {slack} because rollout.balance is {self.balance}; leave it "
+                "out, or set rollout.balance to prefix_affine"
+            )
         return self
 
     @property

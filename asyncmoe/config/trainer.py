@@ -210,9 +210,9 @@ class TrainerSection(Section):
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"trainer.vpp: got {self.vpp}, expected 1 because trainer.pp is 1; raise trainer.pp or leave it out")
         if self.dtype not in ("auto", self.weights_dtype):
+            way = "leave it out, and run on a GPU, which fp8 needs" if self.precision == "fp8" else "leave it out"
             raise ValueError(
-                f"trainer.dtype: got {self.dtype}, expected {self.weights_dtype} because trainer.precision is {self.precision}; "
-                "leave it out"
+                f"trainer.dtype: got {self.dtype}, expected {self.weights_dtype} because trainer.precision is {self.precision}; {way}"
             )
         for key, got, expected, way in self._memory_refused():
             raise ValueError(f"trainer.{key}: got {got}, expected {expected}; {way}")
@@ -227,17 +227,19 @@ class TrainerSection(Section):
         asked = [one for one in self.needs_gpu if ".memory." in one[0]]
         if asked and self.optimizer.distributed is False:
             because = f"true or null because {asked[0][0]} is set, which needs a sharded state"
-            yield "optimizer.distributed", "false", because, "leave it out"
+            yield "optimizer.distributed", "false", because, f"leave it out on a GPU; without one leave {asked[0][0]} out, which needs one"
         if asked and self.weights_dtype == "float32":
             yield (
                 asked[0][0].removeprefix("trainer."),
                 asked[0][1],
                 "the default because trainer.dtype is float32",
-                "set trainer.dtype=bfloat16, or leave it out",
+                "it needs a GPU: leave it out without one, and on one set trainer.dtype=bfloat16",
             )
         if memory.optimizer_offload and memory.low_precision:
             because = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
-            yield "memory.optimizer_offload", f"{memory.optimizer_offload:g}", because, "set one or the other"
+            yield "memory.optimizer_offload", f"{memory.optimizer_offload:g}", because, "on a GPU, which both need, set one or the other"
+        if not memory.overlap_optimizer_offload and not memory.optimizer_offload:
+            yield "memory.overlap_optimizer_offload", "false", "true because trainer.memory.optimizer_offload is 0", "leave it out"
 
 
 def no_gpu_for(key: str, value: str) -> ConfigError:

@@ -25,5 +25,7 @@ def refused(rollout: RolloutSection, journal: JournalSection, engines: EngineSec
         yield "journal.redis", journal.redis, f"null {because}: each worker writes to the journal's folder"
     if slots:
         yield "sync.method", "broadcast", f"reshard {because} and train is lora"
+    if rollout.max_concurrent < rollout.workers:
+        yield "rollout.max_concurrent", rollout.max_concurrent, f"at least {rollout.workers} {because}: each worker has a request in flight"
     if not engines.join and rollout.workers > engines.count:
         yield "rollout.workers", rollout.workers, f"at most engines.count = {engines.count}: each worker has engines of its own"

@@ -9,11 +9,12 @@ from typing import Literal
 from asyncmoe import checkpoints, models
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import intact
-from asyncmoe.errors import AsyncmoeError, DataError, UserError
+from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch.local_trainer import trainer_command
 from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.process import Child
+from asyncmoe.storage import check_new
 
 
 def export(
@@ -32,13 +33,13 @@ def export(
         step: number of the checkpoint's step; None: the newest.
 
     Raises:
-        DataError: `run_dir` has no such checkpoint, the checkpoint is damaged, or `out` exists.
+        DataError: `run_dir` has no such checkpoint, the checkpoint is damaged, or `out` exists or is where nothing can be made.
+        StorageError: `out` cannot be written.
         UserError: the run has no adapter, or its model no float8 weights.
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     checkpoint = intact.chosen(run_dir, step)
-    if out.exists():
-        raise DataError(str(out), got="an existing path", expected="a new directory")
+    check_new("exported model", out)
     config = configuration.of_run(run_dir)
     if form == "adapter" and config.adapter is None:
         raise UserError("--adapter", got=f"a run with train = {config.train}", expected="one with train = lora")

@@ -11,7 +11,6 @@ import fcntl
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -214,13 +213,8 @@ def check_place(directory: Path) -> None:
         ConfigError: it cannot be made, as below /proc, or below a link that leads nowhere.
         StorageError: see `asyncmoe.storage.writing`; a file is among its parts, or it is not for this user to write.
     """
-    place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
-    with storage.writing("run directory", directory):
-        try:
-            Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
-        except FileNotFoundError as error:
-            got = f"{directory}, and in {place} nothing can be made ({error.strerror})"
-            raise ConfigError("run.dir", got=got, expected="a directory that can be written to") from error
+    if barren := storage.try_place("run directory", directory):
+        raise ConfigError("run.dir", got=f"{directory}, and {barren}", expected="a directory that can be written to")
 
 
 def claim(directory: Path) -> IO[str]:

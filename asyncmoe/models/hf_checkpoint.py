@@ -19,6 +19,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _TEMPLATES = "additional_chat_templates"
+_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
+"""Files of which a tokenizer of transformers has at least one."""
 
 
 def copy_texts(model: Path, folder: Path) -> None:
@@ -28,6 +30,11 @@ def copy_texts(model: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
     if (model / _TEMPLATES).is_dir():
         shutil.copytree(model / _TEMPLATES, folder / _TEMPLATES)
+
+
+def has_tokenizer(model: Path) -> bool:
+    """Return whether a directory has a tokenizer's vocabulary."""
+    return any(any(model.glob(pattern)) for pattern in _VOCABULARIES)
 
 
 def file_name(number: int, count: int) -> str:

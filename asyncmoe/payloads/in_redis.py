@@ -129,6 +129,7 @@ class RedisGroups:
         """See `GroupStore`."""
         session = redis_scripts.session_of(prefix)
         self._drop_entries(prefix, lambda stored, age_s: redis_scripts.session_of(stored) <= session)
+        self._server.step(redis_scripts.END, self._keys(prefix)[:2], session)
 
     def end(self) -> None:
         """See `GroupStore`."""

@@ -49,6 +49,16 @@ return 'done'
 """
 """totals, stream; id and bytes of an entry that is one too many, or whose group is gone."""
 
+END = """
+if redis.call('XLEN', KEYS[2]) > 0 then return 'done' end
+if tonumber(redis.call('HGET', KEYS[1], 'session') or '0') <= tonumber(ARGV[1]) then redis.call('UNLINK', KEYS[1], KEYS[2]) end
+return 'done'
+"""
+"""totals, stream; a controller's number: deletes both, unless there is a group, or a newer controller, whose number would be forgotten.
+
+The next controller starts to count anew: nothing is left of those whose numbers it may take again.
+"""
+
 LOOK = """
 local head = ''
 if redis.call('HSTRLEN', KEYS[1], ARGV[1]) <= tonumber(ARGV[2]) then head = redis.call('HGET', KEYS[1], ARGV[1]) end

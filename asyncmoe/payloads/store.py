@@ -62,7 +62,7 @@ class GroupStore(Protocol):
         ...
 
     def clear(self, prefix: str) -> None:
-        """Delete all groups of the run that are no newer controller's."""
+        """Delete all groups of the run that are no newer controller's, and if none is left, all that the store has of the run."""
         ...
 
     def end(self) -> None:

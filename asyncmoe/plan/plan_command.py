@@ -111,6 +111,8 @@ def _of_trainer(asked: PlanArguments, model: Path, sizes: str, console: Console)
     hf = models.with_family(models.load_hf_config(model), asked.family)
     columns = _trainers(asked, sizes, hf)
     way = savings.cheapest(hf, parse_trainer(sizes), _training(asked, sizes, hf, recompute=False), asked.gb)
+    if way is not None:
+        columns["cheapest with room"] = way.memory
     render_plan.show_memory(columns, asked.gb, console)
     console.print(_said(way), markup=False, highlight=False, soft_wrap=True)
     return {"memory": _values(columns), "cheapest": None if way is None else way.keys}
@@ -191,7 +193,9 @@ def _said(way: Savings | None) -> str:
     """Return a line about the cheapest settings with which a trainer's GPUs have room."""
     if way is None:
         return "A trainer's GPUs have no room with any of recomputation and trainer.memory: take more ranks, or a larger tp, pp or cp."
-    return f"The cheapest settings with room on a trainer's GPUs: {' '.join(way.keys) or 'the defaults'} ({way.memory.total / 1e9:.3g} GB)"
+    host = f", and {way.host_bytes / 1e9:.3g} GB of host memory for each" if way.host_bytes else ""
+    said = f"{' '.join(way.keys) or 'the defaults'} ({way.memory.total / 1e9:.3g} GB{host})"
+    return f"The cheapest settings with room on a trainer's GPUs: {said}"
 
 
 def _values(columns: dict[str, GpuMemory]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.shape import Shape
-from asyncmoe.plan import memory
+from asyncmoe.plan import host, memory
 from asyncmoe.plan.memory import GpuMemory, Training
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -28,6 +28,7 @@ class Savings:
         full: `trainer.recompute` is full.
         bfloat16: both of Adam's averages are in bfloat16.
         offload: `trainer.memory.optimizer_offload`.
+        host_bytes: pinned host memory of a rank for what is offloaded, see `asyncmoe.plan.host.optimizer_state`.
     """
 
     memory: GpuMemory
@@ -35,6 +36,7 @@ class Savings:
     full: bool = False
     bfloat16: bool = False
     offload: float = 0.0
+    host_bytes: int = 0
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -62,7 +64,7 @@ def cheapest(hf: Mapping[str, Any], parallel: MegatronParallel, training: Traini
             continue
         most = max(memory.trainer(hf, parallel, tried), key=lambda stage: stage.total)
         if most.total + beside <= memory.usable(gpu_gb):
-            return Savings(most, modules, full, bfloat16, offload)
+            return Savings(most, modules, full, bfloat16, offload, host.optimizer_state(hf, parallel, tried))
     return None
 
 

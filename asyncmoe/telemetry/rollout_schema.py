@@ -34,7 +34,12 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's counters, since the controller started, and what there is at the moment."""
+    """The controller's counters, and what there is at the moment.
+
+    Trajectories that were started, accepted, rejected, dropped or requeued are counted since the run began: a controller that starts again
+    takes the counts over from the journal. Without a journal it knows only those of steps that are trained. The other counters,
+    tokens too, begin at 0 when the controller starts, unless their line says otherwise.
+    """
 
     time: Annotated[float, "Unix seconds."]
     version: Annotated[int | None, Metric("Version that the engines serve.", source="queue")] = None

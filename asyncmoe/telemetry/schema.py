@@ -212,7 +212,8 @@ class Step(Learning, frozen=True, kw_only=True):
         int | None, Metric("Trajectories left in the queue when the batch was leased.", "trajectories", word="queue")
     ] = None
     dropped: Annotated[
-        Mapping[str, int] | None, Metric("Trajectories dropped since the controller started, by reason.", "trajectories", key="reason")
+        Mapping[str, int] | None,
+        Metric("Trajectories dropped so far, by reason; counted as in rollout.jsonl.", "trajectories", key="reason"),
     ] = None
     step_seconds: Annotated[
         float | None, Metric("Duration of the step.", "seconds", plot=Plot("Throughput", "Time of a step", curve="all", from_zero=True))

@@ -372,6 +372,8 @@ def test_places_that_cannot_be_written(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--model: got the file .*config\.json, expected the directory"):
         command.import_checkpoint(plain / "moe/megatron", tmp_path / "new/out", plain / "moe/hf/config.json")
     assert not (tmp_path / "new").exists()
+    with pytest.raises(DataError, match="/proc/nope/out: got a path where in /proc nothing can be made"):
+        imported(plain, "moe", Path("/proc/nope/out"))
 
 
 def test_an_iteration_is_named_or_is_the_last(plain: Path, tmp_path: Path) -> None:
@@ -393,6 +395,17 @@ def test_the_command(plain: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0
     assert f"{out}: 135 tensors of {plain / 'moe/megatron' / ITERATION}, 0.0 GB, float32" in done.output
+
+
+def test_a_model_without_a_tokenizer_is_said(copy: Path, tmp_path: Path) -> None:
+    def notes(out: str) -> str:
+        done = CliRunner().invoke(app, ["import-checkpoint", str(copy / "megatron"), str(tmp_path / out), "--model", str(copy / "hf")])
+        assert done.exit_code == 0
+        return done.output
+
+    assert "has no tokenizer" not in notes("with")
+    (copy / "hf/tokenizer.json").unlink()
+    assert f"note: {copy / 'hf'} has no tokenizer, so {tmp_path / 'without'} has none, and a run needs one" in notes("without")
 
 
 def test_defaults_of_megatron_are_compared_as_what_they_mean() -> None:

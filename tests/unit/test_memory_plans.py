@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -172,8 +173,22 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
         ({"memory": {"optimizer_offload": 1.5}}, "optimizer_offload: got 1.5, expected a number, at most 1"),
         ({"memory": {"optimizer_offload": 1, "exp_avg_dtype": "bfloat16"}}, "optimizer_offload: got 1, expected 0 because exp_avg_dtype"),
         ({"memory": {"optimizer_offload": 1}, "optimizer": {"distributed": False}}, "optimizer.distributed: got false, expected true"),
-        ({"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"}, "exp_avg_sq_dtype: got bfloat16, expected the default"),
-        ({"precision": "fp8", "dtype": "float32"}, "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8"),
+        (
+            {"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"},
+            "exp_avg_sq_dtype: got bfloat16, expected the default because trainer.dtype is float32; it needs a GPU: leave it out",
+        ),
+        (
+            {"memory": {"optimizer_offload": 0.5}, "dtype": "float32"},
+            "optimizer_offload: got 0.5, expected the default because trainer.dtype is float32; it needs a GPU: leave it out",
+        ),
+        (
+            {"precision": "fp8", "dtype": "float32"},
+            "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which",
+        ),
+        (
+            {"memory": {"overlap_optimizer_offload": False}},
+            "overlap_optimizer_offload: got false, expected true because trainer.memory.optimizer_offload is 0; leave it out",
+        ),
         ({"precision": "fp16"}, "trainer.precision"),
     ],
 )
@@ -197,6 +212,11 @@ def test_the_command_says_what_the_guide_says() -> None:
     """The first line of the guide's table, by the command beside it; and a configuration's plan with another setting."""
     found = plan("--model", MODELS / "Qwen3-30B-A3B.json", "--trainer", "tp=4,ep=8,dp=2", "--gpu-gb", 80)
     assert "The cheapest settings with room on a trainer's GPUs: trainer.recompute=full (72 GB)" in found
+    larger = plan("--model", MODELS / "Qwen3-235B-A22B.json", "--trainer", "tp=4,pp=4,ep=8,dp=2,first=23,last=23", "--gpu-gb", 80)
+    assert "trainer.memory.optimizer_offload=0.75 (72.6 GB, and 89.6 GB of host memory for each)" in larger
+    (optimizer,) = re.findall(r"optimizer .* ([\d.]+) $", larger, re.MULTILINE)
+    (row,) = re.findall(r"^\| Qwen3-235B-A22B, 4 x 8 x 80 (.*)\|$", (REPOSITORY / "docs/guides/memory.md").read_text(), re.MULTILINE)
+    assert [one.strip() for one in row.split("|")][3] == optimizer == "22.4"
     large = ("--trainer", "tp=8,pp=5,etp=8,first=11,last=11", "--gpu-gb", 141)
     assert "trainer.recompute_modules=[layernorm,moe,mlp]" in plan("--model", MODELS / "DeepSeek-V3.json", *large)
     for option in ("--context", "--bucket-bytes"):

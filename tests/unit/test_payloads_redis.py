@@ -254,6 +254,36 @@ def test_what_an_earlier_controller_left_is_deleted_and_a_newer_one_s_is_not(ser
     assert left(server) == ([], 0, [])
 
 
+def test_nothing_is_left_of_a_run_that_has_ended_and_goes_on_later(server: LocalRedis) -> None:
+    def keys() -> list[str]:
+        with server.client() as client:
+            return sorted(key.decode() for key in client.scan_iter("asyncmoe:*"))
+
+    first = opened(server)
+    before = first.begin(RUN)
+    first.put(f"{before}w.0", FRAMES)
+    first.clear(before)
+    assert keys() == []
+    first.clear(before)  # again, as a request is whose answer was lost
+    first.delete([f"{before}w.0"])
+    assert keys() == []
+    first.put(f"{before}w.1", FRAMES)  # a group that was still on its way
+    second = opened(server)
+    after = second.begin(RUN)
+    assert before != after
+    assert left(server) == ([], 0, [])
+    second.put(f"{after}w.0", FRAMES)
+    nbytes = left(server)[1]
+    first.clear(before)
+    assert left(server) == ([f"{after}w.0"], nbytes, [f"{after}w.0"])
+    second.delete([f"{after}w.0"])
+    first.clear(before)
+    third = opened(server)
+    assert third.begin(RUN) not in (before, after), "the number of a newer controller is not forgotten"
+    second.clear(after)
+    assert keys() == [f"asyncmoe:{RUN}:payloads", f"asyncmoe:{RUN}:totals"]
+
+
 def test_what_a_controller_put_after_its_server_lost_its_number_is_deleted_by_the_next(server: LocalRedis) -> None:
     old = opened(server)
     for _ in range(3):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from safetensors.numpy import save_file
 
 from asyncmoe import storage
 from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import AsyncmoeError, StorageError, UserError
-from asyncmoe.launch import failures
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
+from asyncmoe.launch import export, failures
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child, named, say
 from asyncmoe.rpc import keys
@@ -209,6 +210,34 @@ def test_a_new_directory_deletes_what_killed_processes_left_for_it_and_nothing_e
         assert set(tmp_path.iterdir()) == {*others, first}
     assert set(tmp_path.iterdir()) == {*others, tmp_path / "out"}
     assert (tmp_path / "out" / "file").read_text() == "of a living process"
+
+
+def test_places_where_nothing_can_be_made_are_one_line_for_every_command_that_writes_a_model(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    for out, line in (
+        (
+            Path("/proc/nope/out"),
+            "/proc/nope/out: got a path where in /proc nothing can be made (No such file or directory), expected a path",
+        ),
+        (tmp_path / "link/out", f"got a path where in {tmp_path / 'link'} nothing can be made"),
+        (tmp_path / "file/out", "choose a path with no file among its parts"),
+    ):
+        for make in (partial(make_model, out, MadeModel(), seed=0), partial(storage.check_new, "model", out)):
+            with pytest.raises(AsyncmoeError) as caught:
+                make()
+            assert line in str(caught.value)
+            assert "\n" not in str(caught.value)
+    storage.check_new("model", tmp_path / "new/out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_an_export_refuses_its_place_before_it_starts_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export.intact, "chosen", lambda run_dir, step: tmp_path / "checkpoint")
+    with pytest.raises(DataError, match="/proc/nope/out: got a path where in /proc nothing can be made"):
+        export.export(tmp_path, Path("/proc/nope/out"))
+    with pytest.raises(DataError, match="got an existing path, expected a new path"):
+        export.export(tmp_path, tmp_path)
 
 
 def test_a_signal_deletes_an_unfinished_directory_even_in_a_destructor(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_places_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
         (first, first / "deep" / "out", "got a path inside .*dense, expected one outside"),
         (first, tmp_path / "other" / "out", "got a path inside .*dense, expected one outside"),
         (first, tmp_path / "link", "got a symbolic link to nothing, expected a new path"),
-        (first, Path("/proc/mixture"), "got /proc, in which nothing can be made, expected a path on a disk"),
+        (first, Path("/proc/mixture"), r"got a path where in /proc nothing can be made \(.*\), expected a path on a disk"),
     ):
         with pytest.raises(DataError, match=line) as caught:
             upcycle(source, out, Upcycling(2, 1))

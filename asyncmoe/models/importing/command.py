@@ -15,7 +15,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of, with_family, without_family
-from asyncmoe.models.hf_checkpoint import copy_texts, file_name, write_index
+from asyncmoe.models.hf_checkpoint import copy_texts, file_name, has_tokenizer, write_index
 from asyncmoe.models.importing import folder, names, settings
 from asyncmoe.models.importing.names import TensorPart
 from asyncmoe.models.importing.tensors import CheckpointTensors
@@ -25,6 +25,7 @@ from asyncmoe.models.shape import HfConfig, Shape, Shapes
 from asyncmoe.reshard.layout import Piece, RankLayout
 from asyncmoe.storage import check_new, new_directory, writing
 
+_WHAT = "imported model"
 _SHARD_BYTES = 4 << 30
 _PREDICTION = "num_nextn_predict_layers"
 _DTYPES = ("dtype", "torch_dtype")
@@ -70,12 +71,13 @@ def import_checkpoint(
         signals: see `new_directory`.
 
     Raises:
-        DataError: the checkpoint is none, is not whole, or lacks a tensor; `out` exists or lies in one of the others.
+        DataError: the checkpoint is none, is not whole, or lacks a tensor; `out` exists, lies in one of the others,
+            or is where nothing can be made.
         UserError: the checkpoint is of another model; has a line for each setting that differs. Or as `family_of`.
         ConfigError: asyncmoe cannot train such a model.
         StorageError: `out` could not be written.
     """
-    check_new(out)
+    check_new(_WHAT, out)
     if model.is_file():
         raise DataError("--model", got=f"the file {model}", expected="the directory of a Hugging Face model, with its tokenizer")
     hf = with_family(load_hf_config(model), family)
@@ -87,7 +89,9 @@ def import_checkpoint(
     notes = settings.check(found, hf, model)
     source = _Source(CheckpointTensors(found), hf)
     notes += source.check()
-    with new_directory("imported model", out, signals) as scratch, writing("imported model", out):
+    if not has_tokenizer(model):
+        notes.append(f"{model} has no tokenizer, so {out} has none, and a run needs one: copy one there")
+    with new_directory(_WHAT, out, signals) as scratch, writing(_WHAT, out):
         nbytes, count = _write_weights(scratch, source, say)
         copy_texts(model, scratch)
         (scratch / "config.json").write_text(json.dumps(_config(hf, source.dtype), indent=2) + "\n")

@@ -125,7 +125,7 @@ def test_abort_resume_loses_nothing_and_computes_prefixes_again(rig: Rig, oracle
 def test_abort_retry_starts_again(rig: Rig, oracles: list[Oracle]) -> None:
     played = Played(rig, oracles, "abort_retry")
     assert (played.turns, played.versions) == (1, [2])
-    assert played.lost > 50
+    assert played.lost > 0
     assert played.record.is_pure
     check(played, [oracles[2].model], keep=False)
 

@@ -146,11 +146,16 @@ def simulate_command(
     """
     from rich.console import Console
 
-    from asyncmoe.simulate import command, show
+    from asyncmoe.simulate import cautions, command, show
+    from asyncmoe.simulate.recorded import read_recorded
 
     show.check_plot(plot)
     bounds = command.staleness_bounds(staleness, sweep)
-    found = command.run(command.read_plant(arguments or (), trace), mode, bounds)
+    words = arguments or ()
+    recorded = None if trace is None else read_recorded(trace)
+    plant = command.read_plant(words, recorded)
+    known = () if recorded is None else cautions.of_trace(recorded, plant, [word.partition("=")[0] for word in words])
+    found = command.run(plant, mode, bounds, known)
     if json_file is not None:
         show.write(found, json_file)
     if plot is not None:

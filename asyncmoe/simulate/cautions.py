@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncmoe.simulate.plant import Plant
+from asyncmoe.simulate.recorded import RecordedRun
 from asyncmoe.simulate.trace import SimulatedRun
 from asyncmoe.telemetry.format import percent
 
@@ -65,6 +66,30 @@ def _lost(run: SimulatedRun) -> str:
     if not run.lost:
         return ""
     return f"{run.mode} lost {percent(run.lost)} of what it started (dropped or rejected); its speed-up counts only what was trained"
+
+
+_OF_STEPS = ("trainer.step_s", "sync.seconds", "sync.pause_s")
+_OF_GROUPS = ("scoring.seconds", "scoring.sigma", "prompt_tokens")
+"""Keys whose values a run's steps tell, and its kept groups."""
+
+
+def of_trace(run: RecordedRun, plant: Plant, given: Sequence[str]) -> tuple[str, ...]:
+    """Return a sentence for each kind of records that a run lacks, which names the keys whose values are the plant's therefore.
+
+    Args:
+        plant: with the run's records in it.
+        given: keys that the command line sets.
+    """
+    missing = {
+        "no steps of reinforcement learning" if not run.steps else "steps that do not tell them": _OF_STEPS,
+        "no kept groups" if not run.groups else "kept groups that do not tell them": _OF_GROUPS,
+    }
+    found = []
+    for why, keys in missing.items():
+        if lacking := [f"{key}={value_of(plant, key)}" for key in keys if key not in run.keys and key not in given]:
+            verb, they = ("are", "measure them, and give them") if len(lacking) > 1 else ("is", "measure it, and give it")
+            found.append(f"{listed(lacking)} {verb} the plant's, not the run's: {run.path} has {why}; {they} as KEY=VALUE")
+    return (*run.notes, *found)
 
 
 def listed(words: Sequence[str]) -> str:

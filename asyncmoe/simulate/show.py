@@ -37,6 +37,8 @@ def table(found: Comparison | Sweep, console: Console) -> None:
         _sweep_table(found, console)
     else:
         _comparison_table(found, console)
+    for sentence in found.cautions:
+        console.print(f"caution: {sentence}", highlight=False, markup=False)
 
 
 def write(found: Comparison | Sweep, path: Path) -> None:
@@ -93,8 +95,6 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     ):
         grid.add_row(label, *values)
     console.print(grid)
-    for sentence in found.cautions:
-        console.print(f"caution: {sentence}", highlight=False)
 
 
 def _gain(speedup: float, lost: float) -> str:

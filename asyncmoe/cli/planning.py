@@ -80,8 +80,7 @@ def plan(
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
     """
-    from rich.console import Console
-
+    from asyncmoe import tables
     from asyncmoe.plan import plan_command, render_plan
     from asyncmoe.plan.traffic import Speeds
 
@@ -102,7 +101,7 @@ def plan(
         lora=lora,
         family=family,
     )
-    found = plan_command.run(asked, Console())
+    found = plan_command.run(asked, tables.console())
     if json_file is not None:
         render_plan.write(found, json_file)
 
@@ -144,8 +143,7 @@ def simulate_command(
 
     It reports the best split, max_staleness, and speed-up over synchronous.
     """
-    from rich.console import Console
-
+    from asyncmoe import tables
     from asyncmoe.simulate import cautions, command, show
     from asyncmoe.simulate.recorded import read_recorded
 
@@ -160,4 +158,4 @@ def simulate_command(
         show.write(found, json_file)
     if plot is not None:
         show.plot(found, plot)
-    show.table(found, Console())
+    show.table(found, tables.console())

@@ -18,6 +18,7 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.simulate.command import read_plant
 from asyncmoe.simulate.plant import Mode
+from asyncmoe.simulate.recorded import read_recorded
 from asyncmoe.simulate.simulation import simulate
 from asyncmoe.simulate.workload import parse
 from asyncmoe.telemetry.rollout_schema import Rollout
@@ -121,7 +122,7 @@ def _simulated(config: Config, case: PolicyCase, keys: Mapping[str, float], size
     changes: dict[str, Any] = {**keys, "steps": sizes.steps_of(case.mode) + sizes.skip, "groups_per_step": sizes.groups}
     if case.workload == "agents":
         changes |= {"engines.prefill_s": keys["engines.step_s"], "engines.prefill_chunk": _CHUNK, "engines.prefix_hits": 1.0}
-    plant = read_plant([f"{key}={value}" for key, value in changes.items()], trace=config.run.dir)
+    plant = read_plant([f"{key}={value}" for key, value in changes.items()], read_recorded(config.run.dir))
     found = simulate(plant, parse(plant.workload), case.mode, sizes.skip)
     ages = {str(age): share * found.tokens for age, share in found.ages.items()}
     return {"oldest": found.oldest_age, **_summary(found.tokens / found.step_s, ages, found.lost)}

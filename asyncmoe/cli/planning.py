@@ -80,8 +80,7 @@ def plan(
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
     """
-    from rich.console import Console
-
+    from asyncmoe import tables
     from asyncmoe.plan import plan_command, render_plan
     from asyncmoe.plan.traffic import Speeds
 
@@ -102,7 +101,7 @@ def plan(
         lora=lora,
         family=family,
     )
-    found = plan_command.run(asked, Console())
+    found = plan_command.run(asked, tables.console())
     if json_file is not None:
         render_plan.write(found, json_file)
 
@@ -144,15 +143,19 @@ def simulate_command(
 
     It reports the best split, max_staleness, and speed-up over synchronous.
     """
-    from rich.console import Console
-
-    from asyncmoe.simulate import command, show
+    from asyncmoe import tables
+    from asyncmoe.simulate import cautions, command, show
+    from asyncmoe.simulate.recorded import read_recorded
 
     show.check_plot(plot)
     bounds = command.staleness_bounds(staleness, sweep)
-    found = command.run(command.read_plant(arguments or (), trace), mode, bounds)
+    words = arguments or ()
+    recorded = None if trace is None else read_recorded(trace)
+    plant = command.read_plant(words, recorded)
+    known = () if recorded is None else cautions.of_trace(recorded, plant, [word.partition("=")[0] for word in words])
+    found = command.run(plant, mode, bounds, known)
     if json_file is not None:
         show.write(found, json_file)
     if plot is not None:
         show.plot(found, plot)
-    show.table(found, Console())
+    show.table(found, tables.console())

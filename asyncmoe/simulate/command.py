@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.simulate.compare import Comparison, compare
 from asyncmoe.simulate.plant import MODES, Mode, Plant
-from asyncmoe.simulate.recorded import read_recorded
+from asyncmoe.simulate.recorded import RecordedRun
 from asyncmoe.simulate.sweep import Sweep, sweep
 from asyncmoe.simulate.workload import parse
 
@@ -52,8 +53,11 @@ _KEYS = {
 _NULL_FOR_0 = ("--queue-capacity", "--score-concurrency", "--engine-mtbf-s")
 
 
-def run(plant: Plant, mode: str, bounds: Sequence[int]) -> Comparison | Sweep:
+def run(plant: Plant, mode: str, bounds: Sequence[int], known: Sequence[str] = ()) -> Comparison | Sweep:
     """Return a sweep over `bounds` of the staleness, or a comparison of modes if there are none.
+
+    Args:
+        known: cautions about the plant itself, which come first in those of the result.
 
     Raises:
         ConfigError: an unknown mode, a workload file that is not a list of lengths, or a sweep with engines that come and go.
@@ -65,21 +69,21 @@ def run(plant: Plant, mode: str, bounds: Sequence[int]) -> Comparison | Sweep:
         raise ConfigError("scaling.first", got=plant.scaling.first, expected="null with --sweep, which looks for a fixed number of engines")
     if plant.sync.plan is not None:
         plant = plant.having({"sync.seconds": sync_seconds(plant.sync.plan), "sync.plan": None})
-    return sweep(plant, drawn, bounds) if bounds else compare(plant, drawn, wanted)
+    found = sweep(plant, drawn, bounds) if bounds else compare(plant, drawn, wanted)
+    return replace(found, cautions=tuple(dict.fromkeys((*known, *drawn.notes, *found.cautions))))
 
 
-def read_plant(arguments: Sequence[str], trace: Path | None = None) -> Plant:
+def read_plant(arguments: Sequence[str], trace: RecordedRun | None = None) -> Plant:
     """Read the plant from `[PLANT] [KEY=VALUE]...`; without a file every key has its default.
 
     Args:
-        trace: directory of a run whose records take the place of the file's values; `KEY=VALUE` takes precedence over both.
+        trace: a run whose records take the place of the file's values; `KEY=VALUE` takes precedence over both.
 
     Raises:
         ConfigError: a former or unknown option, or a file, key or value that is refused; see `asyncmoe.config.loading.load_as`.
-        UserError, DataError: see `asyncmoe.simulate.recorded.read_recorded`.
     """
     _refuse_options(arguments)
-    recorded = [] if trace is None else [f"workload={json.dumps(str(trace))}", *_overrides(read_recorded(trace).keys)]
+    recorded = [] if trace is None else [f"workload={json.dumps(str(trace.path))}", *_overrides(trace.keys)]
     if arguments and "=" not in arguments[0]:
         path = Path(arguments[0])
         _refuse_run(path)

@@ -33,14 +33,20 @@ class RecordedRun:
     """The records of a run, as far as a simulation needs them.
 
     Attributes:
+        path: directory of the run.
         groups: the kept groups' episodes. A trajectory of several agents or paths counts as one of its own.
         quantiles: (share, tokens) of the response lengths, ascending, means over the steps; for a run that kept no groups.
         keys: values of a plant's keys.
+        steps: of reinforcement learning.
+        notes: which lines of the kept groups were left out, a sentence each.
     """
 
+    path: Path
     groups: tuple[tuple[Episode, ...], ...]
     quantiles: tuple[tuple[float, float], ...]
     keys: dict[str, Any]
+    steps: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def read_recorded(run_dir: Path) -> RecordedRun:
@@ -53,21 +59,27 @@ def read_recorded(run_dir: Path) -> RecordedRun:
     """
     config = of_run(run_dir)
     steps = [step for step in read_steps(run_dir / METRICS) if step.phase == "rl"]
-    found = list(_groups(run_dir / FOLDER / ROLLOUT_SAMPLES))
+    notes: list[str] = []
+    found = list(_groups(run_dir / FOLDER / ROLLOUT_SAMPLES, notes))
     members = [member for group in found for member in group]
     groups = tuple(tuple(map(_episode, group)) for group in found)
     quantiles = () if groups else _quantiles(steps)
     if not groups and not quantiles:
-        raise DataError(str(run_dir), got="a run without groups or steps of reinforcement learning", expected="one that has trained")
-    return RecordedRun(groups, quantiles, {**_sizes(config), **_step_seconds(steps), **_lengths(members), **_scoring(members)})
+        got = "; ".join(["a run without groups or steps of reinforcement learning", *notes])
+        raise DataError(str(run_dir), got=got, expected="one that has trained")
+    keys = {**_sizes(config), **_step_seconds(steps), **_lengths(members), **_scoring(members)}
+    return RecordedRun(run_dir, groups, quantiles, keys, len(steps), tuple(notes))
 
 
-def _groups(path: Path) -> Iterator[list[SampledMember]]:
-    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`.
+def _groups(path: Path, notes: list[str]) -> Iterator[list[SampledMember]]:
+    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`, and noted.
 
     A group that tail batching put off has only its shortest; it counts when it was sampled again.
     """
-    for record in readable(path, _record, []):
+    records = readable(path, _record, notes)
+    if not records and not notes and path.is_file() and path.stat().st_size:
+        notes.append(f"{path.name}: it has no whole line")
+    for record in records:
         if isinstance(record, Begin) and record.format > FORMAT:
             expected = f"at most {FORMAT}, from an asyncmoe that is not newer than this one"
             raise DataError(str(path), got=f"format {record.format}", expected=expected)
@@ -153,10 +165,11 @@ def _lengths(members: Sequence[SampledMember]) -> dict[str, Any]:
 
 
 def _scoring(members: Sequence[SampledMember]) -> dict[str, Any]:
-    seconds = [member.seconds["score"] for member in members if member.seconds.get("score", 0.0) > 0]
+    seconds = [member.seconds["score"] for member in members if "score" in member.seconds]
     if not seconds:
         return {}
-    return {"scoring.seconds": median(seconds), "scoring.sigma": min(5.0, pstdev(map(math.log, seconds)))}
+    logs = [math.log(value) for value in seconds if value > 0]  # the records round what takes less than 0.05 ms to 0
+    return {"scoring.seconds": median(seconds), "scoring.sigma": min(5.0, pstdev(logs)) if logs else 0.0}
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -37,6 +37,8 @@ def table(found: Comparison | Sweep, console: Console) -> None:
         _sweep_table(found, console)
     else:
         _comparison_table(found, console)
+    for sentence in found.cautions:
+        console.print(f"caution: {sentence}", highlight=False, markup=False)
 
 
 def write(found: Comparison | Sweep, path: Path) -> None:
@@ -93,8 +95,6 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     ):
         grid.add_row(label, *values)
     console.print(grid)
-    for sentence in found.cautions:
-        console.print(f"caution: {sentence}", highlight=False)
 
 
 def _gain(speedup: float, lost: float) -> str:
@@ -116,11 +116,11 @@ def _sweep_table(found: Sweep, console: Console) -> None:
     )
     console.print(_line("sync, one pool", found.one_pool), highlight=False)
     console.print(f"the law allows {found.s_max:.2f}x, with {found.law_engine_gpus:.0f} GPUs generating", highlight=False)
-    grid = Table(show_edge=False)
+    grid = Table(show_edge=False, pad_edge=False, collapse_padding=True)
     heads = (
         "engine\nGPUs",
         "trainer\nGPUs",
-        "max_staleness",
+        "max_\nstaleness",
         "step",
         "one\npool",
         "two\npools",
@@ -130,7 +130,7 @@ def _sweep_table(found: Sweep, console: Console) -> None:
         "lost",
     )
     for head in heads:
-        grid.add_column(head, justify="right", no_wrap=True)
+        grid.add_column(head, justify="right", overflow="fold")
     for p in found.points:
         mark = "bold" if p == found.advised else None
         grid.add_row(

@@ -42,6 +42,7 @@ class Sweep:
         fastest: the point with the shortest step.
         advised: among the points whose step is at most 3 % longer, the fastest one with the smallest max_staleness, because older
             trajectories are worse to learn from.
+        cautions: where the figures need care, a sentence each.
     """
 
     workload: str
@@ -53,6 +54,7 @@ class Sweep:
     points: tuple[Point, ...]
     fastest: Point
     advised: Point
+    cautions: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole sweep as plain values."""

@@ -45,6 +45,7 @@ class Workload:
         last: tokens sampled in the last turn, by z; None: as in other turns.
         tool: seconds of a tool call, by z; None: 0.
         recorded: groups of a run, drawn from at random instead; all else is then without effect.
+        notes: which records of the run were left out, a sentence each.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Workload:
     last: Quantile | None = None
     tool: Quantile | None = None
     recorded: Sequence[Sequence[Episode]] = ()
+    notes: tuple[str, ...] = ()
 
     def groups(self, size: int, seed: int) -> Iterator[list[Episode]]:
         """Yield groups of `size` episodes without end; the same seed gives the same groups."""
@@ -176,7 +178,7 @@ def parse(text: str) -> Workload:
     name, values = _spec(text)
     if values is None and Path(text).is_dir():
         run = read_recorded(Path(text))
-        return Workload(text, piecewise(run.quantiles or ((0.0, 1.0), (1.0, 1.0))), recorded=run.groups)
+        return Workload(text, piecewise(run.quantiles or ((0.0, 1.0), (1.0, 1.0))), recorded=run.groups, notes=run.notes)
     if values is None:
         return Workload(text, empirical(_read(Path(text))))
     return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))

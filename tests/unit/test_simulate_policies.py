@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from asyncmoe.errors import ConfigError
 from asyncmoe.simulate import command
 from asyncmoe.simulate.actors.queue import SimulatedQueue
+from asyncmoe.simulate.cautions import cautions
 from asyncmoe.simulate.decoding import StepTime
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Mode, Plant
@@ -287,3 +288,16 @@ def test_a_sweep_looks_for_a_fixed_number_of_engines() -> None:
     for wrong, why in (({"scaling.first": 5}, "at most engines.count = 4"), ({"scaling.low": 2.0}, "less than scaling.high")):
         with pytest.raises(ValidationError, match=why):
             SMALL.having(wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"engines.order": "fifo"}, ""),
+        ({"engines.balance": "prefix_affine"}, "engines.balance=prefix_affine holds for"),
+        ({"tail_batching": 1.25, "engines.order": "probes_first"}, "tail_batching=1.25 and engines.order=probes_first hold for"),
+    ],
+)
+def test_a_caution_names_the_policies_that_the_baseline_shares(asked: dict[str, Any], named: str) -> None:
+    found = cautions(Plant().having(asked), 0.0, {})
+    assert (found == ()) if not named else found[0].startswith(named)

@@ -21,6 +21,7 @@ from asyncmoe.simulate.workload import parse
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples.records import FORMAT, Begin, SampledGroup, SampledMember, ToolCall
 from asyncmoe.telemetry.schema import METRICS, Step
+from tests.unit.command_line import run_command
 from tests.unit.sampled_run import SampledRun
 
 
@@ -100,7 +101,7 @@ def test_the_trace_goes_before_the_file_and_the_command_line_before_both(run: Sa
     steps(run.config.run.dir, train_seconds=8.0)
     plant = tmp_path / "plant.yaml"
     plant.write_text("steps: 7\ngroup_size: 3\ntrainer:\n  step_s: 1\n")
-    found = command.read_plant([str(plant), "group_size=5"], run.config.run.dir)
+    found = command.read_plant([str(plant), "group_size=5"], read_recorded(run.config.run.dir))
     assert (found.steps, found.group_size, found.trainer.step_s, found.workload) == (7, 5, 8.0, str(run.config.run.dir))
 
 
@@ -124,7 +125,7 @@ def test_a_version_lands_as_in_the_run(run: SampledRun, interruption: str, landi
     values["rollout"]["interruption"] = interruption
     values["keep"]["routing"] = "off"
     file.write_text(yaml.safe_dump(values))
-    sync = command.read_plant([], run.config.run.dir).sync
+    sync = command.read_plant([], read_recorded(run.config.run.dir)).sync
     assert (sync.landing, sync.recompute) == (landing, recompute)
 
 
@@ -133,6 +134,53 @@ def test_a_directory_that_is_no_run_and_a_run_without_anything(run: SampledRun, 
         read_recorded(tmp_path)
     with pytest.raises(DataError, match="got a run without groups or steps of reinforcement learning"):
         read_recorded(run.config.run.dir)
+
+
+def cautions_of(arguments: list[str], tmp_path: Path) -> list[str]:
+    """What the command says and writes as cautions; both are the same."""
+    found = run_command(["simulate", *arguments, "steps=6", "--json", str(tmp_path / "found.json")], catch_exceptions=False)
+    assert found.exit_code == 0
+    written: list[str] = json.loads((tmp_path / "found.json").read_text())["cautions"]
+    printed = " ".join(found.output.split())
+    assert all(f"caution: {sentence}" in printed for sentence in written)
+    return written
+
+
+@pytest.mark.parametrize("how", [[], ["--sweep", "--staleness", "1"]])
+def test_figures_that_the_run_does_not_have_are_named(run: SampledRun, tmp_path: Path, how: list[str]) -> None:
+    """Its lengths are of use before its first step; training and sync are then the plant's, of which nothing was said."""
+    run.group(0, ["1", "22"])
+    run_dir, plant = run.config.run.dir, tmp_path / "plant.yaml"
+    plant.write_text("trainer: {step_s: 60, gpus: 8}\nsync: {pause_s: 0.5}\nscoring: {seconds: 1}\n")
+    arguments = [str(plant), "--trace", str(run_dir), *how]
+    (run_dir / METRICS).touch()
+    first, *_ = cautions_of([*arguments, "sync.seconds=4"], tmp_path)
+    assert first == (
+        f"trainer.step_s=60 and sync.pause_s=0.5 are the plant's, not the run's: {run_dir} has no steps of reinforcement learning; measure "
+        "them, and give them as KEY=VALUE"
+    )
+    steps(run_dir, train_seconds=8.0, sync_seconds=3.0, pause_ms=500.0)
+    assert [caution for caution in cautions_of(arguments, tmp_path) if "the plant's" in caution] == []
+
+
+def test_what_kept_groups_would_tell_is_named_without_them(run: SampledRun, tmp_path: Path) -> None:
+    run_dir = run.config.run.dir
+    steps(run_dir, train_seconds=8.0, sync_seconds=3.0, response_tokens_quantiles={"0.0": 100, "1.0": 3000})
+    first, *_ = cautions_of(["--trace", str(run_dir), "scoring.seconds=2"], tmp_path)
+    assert first.startswith(f"scoring.sigma=0 and prompt_tokens=0 are the plant's, not the run's: {run_dir} has no kept groups;")
+
+
+@pytest.mark.parametrize(
+    ("noise", "told"), [(b"\xff\x00\n\x01", "rollout.jsonl: a damaged line is left out: line 1"), (b"\xff\x00", "it has no whole line")]
+)
+def test_samples_that_cannot_be_read_are_said(run: SampledRun, tmp_path: Path, noise: bytes, told: str) -> None:
+    run_dir = run.config.run.dir
+    (run_dir / "samples" / "rollout.jsonl").write_bytes(noise)
+    with pytest.raises(DataError, match=told):
+        read_recorded(run_dir)
+    steps(run_dir, train_seconds=8.0, response_tokens_quantiles={"0.0": 100, "1.0": 3000})
+    for arguments in (["--trace", str(run_dir)], [f"workload={run_dir}"]):
+        assert sum(told in caution for caution in cautions_of(arguments, tmp_path)) == 1
 
 
 def test_samples_of_a_newer_format_are_refused(run: SampledRun) -> None:
@@ -155,3 +203,9 @@ def test_scoring_times_have_the_spread_of_the_records(run: SampledRun) -> None:
     keys = read_recorded(run.config.run.dir).keys
     assert keys["scoring.seconds"] == 1.0
     assert keys["scoring.sigma"] == pytest.approx(math.log(10) * math.sqrt(2 / 3))
+
+
+def test_scoring_that_takes_no_time_in_the_records_takes_none(run: SampledRun) -> None:
+    members = [msgspec.structs.replace(agent(str(n), (), 0.0), seconds={"score": 0.0}) for n in range(2)]
+    groups(run.config.run.dir, SampledGroup(time=0.0, group=0, fate="queued", version=0, question="", answer="", members=members))
+    assert {"scoring.seconds": 0.0, "scoring.sigma": 0.0}.items() <= read_recorded(run.config.run.dir).keys.items()

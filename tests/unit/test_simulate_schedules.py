@@ -217,6 +217,19 @@ def test_command_compares(tmp_path: Path) -> None:
     assert "</svg>" in (tmp_path / "a.svg").read_text()
 
 
+def test_a_table_is_whole_without_a_terminal() -> None:
+    """Rich takes a pipe for a terminal of 80 columns, and cut heads and figures."""
+    sweep = run_command(["simulate", *SMALL, "--sweep", "--staleness", "1"], catch_exceptions=False, env={"COLUMNS": "40"}).output
+    assert "…" not in sweep
+    heads = sweep[: sweep.index("━")].splitlines()[-2:]
+    assert [[word.strip() for word in line.split("┃")] for line in heads] == [
+        ["engine", "trainer", "max_", "", "one", "two", "law of", "train", "", ""],
+        ["GPUs", "GPUs", "staleness", "step", "pool", "pools", "two", "idle", "age", "lost"],
+    ]
+    compared = run_command(["simulate", *SMALL], catch_exceptions=False, env={"COLUMNS": "40"}).output
+    assert re.search(r"sync, max_staleness 0 ┃ +one_step_off, max_staleness 1 ┃ +async, max_staleness 4", compared)
+
+
 def test_command_sweeps(tmp_path: Path) -> None:
     output = invoke(*SMALL, "--sweep", "--staleness", "1,4", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
     figures = json.loads((tmp_path / "a.json").read_text())

@@ -58,8 +58,8 @@ seconds of a training step (`trainer.step_s`), and some response lengths (`workl
 
 Or let a run say it: `--trace RUN_DIR` draws from the groups that the run kept (`telemetry.samples`; without any, from the quantiles of its
 steps), and takes its sizes and the medians of its training, sync, pause and scoring times. The file's other keys stay, and the command
-line goes before both. The time of an engine's step is in no record. What the records do not say (a run without steps: training and sync) stays
-as the plant has it, and a caution names it.
+line goes before both. The time of an engine's step is in no record. What the records do not say (a run without steps: training and sync)
+stays as the plant has it, and a caution names it.
 
 ```
 asyncmoe simulate my-plant.yaml --trace runs/mine engines.count=96

@@ -37,6 +37,9 @@ PROFILE = "profile"
 _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
+_GOODBYE_S = 60.0
+"""Seconds in which ranks that have taken leave of the controller end: on busy machines, where those of each wait for the others', it takes
+more than a few."""
 _INTERRUPTED = (-signal.SIGINT, 130)
 """Exit statuses of a command that received SIGINT before it installed its handler: while Python started, and later."""
 
@@ -154,7 +157,7 @@ def _watch(config: Config, processes: Processes, view: LiveView, stop: StopOnSig
             continue
         if all(trainer.returncode == 0 for trainer in processes.trainers) and not controller.wait(STOP_GRACE_S):
             raise AsyncmoeError(f"the controller did not end within {STOP_GRACE_S:.0f} s of the trainer; its log is {controller.log}")
-        if controller.returncode == 0 and _late(processes.trainers):
+        if controller.returncode == 0 and _late(processes.trainers, _GOODBYE_S):
             raise AsyncmoeError(f"the controller ended before the trainer; its log is {controller.log}")
         time.sleep(_POLL_S)
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
@@ -209,9 +212,9 @@ def _controller_ends(processes: Processes) -> bool:
     return controller.returncode in _INTERRUPTED
 
 
-def _late(processes: tuple[Process, ...]) -> list[Process]:
-    """Wait up to `STOP_GRACE_S` for all processes together, and return the running ones."""
-    until = time.monotonic() + STOP_GRACE_S
+def _late(processes: tuple[Process, ...], seconds: float = STOP_GRACE_S) -> list[Process]:
+    """Wait up to `seconds` for all processes together, and return the running ones."""
+    until = time.monotonic() + seconds
     return [process for process in processes if not process.wait(max(0.0, until - time.monotonic()))]
 
 

@@ -196,13 +196,13 @@ def test_too_few_nodes_are_named_and_the_job_fails(jobs: Jobs) -> None:
 
 
 def test_a_mistake_that_only_a_part_can_see_is_named_with_its_node_and_never_requeued(jobs: Jobs) -> None:
-    job = jobs.train(3, *OVER_THREE, "scoring.scorer=nowhere.module:reward")
+    job = jobs.train(3, *OVER_THREE, "scoring.scorer=json:reward")
     assert jobs.ended(job) == "FAILED"
     assert jobs.slurm.fact(job, "ExitCode") == "2:0"
     assert jobs.slurm.fact(job, "Restarts") == "0"
     [line] = jobs.errors(job)
     assert line.startswith("controller on n1: "), line
-    assert "nowhere.module" in line
+    assert "json:reward" in line
 
 
 def test_a_wrong_partition_is_refused_by_slurm(jobs: Jobs) -> None:

@@ -14,8 +14,10 @@ def uncollected() -> Iterator[None]:
     The modules of torch and Megatron make a million objects, of which next to none is garbage, and collections that look at all of them
     again and again take a sixth of the time.
     """
+    collects = gc.isenabled()  # not within another such block
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()

@@ -38,8 +38,8 @@ _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
 _GOODBYE_S = 60.0
-"""Seconds in which ranks that have taken leave of the controller end: on busy machines, where those of each wait for the others', it takes
-more than a few."""
+"""Seconds for ranks that have taken leave of the controller to end. torchrun's agents wait for each other at the end, and on busy machines
+20 seconds were not enough."""
 _INTERRUPTED = (-signal.SIGINT, 130)
 """Exit statuses of a command that received SIGINT before it installed its handler: while Python started, and later."""
 
@@ -88,8 +88,9 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
 def begins(config: Config) -> str:
     """Say what starts now, from where, and where its processes write: the first step takes a while."""
     ranks, engines, newest = config.trainer.ranks, config.engines.count, checkpoints.newest(config.run.dir)
-    parts = f"{ranks} trainer rank{'s'[: ranks > 1]}, {engines} engine{'s'[: engines > 1]}"
-    return f"{f'resuming from {newest}' if newest else 'starting'}: {parts}; logs: {config.run.dir / 'logs'}"
+    begin = "starting" if newest is None else f"resuming from {newest}"
+    parts = f"{ranks} trainer rank{'s' * (ranks > 1)}, {engines} engine{'s' * (engines > 1)}"
+    return f"{begin}: {parts}; logs: {config.run.dir / 'logs'}"
 
 
 def saved(ended: str, config: Config) -> str:

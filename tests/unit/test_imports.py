@@ -11,6 +11,8 @@ from asyncmoe.imports import uncollected
 
 def test_nothing_is_collected_within_the_block_and_again_after_it() -> None:
     with uncollected():
+        with uncollected():
+            pass
         assert not gc.isenabled()
     assert gc.isenabled()
 

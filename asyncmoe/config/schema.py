@@ -232,13 +232,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_store(self) -> Config:
-        """Refuse what versions as files do not carry."""
-        if self.sync.method == "store" and self.train == "lora":
-            raise ValueError("sync.method: got store, expected reshard or broadcast because train is lora; change it, or set train to full")
-        return self
-
-    @model_validator(mode="after")
     def _check_sharing(self) -> Config:
         """Refuse what shared GPUs rule out: NCCL, which refuses two ranks on one GPU, and runs on several machines."""
         if not self.engines.share_gpus:

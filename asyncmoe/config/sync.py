@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from asyncmoe.config import transports
 from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch
@@ -29,38 +29,14 @@ def _former(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-class StoreSection(Section):
-    """Weight versions as files, with sync.method store."""
-
-    url: str | None = Field(
-        None,
-        description="The run's own place for its weight versions: a directory that trainer and engines share (an absolute path), or any "
-        "URL that fsspec opens (s3://bucket/folder). Without user and password: its package reads credentials from the environment.",
-    )
-    keep: Positive = Field(2, description="Versions that stay; older ones are deleted.")
-    grace_s: Seconds = Field(
-        600.0,
-        description="Seconds for which the files of a version stay when newer ones have taken its place: an engine may be reading them. "
-        "The place holds about keep + grace_s / (seconds between versions) versions.",
-    )
-    full_every: Positive = Field(
-        20,
-        description="With sync.delta: an object is written whole again when it has changed n times, or earlier if its deltas together "
-        "would exceed half its size. An engine that starts from nothing reads whole objects and the deltas since. 1: always whole.",
-    )
-
-
 class SyncSection(Section):
     """Weight sync: how new weights reach the engines."""
 
-    method: Literal["reshard", "broadcast", "store"] = Field(
+    method: Literal["reshard", "broadcast"] = Field(
         "reshard",
         description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
-        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses; "
-        "store: every trainer rank writes what it holds to sync.store.url, and every engine rank reads its own shards from there while it "
-        "generates: for engines without a path to the trainer. CPUs only: refused on a machine with GPUs.",
+        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
     )
-    store: StoreSection = StoreSection()
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     staging: Annotated[StagingChoice, BeforeValidator(_former, json_schema_input_type=StagingChoice | bool)] = Field(
         "auto",
@@ -71,13 +47,12 @@ class SyncSection(Section):
     )
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
-        description="auto: send only the elements that changed since the version before, or with sync.method store write them, if that is "
-        "at most half the size of a full update (with a store, of the object). Updates stay full with sync.method broadcast, with adapters "
-        "and with sync.staging set to none; auto is fine, even where it comes to none. Each trainer rank keeps a copy of what it sent "
-        "last, and every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in "
-        "full. Useless with float32 engines, where almost every weight changes at every step: set engines.dtype to bfloat16. On CPUs a "
-        "delta lengthens the pause. Between GPUs this has been tested in emulation only, never on one. off: send everything "
-        "(docs/guides/weight-sync.md).",
+        description="auto: send only the elements that changed since the version before, if that is at most half the size of a full "
+        "update. Updates stay full with sync.method broadcast, with adapters and with sync.staging set to none; auto is fine, even where "
+        "it comes to none. Each trainer rank keeps a copy of what it sent last, and every engine rank proves by a digest of its whole "
+        "shard that it holds the version. Whatever is doubtful is sent in full. Useless with float32 engines, where almost every weight "
+        "changes at every step: set engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in "
+        "emulation only, never on one. off: send everything (docs/guides/weight-sync.md).",
     )
     relay: Annotated[Literal["auto", "off"], Switch] = Field(
         "auto",
@@ -94,8 +69,7 @@ class SyncSection(Section):
     audit_every: NonNegative = Field(
         20,
         description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find "
-        "weights changed by another process; the version then goes out in full. 0: never. With sync.method store they do so for every "
-        "version.",
+        "weights changed by another process; the version then goes out in full. 0: never.",
     )
     every: Positive = Field(
         1,
@@ -120,22 +94,3 @@ class SyncSection(Section):
         "An engine whose weights somebody else wrote meanwhile is fenced. It computes the checksums twice, between two forward passes.",
     )
     timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")
-
-    @model_validator(mode="after")
-    def _check_store(self) -> SyncSection:
-        if self.method == "store" and self.store.url is None:
-            raise ValueError(
-                "sync.store.url: got nothing, expected a directory or a URL because sync.method is store; name one, or set sync.method to "
-                "reshard"
-            )
-        if self.method != "store" and self.store.url is not None:
-            raise ValueError(
-                f"sync.store.url: got a value, expected nothing because sync.method is {self.method}; leave "
-                "it out, or set sync.method to store"
-            )
-        if self.method == "store" and self.staging not in ("auto", "full"):
-            raise ValueError(
-                f"sync.staging: got {self.staging}, expected full because sync.method is store: a version is verified before an engine "
-                "serves it; leave it out"
-            )
-        return self

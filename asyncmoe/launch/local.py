@@ -46,7 +46,6 @@ from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_p
 from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
-from asyncmoe.version_store import of_run
 
 
 def run(config: Config) -> dict[str, object]:
@@ -106,7 +105,6 @@ def check(config: Config) -> Survey:
         hint = "set run.resume=true or another run.dir"
         raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)
     copier.check(config)
-    of_run.check(config, gpu=here and not devices.none_here())
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
         print(line, file=sys.stderr, flush=True)
@@ -161,7 +159,6 @@ def prepare(config: Config) -> Path:
     """Check the configuration (see `check`), and return the file of it that all processes read."""
     found = check(config)
     copier.try_to_write(config)
-    of_run.claim(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)
         print(f"checkpoint {damaged.path.name} is now {aside}; delete it when you have looked at it", file=sys.stderr, flush=True)

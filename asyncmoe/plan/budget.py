@@ -322,7 +322,7 @@ def _configured(config: Config) -> Staging:
 
 def _keeps_base(config: Config, hf: Mapping[str, Any]) -> bool:
     """Return whether trainer ranks keep what they sent last, to send only what changed since."""
-    return config.sync.delta == "auto" and config.sync.method in ("reshard", "store") and adapter_of(config, hf) is None
+    return config.sync.delta == "auto" and config.sync.method == "reshard" and adapter_of(config, hf) is None
 
 
 def _communicators(config: Config, cpu: bool, mine: int) -> int:

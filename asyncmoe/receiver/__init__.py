@@ -14,9 +14,6 @@ its format. A weight's path in the worker:
 5. The controller sends a `CommitCommand`, which the engine executes between two forward passes: `worker.py`, in the worker's main thread,
    makes the staged tensors the parameters (`weight_buffers.py`), or writes the delta into them, and the engine serves the version.
 
-With `sync.method: store` the thread reads the shards from files instead (`pulling.py`), and the store of step 2 is small files in the same
-place (`file_keys.py`).
-
 `protocol.py` defines all keys and messages, `failing.py` the reports of failures; `asyncmoe.trainer.weight_sync` lists the trainer's side.
 Needs only numpy, msgspec and torch besides this package, and of SGLang only its ranks and settings (`handshake.py`).
 """

@@ -21,9 +21,8 @@ from torch.distributed import distributed_c10d
 from asyncmoe.errors import WaitTimeout, WeightSyncError
 from asyncmoe.platform.file_store import open_store
 from asyncmoe.receiver import delta_messages
-from asyncmoe.receiver.file_keys import FileKeys
 from asyncmoe.receiver.hosting import Hosted, is_held
-from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, header, moved, over, sent, staged, update_failed
+from asyncmoe.receiver.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, moved, over, sent, staged, update_failed
 from asyncmoe.rpc.address import LOOPBACK, towards
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
@@ -48,7 +47,7 @@ class Store:
 
     Args:
         rank: this process's rank in the meeting.
-        host, port: address at which rank 0 hosts the store; or a path and 0 (`hosting.place`); or a URL and 0 (`FileKeys`).
+        host, port: address at which rank 0 hosts the store; or a path and 0 (`hosting.place`).
         hosted: on rank 0, what `hosting.host` returned; the store takes ownership.
 
     Raises:
@@ -58,17 +57,13 @@ class Store:
     def __init__(self, group: str, rank: int, host: str, port: int, timeout_s: float, hosted: Hosted | None = None) -> None:
         self.rank, self._group, self._hosted = rank, group, hosted
         self._file = Path(host) if host.startswith("/") else None
-        in_files = "://" in host
         self._looked = 0.0
-        self._peer = "the trainer's rank 0" if self._file or in_files else f"the trainer's rank 0 at {host}:{port}"
+        self._peer = "the trainer's rank 0" if self._file else f"the trainer's rank 0 at {host}:{port}"
         self._at = host, port
         c10d: Any = dist
         limit = timedelta(seconds=timeout_s)
         mine: dict[str, Any] = {"is_master": True, "master_listen_fd": hosted.detach()} if isinstance(hosted, socket.socket) else {}
         try:
-            if in_files:
-                self._store: Any = FileKeys(host, timeout_s)
-                return
             if self._file is None:
                 store = c10d.TCPStore(host, port, timeout=limit, wait_for_workers=False, **mine)
             elif is_held(self._file):
@@ -78,7 +73,7 @@ class Store:
                 raise WeightSyncError(f"{self._peer}: nobody keeps the store {host}")
         except RuntimeError as error:
             raise WeightSyncError(f"{self._peer}: {_first_line(error)}") from error
-        self._store = _c10d.PrefixStore(group, store)
+        self._store: Any = _c10d.PrefixStore(group, store)
 
     def put(self, key: Key[T], value: T) -> None:
         """Set a value. Raise StoreGone if rank 0 is gone."""
@@ -178,10 +173,8 @@ class Store:
 
     def forget(self, update: int, terms: Terms) -> None:
         """Delete the keys of an update that every rank has finished with."""
-        # Headers stay: a receiver that was suspended finds the newest update by them. With versions in a store all receivers have staged
-        # this one, or the meeting had ended.
+        # Headers stay: a receiver that was suspended finds the newest update by them.
         done: list[Key[Any]] = [
-            *([] if terms.store is None else [header(update)]),
             update_failed(update),
             end(update),
             over(update),

@@ -50,20 +50,6 @@ class AdapterTerms(msgspec.Struct, frozen=True):
     experts: Literal["per_expert", "shared_outer"]
 
 
-class StoreTerms(msgspec.Struct, frozen=True):
-    """Versions lie as files (`asyncmoe.version_store`).
-
-    Attributes:
-        url: where, as `asyncmoe.version_store.open_files` takes it.
-        run: identity of the run that they must be of.
-        lineage: of the versions of this meeting.
-    """
-
-    url: str
-    run: str
-    lineage: int
-
-
 class Terms(msgspec.Struct, frozen=True):
     """Everything a rank needs to plan a transfer.
 
@@ -81,8 +67,6 @@ class Terms(msgspec.Struct, frozen=True):
         relay: whether equal ranks of several engines pass on to each other what they receive; until the verdict, whether they may.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
-        store: where engines read versions, and where all ranks meet; None: the trainer's ranks send them. Then only the trainer's rank 0
-            is in the meeting.
     """
 
     hf: dict[str, Any]
@@ -100,7 +84,6 @@ class Terms(msgspec.Struct, frozen=True):
     delta: bool = False
     audit_every: int = 0
     relay: bool = False
-    store: StoreTerms | None = None
 
     @property
     def world(self) -> int:
@@ -167,14 +150,12 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         base: the version that the update changes, if it is a delta; None: it is full.
-        manifest: digest of the version's manifest in a store.
     """
 
     version: int
     epoch: int
     failure: str = ""
     base: int | None = None
-    manifest: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -296,7 +277,6 @@ def channel_failed(epoch: int, stage: ChannelStage) -> Key[Outcome]:
     return Key(f"channel/{epoch}/{stage}/failed", Outcome)
 
 
-# No "/" in what every update sets: where keys are files, an update would leave a folder.
 def header(update: int) -> Key[Header]:
     return Key(f"{update}.header", Header)
 

@@ -77,14 +77,12 @@ def engine_layouts(terms: Terms) -> list[RankLayout]:
 
 
 def route(terms: Terms, rank: int) -> Plan:
-    """Return a rank's part of the plan, with the digest of the whole plan. If versions lie as files, no rank sends, and the plan is empty.
+    """Return a rank's part of the plan, with the digest of the whole plan.
 
     Raises:
         LayoutError: the trainer's and the engines' layouts contradict each other.
     """
     payload = _payload(terms)
-    if terms.store is not None:
-        return plan(payload.tensors(), [], [], ranks=[rank])
     return plan(payload.tensors(), payload.trainer(_parallel(terms), terms.dtype), engine_layouts(terms), ranks=[rank])
 
 

@@ -22,7 +22,6 @@ from asyncmoe.receiver.command import FAMILY_VARIABLE, CommitCommand, JoinComman
 from asyncmoe.receiver.control_store import Store, StoreGone
 from asyncmoe.receiver.deltas import DeltaRefused, DeltaStaging
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
-from asyncmoe.receiver.pulling import Puller
 from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
 from asyncmoe.reshard import Plan, device_threads
@@ -30,15 +29,12 @@ from asyncmoe.reshard.carry import BUFFERED_BYTES
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES
 from asyncmoe.reshard.relay_exchange import AnyExchanger
 from asyncmoe.rpc.address import host_id
-from asyncmoe.version_store import VersionManifest
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
 _COMMIT_S = 60.0
 """Timeout of copying all of a worker's weights within its device, and of the forward pass before it."""
 _IDLE_S = 3600.0
-_LOOK_S = 5.0
-"""As `_IDLE_S`, where nothing wakes a receiver that shall leave."""
 _FORMER_S = 2.0
 _FIRST = 1
 
@@ -85,10 +81,6 @@ class Receiver:
         self._left = threading.Event()
         self._device = next(model.parameters()).device
         self._former = former
-        self._puller: Puller | None = None
-        self._served: VersionManifest | None = None  # before this meeting, where versions lie as files
-        if former is not None:
-            self._served = former._served if former._puller is None else former._puller.served
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         if former is not None and former._side is not None:
             self._side = former._side  # with the communicators of the previous meeting
@@ -116,7 +108,6 @@ class Receiver:
         if terms.adapter is not None:
             self._target, self._obstacles = AdapterMemory(self._model), ()
         plan = self._plan(store, terms)
-        self._puller = None if terms.store is None else Puller(terms, terms.store, self._join.rank, self._served)
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         verdict = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         terms = self._terms = verdict.settle(terms)
@@ -170,8 +161,6 @@ class Receiver:
             self._target.commit(None)
             return
         self._spare = self._target.commit(staged.tensors)
-        if self._puller is not None:
-            self._puller.committed(staged.version)
         if self._deltas is not None:
             self._deltas.moved(self._target.tensors())
 
@@ -207,7 +196,7 @@ class Receiver:
             while not self._left.is_set():
                 self._number = number
                 try:
-                    header = store.get(protocol.header(number), _IDLE_S if self._puller is None else _LOOK_S)
+                    header = store.get(protocol.header(number), _IDLE_S)
                 except WaitTimeout:
                     continue
                 if store.has(protocol.header(number + 1)):
@@ -228,18 +217,15 @@ class Receiver:
     def _update(
         self, store: Store, terms: Terms, plans: UpdatePlans, number: int, header: Header, exchanger: AnyExchanger | None
     ) -> AnyExchanger | None:
-        """Receive one update; return the channel, or None if it can no longer be used or there is none."""
+        """Receive one update; return the channel, or None if it can no longer be used."""
         key = protocol.staged(number, self._join.rank)
         try:
-            if self._puller is not None:
-                staged = self._pull(self._puller, terms, number, header)
-            else:
-                if exchanger is None:
-                    arrays = functools.partial(self._arrays, terms)
-                    exchanger = channel.connect(store, terms, plans, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
-                elif header.base is None:
-                    exchanger.bind(*self._arrays(terms))
-                staged = self._receive(store, terms, number, header, exchanger)
+            if exchanger is None:
+                arrays = functools.partial(self._arrays, terms)
+                exchanger = channel.connect(store, terms, plans, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
+            elif header.base is None:
+                exchanger.bind(*self._arrays(terms))
+            staged = self._receive(store, terms, number, header, exchanger)
         except Exception as error:
             why = failing.said(error, terms, self._join.rank, self._device)
             store.fail(number, key, why, doubtful=isinstance(error, DeltaRefused))
@@ -274,13 +260,6 @@ class Receiver:
         if deltas is not None and coming is not None:
             deltas.adopt(tensors, header.version, coming)
         return Staged(header.version, number, tensors if terms.staging == "full" else None)
-
-    def _pull(self, puller: Puller, terms: Terms, number: int, header: Header) -> Staged:
-        """Read the weights of an update from the version store."""
-        tensors = self._staging(terms)
-        puller.pull(header, tensors, self._target.tensors())
-        self._target.received(tensors)
-        return Staged(header.version, number, tensors)
 
     def _drop(self) -> None:
         """Discard the staged update, if any, and reuse its memory."""

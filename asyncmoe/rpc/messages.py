@@ -344,8 +344,6 @@ class Engines(Message, frozen=True):
     """Dead or fenced engines of the open update, or without one, of the previous roster."""
     awaited: bool = False
     """There is no engine, but one will come back: ask again."""
-    lineage: int = 0
-    """Of the versions that come next (see `Leased`)."""
 
 
 class EngineJoined(Message, frozen=True):

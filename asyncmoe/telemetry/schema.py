@@ -265,8 +265,8 @@ class Step(Learning, frozen=True, kw_only=True):
     sync_bytes: Annotated[
         int | None,
         Metric(
-            "Bytes that all engines together receive for that version (with a relay the trainer sends less), or bytes written to the "
-            "version store. Absent unless updates may be deltas (`sync.delta`).",
+            "Bytes that all engines together receive for that version (with a relay the trainer sends less). "
+            "Absent unless updates may be deltas (`sync.delta`).",
             "bytes",
         ),
     ] = None
@@ -274,7 +274,7 @@ class Step(Learning, frozen=True, kw_only=True):
         float | None,
         Metric(
             "Share of weights whose bits, as engines store them, changed since the version before. Present: it came as a delta. Absent: "
-            "it was sent in full, or with a store some object came without a delta."
+            "it was sent in full."
         ),
     ] = None
 

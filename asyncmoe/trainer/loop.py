@@ -48,7 +48,6 @@ from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.gather import Gatherer
 from asyncmoe.trainer.weight_sync.publisher import Checksums, Published, Publisher
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
-from asyncmoe.trainer.weight_sync.store import StorePublisher
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -327,8 +326,6 @@ def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
 
     if built.mesh.rank == 0 and (why := unsupported(config)):
         log.info("updates of weights are full, although sync.delta is auto: %s", why)
-    if config.sync.method == "store":
-        return StorePublisher(config, built, client, checksums)
     if config.sync.method == "reshard":
         return ReshardPublisher(config, built, client, checksums)
     if built.adapter is not None:

@@ -1,4 +1,4 @@
-"""Copies of checkpoints and weight versions through s3fs, against moto's server of S3's protocol in a process of its own."""
+"""Copies of checkpoints through s3fs, against moto's server of S3's protocol in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -23,10 +22,7 @@ from asyncmoe import checkpoints
 from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError
-from asyncmoe.version_store import HeldVersion, Retention, ShardReader, VersionId, of_run, open_files
-from tests.system import runs
-from tests.unit import reshard_ranks, version_stores
+from asyncmoe.errors import DataError, UserError
 
 URL = "s3://backups/asyncmoe"
 BIG = os.urandom(12 << 20)
@@ -161,101 +157,3 @@ def test_a_server_that_stops_answering_is_said_once_and_the_run_ends(
     assert len(told) == 1
     assert "step-00000001 was not copied to s3://backups/asyncmoe/run: " in told[0] or "was not copied within" in told[0]
     s3fs.S3FileSystem.clear_instance_cache()
-
-
-# ---------------------------------------------------------------- weight versions
-
-
-@pytest.mark.usefixtures("server")
-def test_weight_versions_are_written_and_read_by_ranges() -> None:
-    """Two ranks write, two of another layout read what they hold and no more."""
-    store = version_stores.opened(open_files("s3://backups/versions", "sync.store.url", 30.0))
-    store.claim()
-    assert store.newest() is None
-    for step in (1, 2):
-        version_stores.write(store, VersionId(0, step))
-    newest = store.newest()
-    assert newest is not None
-    assert newest.version == VersionId(0, 2)
-    keys = {one["Key"].removeprefix("versions/") for one in bucket().list_objects_v2(Bucket="backups", Prefix="versions/")["Contents"]}
-    assert newest.objects < keys
-    for layout in version_stores.readers():
-        reader, got = ShardReader(store, store.geometry(newest.geometry), layout), reshard_ranks.blank(layout)
-        held = sum(storage.nbytes for storage in layout.storages.values())
-        assert held <= reader.read(newest, got) == reader.plan.nbytes < held + 8 * len(reader.plan.slabs)
-        expected = reshard_ranks.filled(layout, version_stores.values_of(2))
-        assert all((got[name] == expected[name]).all() for name in expected)
-    retention = Retention(store, 1, 0.0, time.monotonic)
-    retention.prune()
-    assert store.versions() == [VersionId(0, 2)]
-    assert set(store.files.names("objects")) == newest.objects
-
-
-@pytest.mark.usefixtures("server")
-def test_deltas_are_written_and_read_by_ranges() -> None:
-    """Whoever follows reads what changed; who comes late, whole objects and the deltas since."""
-    store = version_stores.opened(open_files("s3://backups/deltas", "sync.store.url", 30.0))
-    store.claim()
-    writers, wide = version_stores.Writers(store, 4), version_stores.WIDE
-    layout = version_stores.readers(2, wide)[0]
-    held: HeldVersion | None = None
-    reader = ShardReader(store, writers.geometry, layout)
-    for step in range(1, 7):
-        writers.write(VersionId(0, step), version_stores.stepped(step))
-        newest = store.newest()
-        assert newest is not None
-        expected = reshard_ranks.filled(layout, version_stores.stepped(step))
-        for known in (held, None):
-            got = reshard_ranks.blank(layout)
-            found = reader.read(newest, got, held=known)
-            assert all((got[name] == expected[name]).all() for name in expected)
-            assert (found < reader.plan.nbytes / 10) == (known is not None)
-        held = HeldVersion(newest, got)
-    Retention(store, 1, 0.0, time.monotonic).prune()
-    assert set(store.files.names("objects")) == newest.objects
-    got = reshard_ranks.blank(layout)
-    ShardReader(store, store.geometry(newest.geometry), layout).read(newest, got)
-    assert all((got[name] == expected[name]).all() for name in expected)
-
-
-@pytest.mark.usefixtures("server")
-def test_a_run_whose_engines_pull_through_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole run of two trainer ranks and an engine that meet nowhere but in the bucket; every version's checksums are compared."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(runs.REPOSITORY), sysconfig.get_path("purelib"))))
-    directory = tmp_path / "run"
-    through = ("sync.method=store", "sync.store.url=s3://backups/run", "sync.verify_every=1", "verify.logprobs_every=1")
-    engine = f"engines.python={runs.REPOSITORY / '.venv-engine' / 'bin' / 'python'}"
-    summary = runs.run(directory, *through, engine, "warmup.steps=0")
-    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
-    store = version_stores.opened(open_files("s3://backups/run", "sync.store.url", 30.0), of_run.run_of(directory))
-    newest = store.newest()
-    assert newest is not None
-    assert newest.version.step >= 2
-    assert all(newest.ranks), "both trainer ranks wrote a part"
-    held = bucket().list_objects_v2(Bucket="backups", Prefix="run/")["Contents"]
-    assert newest.objects < {one["Key"].removeprefix("run/") for one in held}
-    told = "".join(
-        path.read_text() for path in directory.rglob("*") if path.is_file() and path.suffix in (".log", ".yaml", ".json", ".jsonl")
-    )
-    assert "weights travel through s3://backups/run to engine.0" in told
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "secret"
-    assert "secret" not in told
-
-
-@pytest.mark.usefixtures("server")
-def test_what_is_wrong_with_a_version_or_its_bucket_is_said() -> None:
-    nowhere = version_stores.opened(open_files("s3://nowhere/x", "sync.store.url", 30.0))
-    with pytest.raises(StorageError, match=r"^version store s3://nowhere/x: cannot write run\.json: .*NoSuchBucket|does not exist"):
-        nowhere.claim()
-    store = version_stores.opened(open_files("s3://backups/harmed", "sync.store.url", 30.0))
-    version_stores.write(store, VersionId(0, 1))
-    manifest = store.newest()
-    assert manifest is not None
-    reader = ShardReader(store, store.geometry(manifest.geometry), version_stores.readers()[0])
-    name = manifest.ranks[0][reader.plan.ranges[0].object].name
-    bucket().put_object(Bucket="backups", Key=f"harmed/{name}", Body=b"short")
-    with pytest.raises(AsyncmoeError, match=f"version store s3://backups/harmed|{name}"):
-        reader.read(manifest, reshard_ranks.blank(reader.plan.layout))
-    bucket().delete_object(Bucket="backups", Key=f"harmed/{name}")
-    with pytest.raises(DataError, match=f"{name} of version 1 of lineage 0: got no such object"):
-        reader.read(manifest, reshard_ranks.blank(reader.plan.layout))

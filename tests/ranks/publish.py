@@ -1,4 +1,4 @@
-"""Worker: publishes checkpoints to running engines, shard to shard or through a version store, under several layouts of this world size.
+"""Worker: publishes checkpoints to running engines, shard to shard, under several layouts of this world size.
 
 `publish.py RESULT JOB`. JOB is JSON:
     config          values of a configuration but for the trainer's section
@@ -38,8 +38,6 @@ from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trainer.weight_sync.publisher import Checksums
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 from asyncmoe.trainer.weight_sync.sender import Sender
-from asyncmoe.trainer.weight_sync.store import StorePublisher
-from asyncmoe.version_store import VersionStore
 from tests.ranks.kept import settings_of
 
 
@@ -119,13 +117,10 @@ def main(result: Path, job: dict[str, Any]) -> None:
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            kind_of = StorePublisher if config.sync.method == "store" else ReshardPublisher
-            sender = kind_of(config, built, client, partial(expected, hf, config))
+            sender = ReshardPublisher(config, built, client, partial(expected, hf, config))
             for path, version in job["publications"][layout]:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
-                if faulty == rank and config.sync.method == "store":
-                    killed_with_an_object_written()
                 gpt.load_hf(built, Path(path))
                 found.append({"layout": layout, "version": version, **publish(sender, version)})
                 written = Path(f"{result}.{rank}.partial")  # a kill leaves the one before whole
@@ -136,18 +131,6 @@ def main(result: Path, job: dict[str, Any]) -> None:
     if rank == 0:
         result.write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def killed_with_an_object_written() -> None:
-    """From now on this rank dies when it has written an object of a version."""
-    real = VersionStore.put
-
-    def put(store: VersionStore, data: bytes | memoryview, known: str = "") -> str:
-        real(store, data, known)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    VersionStore.put = put  # type: ignore[method-assign]
 
 
 def expected(hf: dict[str, Any], config: Config, tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:

@@ -366,7 +366,6 @@ def config(**values: Any) -> Config:
         ({"sync": {"delta": "auto", "staging": False}}, "sync.staging is none"),
         ({"sync": {"delta": "auto"}, "train": "lora"}, "adapters are sent whole"),
         ({"sync": {"delta": "auto", "method": "broadcast"}}, "sync.method is broadcast"),
-        ({"sync": {"delta": "auto", "method": "store", "store": {"url": "/versions"}}}, ""),
     ],
 )
 def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], said: str) -> None:

@@ -15,9 +15,6 @@ A version on its way from the optimizer step to serving, with `sync.method: resh
    (`expected_checksums.py`) and resumes them (`coordinator.py`); rank 0 sets `end(N)`.
 6. `sender.py`: until `settle`, rank 0 watches whether the version must be sent again to new engines, then sets `over(N)`.
 
-With `sync.method: store`, `store.py` takes the place of step 4: every rank writes its share of the version as files
-(`asyncmoe.version_store`), and `announcer.py` on rank 0 meets the engines through small files and tells them which version to read.
-
 `asyncmoe.receiver` lists the engine's side of steps 3 to 5. With `sync.method: broadcast`, `broadcast.py` gathers whole tensors to rank 0
 (`gather.py`) and broadcasts them in a process group with the paused engines (`broadcast_group.py`); adapters are published as files
 (`trainer/lora/files.py`).

@@ -43,7 +43,7 @@ class Traffic:
     """What an update took.
 
     Attributes:
-        nbytes: bytes that all trainer ranks sent to all engine ranks, or wrote to the version store.
+        nbytes: bytes that all trainer ranks sent to all engine ranks.
         changed: share of the elements whose stored bits changed since the version before; None: it was not measured, the update was full.
     """
 

@@ -282,7 +282,7 @@ def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callabl
     """Return why weights cannot be sent, or what they are staged in and whether they are relayed.
 
     Args:
-        plan: rank 0's part; None: it has none, because it could not plan, or because no rank sends.
+        plan: rank 0's part; None: it has none, because it could not plan.
     """
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}

@@ -208,7 +208,7 @@ class WeightUpdateCoordinator:
         awaited = self._pool.awaited
         if awaited and self._stopping.done():
             raise RunStopping("the run is being stopped, and no engine is left")
-        return Engines(infos, roster.world, roster.number, lost, awaited, self._pool.lineage)
+        return Engines(infos, roster.world, roster.number, lost, awaited)
 
     async def _commit(self, request: WeightsCommit) -> Committed:
         await self._spot.end()

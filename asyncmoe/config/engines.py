@@ -81,7 +81,7 @@ class EngineSection(Section):
         3,
         description="How often an engine that died or hung starts again, by the controller or by asyncmoe engine; 5 s pass before the "
         "first restart and twice as long before each further one. It serves from the next version on; if no other engine is left, the "
-        "trainer sends its weights once more. (With sync.method broadcast or sync.every above 1 the run ends then.)",
+        "trainer sends its weights once more. (With sync.method broadcast or disk, or sync.every above 1 the run ends then.)",
     )
     orphan_s: NonNegativeSeconds = Field(
         60.0,

@@ -232,6 +232,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_disk(self) -> Config:
+        """Refuse what weights in a directory do not carry."""
+        if self.sync.method == "disk" and self.train == "lora":
+            raise ValueError("sync.method: got disk, expected reshard or broadcast because train is lora; change it, or set train to full")
+        if self.sync.method == "disk" and any(word.startswith("--quantization") for word in self.engines.args):
+            raise ValueError("sync.method: got disk, expected broadcast because engines.args has --quantization; change one of them")
+        return self
+
+    @model_validator(mode="after")
     def _check_sharing(self) -> Config:
         """Refuse what shared GPUs rule out: NCCL, which refuses two ranks on one GPU, and runs on several machines."""
         if not self.engines.share_gpus:
@@ -239,7 +248,11 @@ class Config(Section):
         because = "because engines.share_gpus is true"
         why = unshared(self.sync.transport)
         refused = {
-            "sync.method": (self.sync.method, self.sync.method != "reshard", f"reshard {because}: NCCL refuses two ranks on one GPU"),
+            "sync.method": (
+                self.sync.method,
+                self.sync.method == "broadcast",
+                f"reshard {because}: NCCL refuses two ranks on one GPU",
+            ),
             "sync.transport": (self.sync.transport, why != "", f"{choices(shareable)} {because}: {why}"),
             "launch": (self.launch, self.launch == "ray", f"local {because}: Ray gives every process GPUs of its own"),
         }
@@ -279,7 +292,7 @@ class Config(Section):
     def renews_engines(self) -> bool:
         """True if the run goes on when all engines are lost at once and start again: the trainer then sends its weights once more. It has
         them unless steps follow one another without a version."""
-        return self.engines.restarts > 0 and self.sync.method != "broadcast" and self.sync.every == 1
+        return self.engines.restarts > 0 and self.sync.method == "reshard" and self.sync.every == 1
 
     @property
     def checkpoint_kind(self) -> dict[str, Any]:

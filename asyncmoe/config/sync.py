@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -32,10 +33,17 @@ def _former(value: Any) -> Any:
 class SyncSection(Section):
     """Weight sync: how new weights reach the engines."""
 
-    method: Literal["reshard", "broadcast"] = Field(
+    method: Literal["reshard", "broadcast", "disk"] = Field(
         "reshard",
         description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
-        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
+        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses; "
+        "disk: rank 0 writes a Hugging Face checkpoint to sync.directory, and every engine pauses and loads it: for engines that share "
+        "no more than a file system with the trainer; refused with adapters and quantised engines.",
+    )
+    directory: Path | None = Field(
+        None,
+        description="With sync.method disk: where versions are written, on a file system that the trainer and all engines see under the "
+        "same path; null: weights in run.dir. It needs room for two versions in the trainer's dtype.",
     )
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     staging: Annotated[StagingChoice, BeforeValidator(_former, json_schema_input_type=StagingChoice | bool)] = Field(

@@ -109,6 +109,8 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
     if config.adapter is not None:
         hint = "take the checkpoint in bfloat16"
         raise ConfigError("train", got="lora", expected="full because the model's checkpoint is of float8", hint=hint)
+    if config.sync.method == "disk":
+        raise ConfigError("sync.method", got="disk", expected="reshard or broadcast because the model's checkpoint is of float8")
     payload, engines = Payload(hf), EngineParallel(config.engines.tp, config.engines.ep)
     what = "trainer"
     try:

@@ -209,6 +209,14 @@ class WeightsAdapter(TrainerMessage, frozen=True):
     folder: str
 
 
+class WeightsFiles(TrainerMessage, frozen=True):
+    """Every engine pauses, loads the Hugging Face checkpoint in `folder` as `version`, and resumes; `checksums` as in `WeightsCommit`."""
+
+    version: Count
+    folder: str
+    checksums: tuple[dict[str, str], ...] = ()
+
+
 class WeightsAbort(TrainerMessage, frozen=True):
     """The sender failed: fence the engines if they may hold part of `version`."""
 
@@ -220,8 +228,6 @@ class EnginesAsk(_Waits, TrainerMessage, frozen=True):
     """Request the current engines, which become the roster. Waits until the run's engines have started or `wait_s` expires."""
 
     wait_s: float
-    devices: bool = False
-    """Also ask each engine for its compute device."""
 
 
 # ---------------------------------------------------------------- requests: engines of other machines
@@ -327,8 +333,6 @@ class EngineInfo(Message, frozen=True):
     version: int
     host: str = ""
     """`asyncmoe.rpc.address.host_id` of the engine's machine."""
-    device: str = ""
-    """Compute device that its server reports, "cpu" or "cuda"; empty if not requested."""
     waiting: bool = False
     """It generates nothing, because it has joined or started again since the last version."""
 
@@ -398,6 +402,7 @@ Request = (
     | WeightsBucket
     | WeightsCommit
     | WeightsAdapter
+    | WeightsFiles
     | WeightsAbort
     | EnginesAsk
     | EngineJoin

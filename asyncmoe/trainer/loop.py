@@ -7,11 +7,9 @@ same answers, so the ranks need no collective to agree on the next action.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
@@ -44,9 +42,10 @@ from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
 from asyncmoe.trainer.weight_sync.deltas import unsupported
-from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
+from asyncmoe.trainer.weight_sync.disk import DiskPublisher
+from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
 from asyncmoe.trainer.weight_sync.gather import Gatherer
-from asyncmoe.trainer.weight_sync.publisher import Checksums, Published, Publisher
+from asyncmoe.trainer.weight_sync.publisher import Published, Publisher
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 
 if TYPE_CHECKING:
@@ -321,14 +320,13 @@ def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
         ConfigError: the method does not support the configuration.
     """
 
-    def checksums(tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:
-        return engine_checksums(built.hf, config.engines, tensors, device)
-
     if built.mesh.rank == 0 and (why := unsupported(config)):
         log.info("updates of weights are full, although sync.delta is auto: %s", why)
     if config.sync.method == "reshard":
-        return ReshardPublisher(config, built, client, checksums)
+        return ReshardPublisher(config, built, client)
+    if config.sync.method == "disk":
+        return DiskPublisher(config, built, client)
     if built.adapter is not None:
         return AdapterFiles(config, built, client)
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s, quantised=True)
-    return BroadcastPublisher(config, gatherer, client, built.mesh, checksums)
+    return BroadcastPublisher(config, gatherer, client, built.mesh, ExpectedChecksums(config, built))

@@ -60,7 +60,7 @@ class Controller:
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Any]]:
         if isinstance(request, EnginesAsk):
             self.roster += 1
-            return Engines((EngineInfo("engine.0", 1, 1, 1, 0, device="cpu"),), 2, self.roster), []
+            return Engines((EngineInfo("engine.0", 1, 1, 1, 0),), 2, self.roster), []
         assert isinstance(request, WeightsJoin)
         assert self.engine.stdin is not None
         self.ports.append(request.port)

@@ -27,7 +27,7 @@ from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.rpc.server import Server
-from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
+from tests.checksums import engine_checksums
 from tests.engine.conftest import Rig, make, settings
 from tests.engine.lifetime import command_of, in_session
 from tests.engine.oracle import Oracle, largest_difference, perturbed

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from tests import float8
+from tests.checksums import engine_checksums
 from tests.engine.conftest import settings
 from tests.engine.oracle import Oracle, perturbed
 from tests.engine.test_direct import Checksums, Stage, difference, generate, wrong

@@ -18,8 +18,8 @@ from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
-from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
 from asyncmoe.trajectory import Recording, Trajectory
+from tests.checksums import engine_checksums
 from tests.engine.conftest import Rig, make
 from tests.engine.lifetime import command_of, in_session, wait_until
 from tests.engine.oracle import Oracle, largest_difference, perturbed

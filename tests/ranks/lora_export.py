@@ -16,6 +16,8 @@ import torch.distributed as dist
 from asyncmoe.trainer import export
 from asyncmoe.trainer.lora.merge import merge
 from asyncmoe.trainer.model import mesh
+from asyncmoe.trainer.weight_sync.gather import Gatherer
+from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
 from tests.ranks import case, lora_case, parity
 from tests.ranks.lora import SEED, Job, logits_error
 
@@ -31,9 +33,9 @@ def main(result: Path, references: Path, out: Path, layout: str) -> None:
         reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
         job = Job(path, config, mesh.start(config.trainer, SEED), reference, lora_case.section(name), oracle)
         built = job.model()
-        export.write_adapter(built, path / "hf", out / name / "adapter", 60.0)
+        export.write_adapter(built, path / "hf", out / name / "adapter", Gatherer(built, SHARD_BYTES, 60.0, adapter=True))
         merge(built.chunks)
-        export.write_hf(built, path / "hf", out / name / "merged", 60.0)
+        write_hf(built, path / "hf", out / name / "merged", Gatherer(built, SHARD_BYTES, 60.0))
         found[name] = parity.worst({"logits": logits_error(job, built, oracle["logits"])})["logits"]
         mesh.leave()
     if dist.get_rank() == 0:

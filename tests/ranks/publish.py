@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe import config as configuration
-from asyncmoe.config import Config
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.reshard import Exchanger
@@ -34,8 +32,6 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trainer.weight_sync import reshard
 from asyncmoe.trainer.weight_sync.background import BackgroundPublisher
-from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
-from asyncmoe.trainer.weight_sync.publisher import Checksums
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 from asyncmoe.trainer.weight_sync.sender import Sender
 from tests.ranks.kept import settings_of
@@ -117,7 +113,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = ReshardPublisher(config, built, client, partial(expected, hf, config))
+            sender = ReshardPublisher(config, built, client)
             for path, version in job["publications"][layout]:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
@@ -131,10 +127,6 @@ def main(result: Path, job: dict[str, Any]) -> None:
     if rank == 0:
         result.write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def expected(hf: dict[str, Any], config: Config, tensors: Mapping[str, torch.Tensor], device: str) -> Checksums:
-    return engine_checksums(hf, config.engines, tensors, device)
 
 
 def publish(sender: BackgroundPublisher, version: int) -> dict[str, Any]:

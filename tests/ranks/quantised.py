@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.models import load_hf_config
-from asyncmoe.trainer import export
 from asyncmoe.trainer.model import gpt, mesh
+from asyncmoe.trainer.weight_sync.gather import Gatherer
+from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
 from tests.ranks import case
 
 
@@ -33,7 +34,7 @@ def main(result: Path, path: Path, change: float, layouts: list[str]) -> None:
                 for parameter in chunk.parameters():
                     parameter.mul_(change)
         for form, quantised in (("plain", False), ("float8", True)):
-            export.write_hf(built, path / "hf", path / f"{layout}-{form}", 60.0, quantised=quantised)
+            write_hf(built, path / "hf", path / f"{layout}-{form}", Gatherer(built, SHARD_BYTES, 60.0, quantised=quantised))
         mesh.leave()
     if dist.get_rank() == 0:
         result.write_text("{}")

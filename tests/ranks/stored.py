@@ -18,12 +18,15 @@ from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.reshard import exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 from asyncmoe.reshard.torch_transport import TorchTransport
-from asyncmoe.trainer import export, step
+from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
-from asyncmoe.trainer.weight_sync.expected_checksums import engine_checksums
+from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
+from asyncmoe.trainer.weight_sync.gather import Gatherer
+from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
 from asyncmoe.trainer.weight_sync.sources import WeightSources
+from tests.checksums import engine_checksums
 from tests.ranks import case, parity
 from tests.ranks.leaving import leave
 
@@ -65,7 +68,7 @@ def stored(job: parity.Job, out: Path) -> dict[str, Any]:
     checkpoint = state.save(job.config, 1, built, adam)
     again = job.model()
     state.load(checkpoint, job.config, again, None)
-    export.write_hf(built, job.path / "hf", out / "export", job.config.trainer.timeout_s)
+    write_hf(built, job.path / "hf", out / "export", Gatherer(built, SHARD_BYTES, job.config.trainer.timeout_s))
     dist.barrier()
     exported = gpt.build(built.hf, job.config, job.mesh)
     gpt.load_hf(exported, out / "export")
@@ -90,9 +93,13 @@ def engine(job: parity.Job, built: gpt.Model, exported: Path) -> list[str]:
     on_disk = family.hf_layout(built.hf, "bfloat16").storages
     tensors = {name: checkpoint.read(name, one.shape, getattr(torch, one.dtype)) for name, one in on_disk.items()}
     section = job.config.engines.model_copy(update={"tp": 2, "ep": 2, "dtype": "bfloat16"})
-    sources, wrong = WeightSources(built), []
+    sources = WeightSources(built)
     sources.refresh()
-    for rank, expected in enumerate(engine_checksums(built.hf, section, tensors)):
+    wanted = engine_checksums(built.hf, section, tensors)
+    sync = job.config.sync.model_copy(update={"verify_every": 1, "bucket_bytes": 20_000})
+    verified = ExpectedChecksums(job.config.model_copy(update={"engines": section, "sync": sync}), built).of_next()
+    wrong = [] if job.mesh.rank else ["verified"] * (verified != wanted)
+    for rank, expected in enumerate(wanted):
         layout = family.sglang_layout(built.hf, EngineParallel(2, 2), rank, "bfloat16").at(0)  # the trainer's rank 0 plays the engine's
         mine = {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for name, one in layout.storages.items()}
         made = plan(family.tensors(built.hf), family.megatron_layouts(built.hf, built.parallel, "bfloat16"), [layout])

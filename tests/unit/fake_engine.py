@@ -52,9 +52,6 @@ class FakeEngine:
             await asyncio.sleep(timeout_s)
         return not (self.dead or self.hangs)
 
-    async def device(self) -> str:
-        return "cpu"
-
     async def close(self) -> None:
         pass
 

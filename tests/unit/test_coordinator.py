@@ -17,7 +17,6 @@ from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
-from asyncmoe.trainer.weight_sync.publisher import device_of
 
 HOW: tuple[Interruption, ...] = ("in_place", "retract")
 """In one call, or in a pause of several."""
@@ -199,39 +198,6 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
 def test_a_version_that_no_engine_takes_is_not_published(how: Interruption) -> None:
     with pytest.raises(WeightSyncError, match="publishing version 1: no engine is left; the process ended"):
         publish(engines=2, dead=2, how=how)
-
-
-def asked(said: list[str], devices: bool) -> Engines:
-    """What the coordinator says of engines that say what they compute on."""
-
-    async def run() -> Engines:
-        pool = Pool([engine(number) for number in range(len(said))], 8, 5.0, lambda *_: None)
-        for member, device in zip(pool.members, said, strict=True):
-            client: Any = member.engine.client
-
-            async def tell(device: str = device) -> str:
-                return device
-
-            client.device = tell
-            member.engine.died = None  # type: ignore[misc]
-
-        async def published(version: int) -> None:
-            pass
-
-        coordinator = WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None)
-        coordinator.engines_started()
-        reply = await coordinator.handle(EnginesAsk(1.0, devices))
-        assert isinstance(reply, Engines)
-        return reply
-
-    return asyncio.run(run())
-
-
-def test_engines_are_asked_what_they_compute_on_when_it_matters() -> None:
-    assert device_of(asked(["cuda", "cuda"], devices=True)) == "cuda"
-    assert device_of(asked(["cuda", "cuda"], devices=False)) == ""
-    with pytest.raises(WeightSyncError, match=r"sync\.verify_every: got engines on different devices \(engine\.0 cuda, engine\.1 cpu\)"):
-        device_of(asked(["cuda", "cpu"], devices=True))
 
 
 def test_a_trainer_that_waits_for_engines_is_told_that_the_run_stops() -> None:

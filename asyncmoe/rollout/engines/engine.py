@@ -71,10 +71,6 @@ class Engine(AdapterHost, Protocol):
         """
         ...
 
-    async def device(self) -> str:
-        """Return the type of device it computes on: "cpu", "cuda"."""
-        ...
-
     async def close(self) -> None:
         """Close the connections to the engine; it cancels the requests in flight. The engine itself continues."""
         ...
@@ -167,6 +163,10 @@ class Engine(AdapterHost, Protocol):
             group: name of the group.
             backend: "gloo" or "nccl".
         """
+        ...
+
+    async def load_files(self, folder: str, timeout_s: float) -> None:
+        """Load the Hugging Face checkpoint in a directory; returns when it is loaded."""
         ...
 
     async def load_bucket(

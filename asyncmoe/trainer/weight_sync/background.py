@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from asyncmoe.reshard import device_threads
 from asyncmoe.rpc.client import Client
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.model.gpt import Model
-from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
-from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier, unverified
+from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
+from asyncmoe.trainer.weight_sync.publisher import Checksums, Published
 from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S
 from asyncmoe.trainer.weight_sync.sender import LOOK_S
 from asyncmoe.trainer.weight_sync.sources import WeightSources
@@ -36,17 +36,16 @@ class BackgroundPublisher:
 
     Args:
         client: connection to the controller, not shared with other threads; used on rank 0 only.
-        checksums: computes the expected checksums of a verified version.
 
     Raises:
         ConfigError: engines serve a dtype that the trainer's weights do not become on the way.
     """
 
-    def __init__(self, config: Config, model: Model, client: Client, checksums: Verifier) -> None:
-        self._config, self._sync, self._model, self._client, self._checksums = config, config.sync, model, client, checksums
+    def __init__(self, config: Config, model: Model, client: Client) -> None:
+        self._config, self._sync, self._model, self._client = config, config.sync, model, client
         self._rank = model.mesh.rank
         _check_dtypes(config, model)
-        self._updates = 0
+        self._expected = ExpectedChecksums(config, model)
         # For the sending thread only: the trainer's main thread uses other groups at the same time.
         wait_s = config.engines.start_timeout_s + 2 * self._limit
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
@@ -57,8 +56,7 @@ class BackgroundPublisher:
         self._sent.set()  # nothing is under way
 
     def begin(self, version: int) -> None:
-        self._updates += 1
-        expected = self._gathered() if self._verifies else unverified
+        expected = self._expected.of_next()
         self._prepare()
         self._tried = time.monotonic()
         self._sent.clear()
@@ -97,7 +95,7 @@ class BackgroundPublisher:
     def close(self) -> None:
         raise NotImplementedError
 
-    def _publish(self, version: int, expected: Expected) -> Published | None:
+    def _publish(self, version: int, expected: Checksums) -> Published | None:
         """Publish a version, in the thread; None if it was abandoned. Set `_sent` when the weights may change."""
         raise NotImplementedError
 
@@ -120,7 +118,7 @@ class BackgroundPublisher:
         if time.monotonic() - self._tried > limit:
             raise WaitTimeout("this rank's sender of weights", what, limit)
 
-    def _run(self, result: Future[Published | None], version: int, expected: Expected) -> None:
+    def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
         if self._sync.staging != "none":
             yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
         published = self._publish(version, expected)
@@ -143,26 +141,9 @@ class BackgroundPublisher:
         """What is sent, by the names of the rank's storages."""
         return self._sources.tensors
 
-    @property
-    def _verifies(self) -> bool:
-        """Whether to compare checksums."""
-        return self._sync.verify_every > 0 and (self._updates - 1) % self._sync.verify_every == 0
-
     @cached_property
     def _sources(self) -> WeightSources:
         return WeightSources(self._model)
-
-    @cached_property
-    def _gatherer(self) -> Gatherer:
-        return Gatherer(self._model, self._sync.bucket_bytes, self._sync.timeout_s, quantised=True)
-
-    def _gathered(self) -> Expected:
-        """Gather the checkpoint to rank 0, and return the function that computes its checksums. Collective over the trainer's ranks."""
-        kept: dict[str, torch.Tensor] = {}
-        for bucket, flat in self._gatherer.run():
-            if flat is not None:
-                kept.update(tensors_in(bucket, flat.cpu()))
-        return cache(lambda device: self._checksums(kept, device))
 
 
 def _check_dtypes(config: Config, model: Model) -> None:

@@ -36,8 +36,9 @@ from asyncmoe.rpc.messages import (
 from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.weight_sync import broadcast_group
-from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
-from asyncmoe.trainer.weight_sync.publisher import AtOnce, Published, Verifier, device_of
+from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
+from asyncmoe.trainer.weight_sync.gather import Gatherer
+from asyncmoe.trainer.weight_sync.publisher import AtOnce, Checksums, Published
 from asyncmoe.trajectory import Buffer
 
 _GROUP = "asyncmoe_weights"
@@ -49,7 +50,6 @@ class BroadcastPublisher(AtOnce):
     Args:
         gatherer: gathers the weights to rank 0.
         client: connection to the controller; used on rank 0 only.
-        checksums: computes the expected checksums of a verified version.
     """
 
     def __init__(
@@ -58,17 +58,16 @@ class BroadcastPublisher(AtOnce):
         gatherer: Gatherer,
         client: Client,
         mesh: Mesh,
-        checksums: Verifier,
+        expected: ExpectedChecksums,
     ) -> None:
         super().__init__()
         self._sync, self._gatherer, self._client, self._mesh = config.sync, gatherer, client, mesh
-        self._checksums = checksums
+        self._expected = expected
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
         self._hosted: hosting.Hosted | None = None  # where the group met, kept as long as the group
-        self._roster, self._device = 0, ""
+        self._roster = 0
         self._network = config.cluster.network
-        self._updates = 0
         self._threads = device_threads.pool(str(mesh.device), 2, "weights")
         self._asked: Future[tuple[Reply, list[Buffer]]] | None = None
 
@@ -84,6 +83,7 @@ class BroadcastPublisher(AtOnce):
             RunStopping: on rank 0, if the run is stopped before engines have started.
         """
         begin = time.perf_counter()
+        checksums = self._expected.of_next()
         if self._mesh.rank != 0:
             self._only_gather()
             return Published(version, time.perf_counter() - begin, 0.0)
@@ -93,7 +93,7 @@ class BroadcastPublisher(AtOnce):
             self._only_gather()  # the other ranks are in it
             raise
         try:
-            committed = self._send(version, group)
+            committed = self._send(version, group, checksums)
         except Exception as error:
             where = f"(trainer rank {self._mesh.rank} on {failing.where(self._mesh.device)})"
             why = str(error) if isinstance(error, AsyncmoeError) else f"{failing.in_one_line(error)} {where}"
@@ -103,35 +103,29 @@ class BroadcastPublisher(AtOnce):
             if isinstance(error, AsyncmoeError):
                 raise
             raise WeightSyncError(why) from error
-        self._updates += 1
         return Published(version, time.perf_counter() - begin, max(committed.pause_ms, default=0.0))
 
     def _only_gather(self) -> None:
         for _ in self._gatherer.run():
             pass
 
-    def _send(self, version: int, group: dist.ProcessGroup) -> Committed:
-        verify = self._sync.verify_every > 0 and self._updates % self._sync.verify_every == 0
-        kept: dict[str, torch.Tensor] = {}
+    def _send(self, version: int, group: dist.ProcessGroup, checksums: Checksums) -> Committed:
         paused = False
         for bucket, flat in self._gatherer.run():
             assert flat is not None
-            if verify:
-                kept.update(tensors_in(bucket, flat.cpu()))
             if not paused:
                 self._client.ask(WeightsBegin(version), self._sync.timeout_s)
                 paused = True
             message = WeightsBucket(version, bucket.names, bucket.dtypes, bucket.shapes)
             self._ask_while(message, partial(_broadcast, flat.view(torch.uint8), group))
-        reply = self._client.ask(WeightsCommit(version, self._checksums(kept, self._device) if verify else ()), self._sync.timeout_s)[0]
+        reply = self._client.ask(WeightsCommit(version, checksums), self._sync.timeout_s)[0]
         assert isinstance(reply, Committed)
         return reply
 
     def _join(self) -> dist.ProcessGroup:
         """Return the process group with the current engines; make a new one if the roster has changed."""
-        engines = self._client.ask(EnginesAsk(self._start_timeout_s, self._sync.verify_every > 0), self._start_timeout_s + 10)[0]
+        engines = self._client.ask(EnginesAsk(self._start_timeout_s), self._start_timeout_s + 10)[0]
         assert isinstance(engines, Engines)
-        self._device = device_of(engines)
         if self._group is not None and engines.roster == self._roster:
             return self._group
         backend: Literal["gloo", "nccl"] = "nccl" if self._mesh.backend == "nccl" else "gloo"

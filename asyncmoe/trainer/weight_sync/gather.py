@@ -34,7 +34,7 @@ class Gatherer:
         kind = model.adapter if adapter else None
         payload = Payload(model.hf if quantised else without(model.hf), kind)
         dtype = str(model.dtype).removeprefix("torch.")
-        self._model, self._timeout_s, self._adapter = model, timeout_s, adapter
+        self._model, self._timeout_s, self._adapter, self.quantised = model, timeout_s, adapter, quantised
         self._transport = TorchTransport(device=str(model.mesh.device))
         self.buckets: list[Bucket] = buckets(payload.whole(dtype), bucket_bytes, payload.glued())
         megatron = payload.trainer(model.parallel, dtype)

@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from asyncmoe.errors import WeightSyncError
-from asyncmoe.rpc.messages import Engines
-
 Checksums = tuple[dict[str, str], ...]
-"""One {SGLang parameter: checksum} for each rank of an engine."""
-
-Verifier = Callable[[Mapping[str, torch.Tensor], str], Checksums]
-"""Computes the checksums engines should report from the whole Hugging Face checkpoint {name: tensor} and the engines' device."""
-Expected = Callable[[str], Checksums]
-"""Computes the checksums engines on a device ("cpu", "cuda") should report; empty if the version is not verified."""
-
-
-def unverified(device: str) -> Checksums:
-    """The `Expected` of an unverified version."""
-    return ()
-
-
-def device_of(engines: Engines) -> str:
-    """Return the device the engines report; empty if they were not asked for it.
-
-    Raises:
-        WeightSyncError: engines report different devices.
-    """
-    said = {engine.device for engine in engines.engines}
-    if len(said) > 1:
-        listed = ", ".join(f"{engine.name} {engine.device}" for engine in engines.engines)
-        raise WeightSyncError(f"sync.verify_every: got engines on different devices ({listed}), expected one kind; set it to 0")
-    return next(iter(said), "")
+"""One {SGLang parameter: checksum} for each rank of an engine; empty: the version is not verified."""
 
 
 @dataclass(frozen=True)

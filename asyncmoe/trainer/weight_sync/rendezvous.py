@@ -28,7 +28,6 @@ from asyncmoe.rpc import address
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsJoin
 from asyncmoe.trainer.weight_sync.deltas import unsupported
-from asyncmoe.trainer.weight_sync.publisher import device_of
 
 if TYPE_CHECKING:
     from asyncmoe.trainer.model.gpt import Model
@@ -51,14 +50,12 @@ class Meeting:
     Attributes:
         roster: number of the engine roster (`asyncmoe.rpc.messages.Engines`); on rank 0 only.
         plans: this rank's.
-        device: the engines' device ("cpu", "cuda"); on rank 0 only, and only if the run verifies checksums.
     """
 
     roster: int
     store: Store
     terms: Terms
     plans: UpdatePlans
-    device: str = ""
 
 
 class NotMet(WeightSyncError):
@@ -86,7 +83,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         NotMet: names each parameter that differs, or the ranks that did not join; the same message on every rank.
     """
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    store, roster, device = _open(config, model, client, group)
+    store, roster = _open(config, model, client, group)
     terms = store.get(protocol.TERMS, wait_s)
     failure = ""
     plan: Plan | None = None
@@ -113,7 +110,7 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         log.info("weights travel over %s to %s, %s; staging: %s%s", terms.transport, whom, how, terms.staging, passed)
         if config.sync.staging == "auto" and terms.staging == "none":
             log.warning("engines pause for whole updates: a GPU has no room for a second copy of its shard (sync.staging: auto)")
-    return Meeting(roster, store, terms, transfer_plan.update_plans(terms, rank, plan), device)
+    return Meeting(roster, store, terms, transfer_plan.update_plans(terms, rank, plan))
 
 
 def part(store: Store, model: Model) -> None:
@@ -182,14 +179,14 @@ def changed(config: Config, model: Model, client: Client, group: dist.ProcessGro
     return word == _OTHERS
 
 
-def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int, str]:
-    """Create the store and start the engines' receivers (rank 0), or connect to the store; return store, roster and engine device."""
+def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup) -> tuple[Store, int]:
+    """Create the store and start the engines' receivers (rank 0), or connect to the store; return store and roster."""
     rank, wait_s = model.mesh.rank, config.sync.timeout_s
     if rank == 0:
         place, failure, roster = "", "rank 0 has failed", 0
         try:
             engines = some_engines(config, client)
-            roster, device = engines.roster, device_of(engines)
+            roster = engines.roster
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
             store, place = _keep(config, model, client, engines)
@@ -198,12 +195,12 @@ def _open(config: Config, model: Model, client: Client, group: dist.ProcessGroup
             raise NotMet(failure, roster) from error
         finally:
             _tell(group, place, failure)
-        return store, roster, device
+        return store, roster
     place, failure = _tell(group)
     if not place:
         raise NotMet(failure, 0)
     host, _, port = place.rpartition(":")
-    return Store(_GROUP, rank, host, int(port), wait_s), 0, ""
+    return Store(_GROUP, rank, host, int(port), wait_s), 0
 
 
 def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
@@ -225,15 +222,15 @@ def some_engines(config: Config, client: Client) -> Engines:
     """Ask for the engines and, while there is none and one will come back, ask again."""
     until = time.monotonic() + config.engines.start_timeout_s
     while True:
-        engines = ask_engines(config, client, devices=config.sync.verify_every > 0)
+        engines = ask_engines(config, client)
         if not engines.awaited or time.monotonic() > until:
             return engines
         time.sleep(_POLL_S)
 
 
-def ask_engines(config: Config, client: Client, devices: bool = False) -> Engines:
+def ask_engines(config: Config, client: Client) -> Engines:
     start_s = config.engines.start_timeout_s
-    engines = client.ask(EnginesAsk(start_s, devices), start_s + GRACE_S)[0]
+    engines = client.ask(EnginesAsk(start_s), start_s + GRACE_S)[0]
     assert isinstance(engines, Engines)
     return engines
 

@@ -37,7 +37,7 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync.background import BackgroundPublisher
-from asyncmoe.trainer.weight_sync.publisher import Expected, Published, Verifier
+from asyncmoe.trainer.weight_sync.publisher import Checksums, Published
 from asyncmoe.trainer.weight_sync.rendezvous import Meeting, NotMet, changed, in_all, meet, noticed_s, part
 from asyncmoe.trainer.weight_sync.sender import Sender
 
@@ -48,15 +48,15 @@ class ReshardPublisher(BackgroundPublisher):
     """See `asyncmoe.trainer.weight_sync.publisher.Publisher`.
 
     Args:
-        client, checksums: as for `BackgroundPublisher`.
+        client: as for `BackgroundPublisher`.
 
     Raises:
         ConfigError: a setting this path does not support.
     """
 
-    def __init__(self, config: Config, model: Model, client: Client, checksums: Verifier) -> None:
+    def __init__(self, config: Config, model: Model, client: Client) -> None:
         _check(config, model)
-        super().__init__(config, model, client, checksums)
+        super().__init__(config, model, client)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._sender: Sender | None = None
         self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
@@ -86,7 +86,7 @@ class ReshardPublisher(BackgroundPublisher):
             self._changing = self._sent.is_set()  # else the version is being sent again
             return self._changing
 
-    def _publish(self, version: int, expected: Expected) -> Published | None:
+    def _publish(self, version: int, expected: Checksums) -> Published | None:
         """Send the version until it needs no further attempt; return None if it was abandoned."""
         published: Published | None = None
         while True:
@@ -152,11 +152,6 @@ class ReshardPublisher(BackgroundPublisher):
     @property
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return super()._tensors if self._snapshot is None else self._snapshot.tensors
-
-    @property
-    def _verifies(self) -> bool:
-        # SGLang has no checksums for adapter memory; adapters rely on the digest of each message.
-        return self._snapshot is None and super()._verifies
 
 
 def _check(config: Config, model: Model) -> None:

@@ -21,7 +21,7 @@ from asyncmoe.reshard.transport import nothing_to_watch
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base, traffic
-from asyncmoe.trainer.weight_sync.publisher import Expected, Traffic
+from asyncmoe.trainer.weight_sync.publisher import Checksums, Traffic
 from asyncmoe.trainer.weight_sync.rendezvous import GRACE_S, Meeting, starving, watch
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ class Sender:
         self.traffic: Traffic | None = None
         self._number = self._epoch = 0  # N of the update and E of the channel in `asyncmoe.receiver.protocol`
 
-    def send(self, version: int, expected: Expected) -> float:
+    def send(self, version: int, expected: Checksums) -> float:
         """Send a version; return when every engine serves it.
 
         Args:
-            expected: computes the checksums the engines must report; called on rank 0 after the transfer, before the commit.
+            expected: the checksums the engines must report; on rank 0.
 
         Returns:
             The longest pause of any engine in milliseconds, on rank 0; 0 on all other ranks.
@@ -122,7 +122,7 @@ class Sender:
             self._exchanger.close()
         self._exchanger = None
 
-    def _lead(self, version: int, expected: Expected) -> float:
+    def _lead(self, version: int, expected: Checksums) -> float:
         """Rank 0's part of an update; return the longest pause in milliseconds."""
         store, number = self.met.store, self._number
         if number > 2:
@@ -134,7 +134,7 @@ class Sender:
             store.put(protocol.header(number), Header(version, self._epoch, base=base))
             begun = True
             self._send_and_collect(version, base)
-            committed = self._ask(WeightsCommit(version, expected(self.met.device), number))
+            committed = self._ask(WeightsCommit(version, expected, number))
         except Exception as error:
             failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
             if begun:

@@ -28,12 +28,6 @@ _LARGE = 1 << 20
 """Bytes of an answer in JSON that is read in a thread: the event loop would wait for a millisecond or more."""
 
 
-class _ServerInfo(msgspec.Struct):
-    """The part of `/server_info` used here (sglang 0.5.23, srt/entrypoints/http_server.py `server_info`)."""
-
-    device: str
-
-
 class _ParsedCall(msgspec.Struct):
     """A call in it (srt/function_call/core_types.py `ToolCallItem`)."""
 
@@ -51,7 +45,6 @@ class _Parsed(msgspec.Struct):
 class SGLangClient(WeightEndpoints):
     """Client of one engine's endpoints; see `SGLangConnection` for its arguments."""
 
-    _device = ""
     """Cached by `device`."""
 
     async def ready(self) -> bool:
@@ -76,15 +69,6 @@ class SGLangClient(WeightEndpoints):
             EngineError: the server refused it.
         """
         await self._send("/freeze_gc", {}, self._timeout_s)
-
-    async def device(self) -> str:
-        if not self._device:
-            text = await self._send("/server_info", None, self._timeout_s)
-            try:
-                self._device = msgspec.json.decode(text, type=_ServerInfo).device
-            except (ValueError, RecursionError) as error:
-                raise EngineError(f"{self.name}: /server_info: unexpected answer: {error}") from error
-        return self._device
 
     async def generate(
         self,

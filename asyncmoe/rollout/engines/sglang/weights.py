@@ -71,6 +71,10 @@ class WeightEndpoints(SGLangConnection):
         }
         await self._post("/update_weights_from_distributed", body, Acknowledged, timeout_s)
 
+    async def load_files(self, folder: str, timeout_s: float) -> None:
+        # Paused requests keep their keys and values, as in `load_bucket`.
+        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False}, Acknowledged, timeout_s)
+
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
         """SGLang hands the commands to `asyncmoe.receiver.load`, as tensors in a format of our own, also while it generates
         (`asyncmoe.platform.sglang.commands`)."""

@@ -11,7 +11,7 @@ from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncE
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rollout.engines.weight_updates import adapter_files, at_once, broadcast, reshard, spot_check, state
+from asyncmoe.rollout.engines.weight_updates import adapter_files, at_once, broadcast, reshard, spot_check, state, weight_files
 from asyncmoe.rollout.engines.weight_updates.asking import Failures, raise_first
 from asyncmoe.rollout.engines.weight_updates.driver import Note, OpenUpdate, UpdateDriver
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
@@ -27,13 +27,16 @@ from asyncmoe.rpc.messages import (
     WeightsBegin,
     WeightsBucket,
     WeightsCommit,
+    WeightsFiles,
     WeightsJoin,
     WeightsStage,
 )
 
 _ROSTERS = 32
 """Bits for the rosters of one controller."""
-WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsAbort | EnginesAsk
+WeightsRequest = (
+    WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsFiles | WeightsAbort | EnginesAsk
+)
 
 
 class WeightUpdateCoordinator:
@@ -182,6 +185,9 @@ class WeightUpdateCoordinator:
                 await self._spot.end()
                 serving, failed = await adapter_files.publish(self.driver, request)
                 return await self._publish(request.version, (0.0,) * serving, failed)
+            case WeightsFiles():
+                await self.driver.pause_all(self.driver.claim(request.version, session=False))
+                return await self._commit(request)
             case WeightsCommit():
                 self._listen(False)
                 return await self._commit(request)
@@ -200,20 +206,20 @@ class WeightUpdateCoordinator:
         concerned = driver.roster.members if driver.current is None else driver.current.members
         lost = tuple(member.engine.name for member in concerned if member.fenced is not None)
         roster = driver.roster = driver.roster.now(self._pool)
-        devices = [await m.engine.client.device() if request.devices else "" for m in roster.members]
         infos = tuple(
-            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, device, m.waiting)
-            for m, offset, device in zip(roster.members, roster.offsets, devices, strict=True)
+            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, m.waiting)
+            for m, offset in zip(roster.members, roster.offsets, strict=True)
         )
         awaited = self._pool.awaited
         if awaited and self._stopping.done():
             raise RunStopping("the run is being stopped, and no engine is left")
         return Engines(infos, roster.world, roster.number, lost, awaited)
 
-    async def _commit(self, request: WeightsCommit) -> Committed:
+    async def _commit(self, request: WeightsCommit | WeightsFiles) -> Committed:
         await self._spot.end()
         update = self.driver.expect(request.version)
-        if state.swaps_at_once(update.state, self.driver.interruption == "retract", bool(request.checksums)):
+        retract = self.driver.interruption == "retract"
+        if isinstance(request, WeightsCommit) and state.swaps_at_once(update.state, retract, bool(request.checksums)):
             failed, pauses = await at_once.swap(self.driver, update, request.update)
         else:
             failed, pauses = await self._commit_paused(update, request)
@@ -221,15 +227,20 @@ class WeightUpdateCoordinator:
         self.driver.close(update)
         return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed, request.checksums)
 
-    async def _commit_paused(self, update: OpenUpdate, request: WeightsCommit) -> tuple[Failures, list[float]]:
+    async def _commit_paused(self, update: OpenUpdate, request: WeightsCommit | WeightsFiles) -> tuple[Failures, list[float]]:
         if not update.state.gate_closed:
             await self.driver.pause_all(update)  # an abort may still end the update
         update.state = state.conclude(update.state)
-        failed = await reshard.swap(self.driver, update, request.update) if update.state.staged else []
+        failed: Failures = []
+        if isinstance(request, WeightsFiles):
+            failed = await weight_files.load(self.driver, update, request.folder)
+        elif update.state.staged:
+            failed = await reshard.swap(self.driver, update, request.update)
 
         async def finish(member: Member) -> None:
-            async with self.driver.soon(member, f"end the update to version {update.version}"):
-                await member.engine.client.end_update()
+            if update.session:
+                async with self.driver.soon(member, f"end the update to version {update.version}"):
+                    await member.engine.client.end_update()
             if request.checksums:
                 spot_check.compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
 

@@ -37,12 +37,14 @@ class OpenUpdate:
     """The open update and its engines.
 
     Attributes:
+        session: whether the engines keep a weight update open meanwhile (`Engine.begin_update`).
         paused: Unix time at which each engine was asked to pause, until it has resumed.
     """
 
     state: UpdateState
     members: list[Member]
     paused: dict[str, float] = field(default_factory=dict)
+    session: bool = True
 
     @property
     def version(self) -> int:
@@ -96,10 +98,10 @@ class UpdateDriver:
             raise WeightSyncError(f"an engine of the weight group is gone ({'; '.join(lost)})")
         return list(self.roster.members)
 
-    def claim(self, version: int, staged: bool = False) -> OpenUpdate:
-        """Open an update to `version`; see `state.claim`."""
+    def claim(self, version: int, staged: bool = False, *, session: bool = True) -> OpenUpdate:
+        """Open an update to `version`; see `state.claim` and `OpenUpdate`."""
         claimed = state.claim(self._state, version, staged)
-        self.current = OpenUpdate(claimed, self.whole())
+        self.current = OpenUpdate(claimed, self.whole(), session=session)
         return self.current
 
     def expect(self, version: int) -> OpenUpdate:
@@ -175,14 +177,16 @@ class UpdateDriver:
             await member.engine.client.pause(retract=retract)
             if retract:
                 await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
-            await member.engine.client.begin_update()
+            if update.session:
+                await member.engine.client.begin_update()
         update.paused.setdefault(member.engine.name, unix())  # if the update was given up meanwhile
 
     async def _resume(self, update: OpenUpdate, member: Member) -> None:
         if member.engine.name not in update.paused:
             return
         async with self.soon(member, "go on with the version it has"):
-            await member.engine.client.end_update()
+            if update.session:
+                await member.engine.client.end_update()
             await member.engine.client.resume()
         self.pause_ended(update, member)
 

@@ -54,12 +54,6 @@ class SyncSection(Section):
         "changes at every step: set engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in "
         "emulation only, never on one. off: send everything (docs/guides/weight-sync.md).",
     )
-    relay: Annotated[Literal["auto", "off"], Switch] = Field(
-        "auto",
-        description="auto: engines of equal layout pass on to each other the weights they receive, so that the trainer sends one copy "
-        "however many engines there are. Only between CPUs of several machines (over gloo), with weights staged in full, and where the "
-        "busiest network card would otherwise need over a tenth longer for a full update. off: the trainer sends to every engine.",
-    )
     delta_base: Literal["device", "host"] = Field(
         "device",
         description="With sync.delta and weights on GPUs, where each trainer rank keeps what it sent last. device: in its GPU's memory, as "
@@ -78,7 +72,7 @@ class SyncSection(Section):
     )
     bucket_bytes: Positive = Field(
         256 << 20,
-        description="Size of a bucket in bytes: a rank's message buffers take at most two buckets, four in an engine rank that relays.",
+        description="Size of a bucket in bytes: a rank's message buffers take at most two buckets.",
     )
     nccl_max_ctas: Positive = Field(
         8,

@@ -35,10 +35,9 @@ def show(found: Forecast, console: Console, cp: int) -> None:
     console.print(_title(found, cp), highlight=False)
     grid = Grid(show_edge=False)
     grid.add_column("")
-    for name in found.ways:
-        grid.add_column(name, justify="right")
-    for label, values in _lines(found):
-        grid.add_row(label, *values)
+    grid.add_column("", justify="right")
+    for line in _lines(found):
+        grid.add_row(*line)
     console.print(grid)
     console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
 
@@ -65,21 +64,20 @@ def _sizes(sizes: Mapping[str, Any], plain: object, called: Mapping[str, str], a
     return ", ".join(f"{called[field]} {sizes[field]}" for field in shown)
 
 
-def _lines(found: Forecast) -> list[tuple[str, list[str]]]:
-    ways = list(found.ways.values())
+def _lines(found: Forecast) -> list[tuple[str, str]]:
+    way = found.way
     return [
-        ("bytes on the wire", [_size(way.bytes_wire) for way in ways]),
-        ("over the lower bound", [f"{way.ratio:.3f}" for way in ways]),
-        ("sent by a trainer rank, mean", [_size(way.sent.mean) for way in ways]),
-        ("sent by a trainer rank, most", [_size(way.sent.most) for way in ways]),
-        ("imbalance of the trainer ranks", [f"{way.imbalance:.3f}" for way in ways]),
-        ("received by an engine rank, most", [_size(way.received.most) for way in ways]),
-        ("passed on by an engine rank, most", [_size(way.passed_on.most) for way in ways]),
-        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", [str(way.buckets) for way in ways]),
-        ("messages of the busiest rank", [str(way.messages) for way in ways]),
-        ("plan time per rank", [f"{way.plan_seconds:.2f} s" for way in ways]),
-        (f"expected at {found.speeds.nic:g} GB/s (NIC)", [f"{way.nic_seconds:.3g} s" for way in ways]),
-        (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", [f"{way.nvlink_seconds:.3g} s" for way in ways]),
+        ("bytes on the wire", _size(way.bytes_wire)),
+        ("over the lower bound", f"{way.ratio:.3f}"),
+        ("sent by a trainer rank, mean", _size(way.sent.mean)),
+        ("sent by a trainer rank, most", _size(way.sent.most)),
+        ("imbalance of the trainer ranks", f"{way.imbalance:.3f}"),
+        ("received by an engine rank, most", _size(way.received.most)),
+        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", str(way.buckets)),
+        ("messages of the busiest rank", str(way.messages)),
+        ("plan time per rank", f"{way.plan_seconds:.2f} s"),
+        (f"expected at {found.speeds.nic:g} GB/s (NIC)", f"{way.nic_seconds:.3g} s"),
+        (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", f"{way.nvlink_seconds:.3g} s"),
     ]
 
 
@@ -163,7 +161,7 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
 
 def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
     splits, forecasts = [split for split, _ in found], [forecast for _, forecast in found]
-    ways = [forecast.ways["direct"] for forecast in forecasts]  # between GPUs runs send directly
+    ways = [forecast.way for forecast in forecasts]
     return [
         ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
         ("nodes of engines", [str(split.engine_nodes) for split in splits]),

@@ -23,7 +23,7 @@ _SECTOR = 32
 
 @dataclass(frozen=True)
 class UpdateForecast:
-    """One update of all engines over the direct way.
+    """One update of all engines.
 
     Attributes:
         changed: share of the elements that are sent; None: all, without positions.

@@ -64,7 +64,6 @@ class Terms(msgspec.Struct, frozen=True):
             verdict says which.
         delta: whether updates may be deltas, so that every version is proven by a canonical digest.
         audit_every: `sync.audit_every`.
-        relay: whether equal ranks of several engines pass on to each other what they receive; until the verdict, whether they may.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
     """
@@ -83,7 +82,6 @@ class Terms(msgspec.Struct, frozen=True):
     max_ctas: int = 0
     delta: bool = False
     audit_every: int = 0
-    relay: bool = False
 
     @property
     def world(self) -> int:
@@ -141,8 +139,6 @@ class Ready(msgspec.Struct, frozen=True):
     """Reasons why weights must not be written into the worker's parameters."""
     card: Card | None = None
     """None without a GPU."""
-    host: str = ""
-    """`asyncmoe.rpc.address.host_id` of the rank."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -179,16 +175,14 @@ class MeetingOutcome(msgspec.Struct, frozen=True):
 
     Attributes:
         staging: `Terms.staging`, with "auto" decided.
-        relay: `Terms.relay`, decided.
     """
 
     failure: str = ""
     staging: Staging = "full"
-    relay: bool = False
 
     def settle(self, terms: Terms) -> Terms:
         """Return the terms with what was decided."""
-        return msgspec.structs.replace(terms, staging=self.staging, relay=self.relay)
+        return msgspec.structs.replace(terms, staging=self.staging)
 
 
 class Over(msgspec.Struct, frozen=True):

@@ -18,7 +18,6 @@ from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.delta_messages import Coming, Offer
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.receiver.protocol import EngineRanks, Header, Terms
-from asyncmoe.receiver.transfer_plan import direct
 from asyncmoe.receiver.weight_buffers import Tensors, Weights
 from asyncmoe.reshard import Exchanger, Plan, RankLayout, expected_digest, shard_digest
 from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base
@@ -81,13 +80,13 @@ class DeltaRank:
         self._spare: Tensors = {}
         self._number = self._version = 0  # of the update, as in `asyncmoe.receiver.protocol`, and of the weights
         self._drawn: list[tuple[int, float]] = []
-        growth, plans = Growth(), direct(plan)
+        growth = Growth()
         self._source: DeltaSource | None = None
         self._staging: DeltaStaging | None = None
         if layout.rank < case.trainers:
-            self._source = DeltaSource(plans, self._rank, _tensors(held), delta_messages.largest_share(self._terms))
+            self._source = DeltaSource(plan, self._rank, _tensors(held), delta_messages.largest_share(self._terms))
         else:
-            self._staging = DeltaStaging(plans, self._rank, self._terms)
+            self._staging = DeltaStaging(plan, self._rank, self._terms)
         self._tables_bytes = growth.now_bytes()
         give_back()
         self._growth = Growth()

@@ -203,7 +203,6 @@ def meet(
     timeout_s: float = 20.0,
     workers: dict[int, Worker] | None = None,
     engines: tuple[EngineRanks, ...] = ENGINES,
-    relay: bool = False,
     delta: bool = True,
     there: type[torch.Tensor] = torch.Tensor,
 ) -> Rig:
@@ -240,8 +239,8 @@ def meet(
         workers.setdefault(layout.rank, _worker(layout, there))
         worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
-    stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging, relay=relay))
-    terms = MeetingOutcome(staging=staging, relay=relay).settle(terms)
+    stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging))
+    terms = MeetingOutcome(staging=staging).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
     sync = SimpleNamespace(timeout_s=timeout_s, delta_base="device")
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
@@ -249,7 +248,7 @@ def meet(
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})
         mesh = SimpleNamespace(rank=rank, device=place, world=2)
         side = SideStream(place) if place.type == "cuda" else None
-        met = Meeting(1, store, terms, transfer_plan.update_plans(terms, rank, transfer_plan.route(terms, rank)))
+        met = Meeting(1, store, terms, transfer_plan.route(terms, rank))
         event: Any = SimpleNamespace(set=lambda: None)
         rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], side, event))  # type: ignore[arg-type]
     return rig

@@ -350,8 +350,8 @@ def test_an_engine_rank_is_told_what_comes_from_whom() -> None:
         0: Offer(base=3, parts={2: Portion(9, (4, 5), (1 << 64) - 1), 3: Portion(9, (1,), 7)}),
         1: Offer(base=3, parts={2: Portion(9, (6,), 3)}),
     }
-    assert comings(offers, {2: 2, 3: 3, 4: 3}, 3) == {2: Coming({0: (4, 5), 1: (6,)}, 2), 3: Coming({0: (1,)}, 7), 4: Coming({0: (1,)}, 7)}
-    assert comings(offers, {2: 2, 3: 3}, None) == {2: Coming({}, 2), 3: Coming({}, 7)}
+    assert comings(offers, (2, 3), 3) == {2: Coming({0: (4, 5), 1: (6,)}, 2), 3: Coming({0: (1,)}, 7)}
+    assert comings(offers, (2, 3), None) == {2: Coming({}, 2), 3: Coming({}, 7)}
 
 
 def config(**values: Any) -> Config:

@@ -216,9 +216,7 @@ class Stage:
         side = SideStream(torch.device("cuda", 1))
         self.store.put(protocol.header(number), Header(10 * number, number))
         try:
-            exchanger: Exchanger = channel.connect(
-                self.store, self.terms, transfer_plan.direct(transfer_plan.route(self.terms, 0)), number, side
-            )
+            exchanger: Exchanger = channel.connect(self.store, self.terms, transfer_plan.route(self.terms, 0), number, side)
         except WeightSyncError as error:
             return str(error)
         exchanger.bind(tensors)

@@ -84,7 +84,7 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights_but_not_under_adapte
 )
 def test_the_base_of_deltas_is_what_a_rank_sends_by_the_real_plan(sizes: MegatronParallel, engine: EngineParallel) -> None:
     """Ranks with the same weights share the work; an engine's TP ranks all get norms and routers, which the plan counts each time."""
-    sent = traffic.foresee("", HF, sizes, engine, 1).ways["direct"].sent
+    sent = traffic.foresee("", HF, sizes, engine, 1).way.sent
     bases = [stage.parts["delta base"] for stage in memory.trainer(HF, sizes, Training(PASS, bucket_bytes=0, delta_base=True))]
     assert max(bases) == pytest.approx(sent.most, rel=0.01)
 

@@ -390,7 +390,7 @@ def test_a_channel_waits_for_nobody_who_is_gone(ranks: Ranks) -> None:
         raise WeightSyncError("engine.b is gone")
 
     def channels(epoch: int) -> list[Any]:
-        route_of = [transfer_plan.direct(transfer_plan.route(agreed, rank)) for rank in (0, 1)]
+        route_of = [transfer_plan.route(agreed, rank) for rank in (0, 1)]
         return together(
             lambda: channel.connect(zero, agreed, route_of[0], epoch, watch=gone),
             lambda: channel.connect(one, agreed, route_of[1], epoch),
@@ -408,8 +408,8 @@ def test_an_end_of_a_channel_that_cannot_be_made_ends_the_others(ranks: Ranks) -
     agreed = terms((EngineRanks("engine.a", 1, 1, 1),))
     wrong = msgspec.structs.replace(agreed, session="no/name")
     ends = together(
-        lambda: channel.connect(zero, agreed, transfer_plan.direct(transfer_plan.route(agreed, 0)), 1),
-        lambda: channel.connect(one, wrong, transfer_plan.direct(transfer_plan.route(wrong, 1)), 1),
+        lambda: channel.connect(zero, agreed, transfer_plan.route(agreed, 0), 1),
+        lambda: channel.connect(one, wrong, transfer_plan.route(wrong, 1), 1),
     )
     assert [type(end) for end in ends] == [ReportedFailure] * 2
     assert str(ends[0]) == str(ends[1])
@@ -443,7 +443,7 @@ class Sending:
         """Weights of which all elements are `value`; returns when they are received."""
         self.header(number, epoch)
         if self.exchanger is None:
-            self.exchanger = channel.connect(self.store, self.terms, transfer_plan.direct(transfer_plan.route(self.terms, 0)), epoch)
+            self.exchanger = channel.connect(self.store, self.terms, transfer_plan.route(self.terms, 0), epoch)
         storages = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32").storages
         self.exchanger.bind({name: torch.full(storage.shape, value) for name, storage in storages.items()})
         self.exchanger.run(10.0)

@@ -189,7 +189,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "cluster: {trainer_nodes: 1, engine_nodes: 1}" in out
     (written,) = json.loads(file.read_text())["splits"]
     assert written["trainer"]["memory"]["parts"]["gradients"] == 2 * written["trainer"]["memory"]["parts"]["weights"]
-    assert written["sync"]["ways"]["direct"]["ratio"] == 1.0
+    assert written["sync"]["way"]["ratio"] == 1.0
 
 
 def test_the_command_says_what_a_yaml_is_to_say() -> None:
@@ -242,7 +242,7 @@ def test_sizes_that_are_given_are_shown_with_their_memory() -> None:
     assert full["KV cache"] < delta["KV cache"] < none["KV cache"]
     assert list(found["kv_tokens"]) == list(MODES)
     assert found["memory"]["trainer"]["activations"] > 50 * found["memory"]["trainer, recomputing"]["activations"]
-    assert found["ways"]["direct"]["ratio"] == 1.0
+    assert found["way"]["ratio"] == 1.0
     text = console.export_text()
     for words in ("does not fit", "of 76 planned for (95% of 80)", "Micro-batches of 4096 tokens"):
         assert words in text

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.config.transports import TRANSPORTS, transport_for
+from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import cards, failing, handshake, hosting, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
-from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
@@ -50,14 +49,14 @@ class Meeting:
 
     Attributes:
         roster: number of the engine roster (`asyncmoe.rpc.messages.Engines`); on rank 0 only.
-        plans: this rank's.
+        plan: this rank's part.
         device: the engines' device ("cpu", "cuda"); on rank 0 only, and only if the run verifies checksums.
     """
 
     roster: int
     store: Store
     terms: Terms
-    plans: UpdatePlans
+    plan: Plan
     device: str = ""
 
 
@@ -96,9 +95,9 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         card = card_of(model.mesh.device, terms)
     except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.in_one_line(error, terms)
-    mine = Ready(failure, plan.digest if plan else "", card=card, host=address.host_id())
+    mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
-        store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, watch(config, client), plan))
+        store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, watch(config, client)))
     else:
         store.put(protocol.ready(rank), mine)
     verdict = store.get(protocol.VERDICT, 2 * wait_s)
@@ -109,11 +108,10 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     terms = verdict.settle(terms)
     if rank == 0:
         whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
-        passed = "; equal engine ranks pass on what they receive" if terms.relay else ""
-        log.info("weights travel over %s to %s, %s; staging: %s%s", terms.transport, whom, how, terms.staging, passed)
+        log.info("weights travel over %s to %s, %s; staging: %s", terms.transport, whom, how, terms.staging)
         if config.sync.staging == "auto" and terms.staging == "none":
             log.warning("engines pause for whole updates: a GPU has no room for a second copy of its shard (sync.staging: auto)")
-    return Meeting(roster, store, terms, transfer_plan.update_plans(terms, rank, plan), device)
+    return Meeting(roster, store, terms, plan, device)
 
 
 def part(store: Store, model: Model) -> None:
@@ -260,7 +258,6 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
         delta=sync.delta != "off" and not unsupported(config),
         audit_every=sync.audit_every,
-        relay=sync.relay != "off" and model.adapter is None,  # adapters are small
     )
     store.put(protocol.TERMS, terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
@@ -278,12 +275,8 @@ def _adapter(model: Model) -> AdapterTerms | None:
     return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
-def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None], plan: Plan | None = None) -> MeetingOutcome:
-    """Return why weights cannot be sent, or what they are staged in and whether they are relayed.
-
-    Args:
-        plan: rank 0's part; None: it has none, because it could not plan.
-    """
+def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:
+    """Return why weights cannot be sent, or what they are staged in."""
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
@@ -295,11 +288,7 @@ def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callabl
     ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
     failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
     staging, refused = cards.staging_of(_cards(ready), terms), handshake.refusal(failures or _differences(terms, ready, names))
-    # Without staging memory replicas have nothing to pass on from: what they write must not be read before all of it is there.
-    relays = False
-    if plan is not None and not refused and terms.relay and staging == "full" and TRANSPORTS[terms.transport].relays:
-        relays = transfer_plan.relay_faster(terms, plan, {rank: one.host for rank, one in ready.items()})
-    return MeetingOutcome(refused, staging, relays)
+    return MeetingOutcome(refused, staging)
 
 
 def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:

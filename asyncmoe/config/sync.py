@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from asyncmoe.config import transports
 from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch
-from asyncmoe.errors import ConfigError
-
-Staging = Literal["full", "delta", "none"]
-"""What of a version waits outside an engine's parameters until its commit: all of it, a coded delta only, or nothing."""
-
-DELTA_STAGING = 0.125
-"""With staging `delta`: memory for a coded delta, as a share of an engine rank's shard. What takes more is sent in full."""
-
-StagingChoice = Literal["auto", "full", "delta", "none"]
-
-
-def no_deltas_on_gpus() -> ConfigError:
-    """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, of which no plan counts it yet."""
-    return ConfigError("sync.staging", got="delta", expected="auto, full or none on GPUs", hint="leave it out")
-
-
-def _former(value: Any) -> Any:
-    # What true and false meant before there were deltas.
-    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class SyncSection(Section):
@@ -35,24 +16,17 @@ class SyncSection(Section):
     method: Literal["reshard", "broadcast"] = Field(
         "reshard",
         description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
-        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
+        "and pauses only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. "
+        "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses.",
     )
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
-    staging: Annotated[StagingChoice, BeforeValidator(_former, json_schema_input_type=StagingChoice | bool)] = Field(
-        "auto",
-        description="What waits outside an engine's parameters while it generates. full (or true): a whole version, as large as the "
-        "engine's shard. delta: coded deltas only, a few percent of it; a full update is written in place while engines are paused, and "
-        "one that breaks off fences them. none (or false): nothing; every update is written in place. auto: full, or none on GPUs without "
-        "room for it.",
-    )
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
         description="auto: send only the elements that changed since the version before, if that is at most half the size of a full "
-        "update. Updates stay full with sync.method broadcast, with adapters and with sync.staging set to none; auto is fine, even where "
-        "it comes to none. Each trainer rank keeps a copy of what it sent last, and every engine rank proves by a digest of its whole "
-        "shard that it holds the version. Whatever is doubtful is sent in full. Useless with float32 engines, where almost every weight "
-        "changes at every step: set engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in "
-        "emulation only, never on one. off: send everything (docs/guides/weight-sync.md).",
+        "update. Updates stay full with sync.method broadcast and with adapters. Each trainer rank keeps a copy of what it sent last, and "
+        "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. Useless "
+        "with float32 engines, where almost every weight changes at every step: set engines.dtype to bfloat16. On CPUs a delta lengthens "
+        "the pause. Between GPUs this has been tested in emulation only, never on one. off: send everything (docs/guides/weight-sync.md).",
     )
     delta_base: Literal["device", "host"] = Field(
         "device",

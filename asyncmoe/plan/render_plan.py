@@ -10,20 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from asyncmoe.config.sync import Staging
 from asyncmoe.errors import DataError
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora.adapter import Kind
-from asyncmoe.plan.memory import LEAST, USABLE, EngineMemory, GpuMemory, usable
+from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
 from asyncmoe.plan.sizes import ENGINE, TRAINER, engines_text, trainer_text
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
-
-_ARRIVE: Mapping[Staging, str] = {
-    "full": "while they generate",
-    "delta": "while they generate, as deltas",
-    "none": "while they are paused",
-}
 
 
 def show(found: Forecast, console: Console, cp: int) -> None:
@@ -102,8 +95,12 @@ def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Consol
     console.print(grid)
 
 
-def show_updates(found: Forecast, console: Console) -> None:
-    """Print what updates take, a column each."""
+def show_updates(found: Forecast, staged: bool, console: Console) -> None:
+    """Print what updates take, a column each.
+
+    Args:
+        staged: engines have room to stage a whole version.
+    """
     if not found.updates:
         return
     grid = Grid(show_edge=False)
@@ -113,33 +110,31 @@ def show_updates(found: Forecast, console: Console) -> None:
     grid.add_row("bytes on the wire", *(_size(one.bytes_wire) for one in found.updates))
     grid.add_row("received by an engine rank, most", *(_size(one.received) for one in found.updates))
     grid.add_row(f"expected at {found.speeds.nic:g} GB/s (NIC)", *(f"{one.seconds:.3g} s" for one in found.updates))
-    for staging in found.updates[0].pauses:
-        grid.add_row(f"engines pause with staging {staging}", *(f"{one.pauses[staging]:.3g} s" for one in found.updates))
+    grid.add_row("engines pause", *(f"{one.pause if staged else one.pause_in_place:.3g} s" for one in found.updates))
     console.print(grid)
-    console.print(
-        "Deltas are for changes at random places. Between GPUs they have not been measured, and sync.staging=delta is refused.",
-        highlight=False,
-    )
+    console.print("Deltas are for changes at random places. Between GPUs they have not been measured.", highlight=False)
 
 
-def show_rooms(rooms: Mapping[Staging, int], context: int, console: Console) -> None:
-    """Print the tokens of KV cache that an engine has room for, and what `sync.staging: auto` is with them.
+def show_room(tokens: int, staged: bool, context: int, console: Console) -> None:
+    """Print the tokens of KV cache that an engine has room for, and how new weights arrive beside them.
 
     Args:
         context: tokens of the longest conversation.
     """
-    tokens = ", ".join(f"{count} with staging {staging}" for staging, count in rooms.items())
-    auto: Staging = "full" if rooms["full"] >= LEAST * context else "none"
     fits = (
-        f"auto is {auto}"
-        if rooms[auto] >= context
-        else f"none is enough for a conversation of {context} tokens: such an engine does not fit"
+        f"new weights arrive {_arrive(staged)}"
+        if tokens >= context
+        else f"too few for a conversation of {context} tokens: such an engine does not fit"
     )
     console.print(
-        f"Micro-batches of {context} tokens; the optimizer's state is sharded. An engine's KV cache fills the rest of its GPUs: tokens "
-        f"{tokens}; {fits}.",
+        f"Micro-batches of {context} tokens; the optimizer's state is sharded. An engine's KV cache fills the rest of its GPUs, "
+        f"{tokens} tokens; {fits}.",
         highlight=False,
     )
+
+
+def _arrive(staged: bool) -> str:
+    return "while engines generate" if staged else "while engines are paused"
 
 
 def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, console: Console) -> None:
@@ -169,7 +164,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
         ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
         ("engines", [engines_text(split.engines, split.engine.parallel) for split in splits]),
         ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
-        ("new weights arrive", [_ARRIVE[split.engine.serving.staging] for split in splits]),
+        ("new weights arrive", [_arrive(split.engine.serving.staged) for split in splits]),
         (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
         ("memory of a trainer's GPU", [_size(split.trainer.memory.total) for split in splits]),
         ("memory of an engine's GPU", [_size(split.engine.memory.total) for split in splits]),
@@ -195,7 +190,6 @@ def yaml_keys(split: Split) -> list[str]:
         f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}}}",
         f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
         f"engines: {{{', '.join(engines)}}}",
-        *([] if engine.serving.staging == "full" else [f"sync: {{staging: {engine.serving.staging}}}"]),
         *([] if engine.serving.adapter is None else ["train: lora"]),
     ]
 

@@ -15,7 +15,7 @@ import torch
 from asyncmoe.errors import InvariantBroken, TransferError, WeightSyncError
 from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.delta_messages import Coming, largest_share
+from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming
 from asyncmoe.receiver.protocol import Header, Terms
 from asyncmoe.reshard import DeltaReceiver, Exchanger, Plan, expected_digest
 from asyncmoe.reshard.gpu import nothing_to_give
@@ -44,7 +44,7 @@ class DeltaStaging:
         self._held = DeltaReceiver(
             plan,
             rank,
-            limit_bytes=int(largest_share(terms) * dense),
+            limit_bytes=int(LARGEST_SHARE * dense),
             threads=1,
             stream=side.stream.cuda_stream if side else 0,
             relieve=torch.cuda.empty_cache if side else nothing_to_give,

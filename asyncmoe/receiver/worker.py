@@ -108,7 +108,7 @@ class Receiver:
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         verdict = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         terms = self._terms = verdict.settle(terms)
-        if terms.staging != "none":
+        if not terms.in_place:
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
             self._deltas = DeltaStaging(plan, self._join.rank, terms, self._side) if terms.delta else None
@@ -249,11 +249,11 @@ class Receiver:
             deltas.forget()
         tensors = self._arrays(terms)[1]
         exchanger.run(terms.timeout_s)
-        if terms.staging == "full":
+        if not terms.in_place:
             self._target.received(tensors)
         if deltas is not None and coming is not None:
             deltas.adopt(tensors, header.version, coming)
-        return Staged(header.version, number, tensors if terms.staging == "full" else None)
+        return Staged(header.version, number, None if terms.in_place else tensors)
 
     def _drop(self) -> None:
         """Discard the staged update, if any, and reuse its memory."""
@@ -266,7 +266,7 @@ class Receiver:
 
     def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
         """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""
-        return None, self._staging(terms) if terms.staging == "full" else self._target.tensors()
+        return None, self._target.tensors() if terms.in_place else self._staging(terms)
 
     def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
         """Return staging memory for an update: after a swap, the memory the parameters occupied before."""

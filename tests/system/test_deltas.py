@@ -13,10 +13,10 @@ pytestmark = pytest.mark.system
 
 
 def test_engines_get_what_changed_and_hold_what_the_trainer_has(tmp_path: Path) -> None:
-    """Checksums of every version are compared; engines have no second copy of the weights, and audit every delta."""
+    """Checksums of every version are compared, and engines audit every delta."""
     directory = tmp_path / "run"
     shape = ("trainer.dtype=bfloat16", "engines.dtype=bfloat16", "warmup.steps=1", "run.steps=4", "trainer.optimizer.lr=1e-6")
-    sync = ("sync.delta=auto", "sync.staging=delta", "sync.audit_every=1", "sync.verify_every=1")
+    sync = ("sync.delta=auto", "sync.audit_every=1", "sync.verify_every=1")
     summary = run(directory, *shape, *ONE_RANK, *sync, "verify.logprobs_every=0")
     assert summary["steps"] == 4
     updates = [step for step in metrics(directory) if step.get("sync_bytes")]

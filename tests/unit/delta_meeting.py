@@ -16,7 +16,6 @@ import pytest
 import torch
 from reshard_ranks import filled
 
-from asyncmoe.config.sync import Staging
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
@@ -198,7 +197,7 @@ def fine(found: list[Any]) -> bool:
 
 def meet(
     transport: Literal["shm", "gloo", "ipc"] = "shm",
-    staging: Staging = "full",
+    in_place: bool = False,
     audit_every: int = 0,
     timeout_s: float = 20.0,
     workers: dict[int, Worker] | None = None,
@@ -222,7 +221,6 @@ def meet(
         "bfloat16",
         transport,
         secrets.token_hex(8),
-        staging,
         20_000,
         timeout_s,
         delta=delta,
@@ -239,8 +237,8 @@ def meet(
         workers.setdefault(layout.rank, _worker(layout, there))
         worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
-    stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging))
-    terms = MeetingOutcome(staging=staging).settle(terms)
+    stores[0].put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
+    terms = MeetingOutcome(in_place=in_place).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
     sync = SimpleNamespace(timeout_s=timeout_s, delta_base="device")
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))

@@ -37,7 +37,7 @@ def terms(*engines: str) -> Terms:
         ranks.append(EngineRanks(name, SIZES[name], 1, first))
         first += SIZES[name]
     session = secrets.token_hex(8)
-    return Terms({}, None, {}, tuple(ranks), "float32", "float32", "nccl", session, "full", 1 << 16, 10.0, max_ctas=8)
+    return Terms({}, None, {}, tuple(ranks), "float32", "float32", "nccl", session, 1 << 16, 10.0, max_ctas=8)
 
 
 # ---------------------------------------------------------------- who holds what

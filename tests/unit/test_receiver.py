@@ -20,7 +20,6 @@ import msgspec
 import pytest
 import torch
 
-from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import (
     AsyncmoeError,
@@ -58,9 +57,9 @@ HF = {
 }
 
 
-def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", staging: Staging = "full", **trainer: int) -> Terms:
+def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", **trainer: int) -> Terms:
     sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, "dp": 1, "te": False} | trainer
-    return Terms(HF, None, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), staging, 20_000, 20.0)
+    return Terms(HF, None, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), 20_000, 20.0)
 
 
 # ---------------------------------------------------------------- commands
@@ -472,11 +471,11 @@ class Sending:
 
 @pytest.fixture
 def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
-    transport, staging = getattr(request, "param", ("shm", "full"))
+    transport, in_place = getattr(request, "param", ("shm", False))
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
     zero, where = keep()
-    agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport, staging)
+    agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport)
     zero.put(protocol.TERMS, agreed)
     model = Loaded()
     for name, storage in transfer_plan.engine_layouts(agreed)[0].storages.items():
@@ -491,14 +490,14 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     ready = zero.get(protocol.ready(1), 20.0)
     assert ready.plan == transfer_plan.route(agreed, 0).digest
     assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
-    zero.put(protocol.VERDICT, MeetingOutcome(staging=staging))
+    zero.put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
     sending = Sending(zero, agreed, model)
     del zero
     yield sending
     sending.end()
 
 
-BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", "full"), ("gloo", "full")], indirect=True, ids=["shm", "gloo"])
+BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", False), ("gloo", False)], indirect=True, ids=["shm", "gloo"])
 
 
 @BOTH_TRANSPORTS
@@ -531,7 +530,7 @@ def test_what_is_staged_is_committed_once_and_nothing_else_is(receiving: Sending
     assert receiving.norm == 3
 
 
-@pytest.mark.parametrize("receiving", [("shm", "none"), ("gloo", "none")], indirect=True, ids=["shm", "gloo"])
+@pytest.mark.parametrize("receiving", [("shm", True), ("gloo", True)], indirect=True, ids=["shm", "gloo"])
 def test_without_staging_memory_the_parameters_are_written_where_they_are(receiving: Sending) -> None:
     places = {name: value.data_ptr() for name, value in receiving.model.named_parameters()}
     for number in (1, 2):

@@ -130,7 +130,7 @@ def test_what_opening_raised_is_said_once_with_one_place_and_its_traceback_is_lo
 def meeting(transport: str) -> tuple[Terms, list[Store]]:
     """The terms and stores of a trainer rank and two engine ranks in this process."""
     engines = (EngineRanks("A", 2, 1, 1),)
-    terms = Terms({}, None, {}, engines, "float32", "float32", transport, secrets.token_hex(8), "full", 1 << 8, 10.0)
+    terms = Terms({}, None, {}, engines, "float32", "float32", transport, secrets.token_hex(8), 1 << 8, 10.0)
     hosted = hosting.host("loopback")
     where = hosting.place(hosted)
     stores = [Store("test", 0, *where, 5.0, hosted), *(Store("test", rank, *where, 5.0) for rank in (1, 2))]

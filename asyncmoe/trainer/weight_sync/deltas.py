@@ -163,7 +163,6 @@ def unsupported(config: Config) -> str:
     reasons = {
         f"sync.method is {config.sync.method}": config.sync.method == "broadcast",
         "adapters are sent whole": config.adapter is not None,
-        "sync.staging is none, so every update is written in place": config.sync.staging == "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

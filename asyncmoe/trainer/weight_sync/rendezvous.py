@@ -108,9 +108,9 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     terms = verdict.settle(terms)
     if rank == 0:
         whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
-        log.info("weights travel over %s to %s, %s; staging: %s", terms.transport, whom, how, terms.staging)
-        if config.sync.staging == "auto" and terms.staging == "none":
-            log.warning("engines pause for whole updates: a GPU has no room for a second copy of its shard (sync.staging: auto)")
+        log.info("weights travel over %s to %s, %s", terms.transport, whom, how)
+        if terms.in_place:
+            log.warning("engines pause for full updates: a GPU has no room for a second copy of its shard")
     return Meeting(roster, store, terms, plan, device)
 
 
@@ -252,7 +252,6 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         engine_dtype=engine_dtype(model.hf, config.engines),
         transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines), config.engines.share_gpus),
         session=secrets.token_hex(8),
-        staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
@@ -276,7 +275,7 @@ def _adapter(model: Model) -> AdapterTerms | None:
 
 
 def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:
-    """Return why weights cannot be sent, or what they are staged in."""
+    """Return why weights cannot be sent, or whether they are written in place."""
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
@@ -287,8 +286,7 @@ def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callabl
         return MeetingOutcome(str(error))
     ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
     failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
-    staging, refused = cards.staging_of(_cards(ready), terms), handshake.refusal(failures or _differences(terms, ready, names))
-    return MeetingOutcome(refused, staging)
+    return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
 
 
 def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:

@@ -130,7 +130,7 @@ class Sender:
         begun, base = False, None
         try:
             base = self._agree(version)
-            self._ask(WeightsStage(version, in_place=base is None and self.met.terms.staging != "full"))
+            self._ask(WeightsStage(version, in_place=base is None and self.met.terms.in_place))
             store.put(protocol.header(number), Header(version, self._epoch, base=base))
             begun = True
             self._send_and_collect(version, base)
@@ -177,7 +177,7 @@ class Sender:
         failures = {f"trainer rank {rank}": one.failure for rank, one in offers.items() if one.failure} | {"": store.resigned()}
         if why := [one for one in failures.values() if one]:
             raise WeightSyncError(why[0])
-        base = common_base(offers, delta_messages.largest_share(terms))
+        base = common_base(offers, delta_messages.LARGEST_SHARE)
         self.traffic = traffic(offers, base)
         for rank, coming in comings(offers, protocol.engine_ranks(terms), base).items():
             store.put(delta_messages.coming(number, rank), coming)
@@ -186,8 +186,9 @@ class Sender:
     def _offer(self, version: int) -> Offer:
         try:
             if self._deltas is None:
-                largest = delta_messages.largest_share(self.met.terms)
-                self._deltas = DeltaSource(self.met.plan, self._rank, self._tensors, largest, self._sync.delta_base, self._side)
+                self._deltas = DeltaSource(
+                    self.met.plan, self._rank, self._tensors, delta_messages.LARGEST_SHARE, self._sync.delta_base, self._side
+                )
             return self._deltas.offer(version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):

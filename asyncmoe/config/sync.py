@@ -34,11 +34,6 @@ class SyncSection(Section):
         "many bytes as it sends in a full update. host: in as much host memory that cannot be paged out; each update reads all of it "
         "over PCIe. `asyncmoe plan --config FILE` counts either.",
     )
-    audit_every: NonNegative = Field(
-        20,
-        description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find "
-        "weights changed by another process; the version then goes out in full. 0: never.",
-    )
     every: Positive = Field(
         1,
         description="Training steps between published versions; at most queue.staleness.max_staleness + 1. "
@@ -54,11 +49,9 @@ class SyncSection(Section):
         "maxCTAs of each engine's communicator. With more than 16 engines each communicator gets fewer, at least 4.",
     )
     verify_every: NonNegative = Field(
-        0, description="Compare checksums of the engines' and the trainer's weights every n updates; 0: never. 1 to find a faulty sync."
-    )
-    spot_check_every: NonNegative = Field(
         50,
-        description="Compare checksums of a random engine when every n-th version has landed and before the next lands; 0: never. "
-        "An engine whose weights somebody else wrote meanwhile is fenced. It computes the checksums twice, between two forward passes.",
+        description="Compare checksums of the engines' and the trainer's weights at the first update and every n updates after it; an "
+        "engine that differs is fenced. Trainer rank 0 then gathers the whole model in its host's memory, and engines pause until they "
+        "have computed theirs. Adapters are not compared. 0: never. 1 to find a faulty sync.",
     )
     timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")

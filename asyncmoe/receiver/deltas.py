@@ -49,7 +49,6 @@ class DeltaStaging:
             stream=side.stream.cuda_stream if side else 0,
             relieve=torch.cuda.empty_cache if side else nothing_to_give,
         )
-        self._deltas = 0  # since all elements were read
 
     def forget(self) -> None:
         """Hold no version: before a full update writes, and when one that was received will not be committed."""
@@ -66,7 +65,6 @@ class DeltaStaging:
         """
         self._held.bind(arrays)
         self._held.adopt(version, expected_digest(self._plan, self._rank, [coming.contributions]))
-        self._deltas = 0
 
     def receive(self, exchanger: Exchanger, header: Header, coming: Coming) -> None:
         """Receive a delta and prove that it makes its version of what lies in memory now. Writes nothing.
@@ -83,9 +81,6 @@ class DeltaStaging:
             raise DeltaRefused(f"a delta of {total} bytes came, expected at most {most}")
         exchanger.carry({}, coming.sizes, self._stage, self._terms.timeout_s)
         with self._refusing():
-            if 0 < self._terms.audit_every <= self._deltas:
-                held.audit()
-                self._deltas = 0
             held.prove(header.version)
             expected = expected_digest(self._plan, self._rank, [coming.contributions])
             if held.staged_digest != expected:
@@ -98,7 +93,6 @@ class DeltaStaging:
             TransferError: memory changed since it was proven: it may be partly written, and the worker must not continue.
         """
         self._held.commit(version)
-        self._deltas += 1
 
     def moved(self, arrays: dict[str, torch.Tensor]) -> None:
         """Go on with other arrays that hold the same, as a swap leaves them."""

@@ -62,7 +62,6 @@ class Terms(msgspec.Struct, frozen=True):
         in_place: whether engines receive full updates directly into their parameters, because a GPU has no room for staging memory; the
             verdict says so.
         delta: whether updates may be deltas, so that every version is proven by a canonical digest.
-        audit_every: `sync.audit_every`.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
     """
@@ -79,7 +78,6 @@ class Terms(msgspec.Struct, frozen=True):
     timeout_s: float
     max_ctas: int = 0
     delta: bool = False
-    audit_every: int = 0
     in_place: bool = False
 
     @property

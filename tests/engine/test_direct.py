@@ -269,7 +269,7 @@ def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_pl
     few += [perturbed(few[0], tmp_path / "few2", 4, share=0.05)]
     versions = stage.versions(6)
     several = list(zip((a, few[0], few[1], a, few[0], few[0]), versions, strict=True))
-    sync = {"delta": "auto", "audit_every": 1, "verify_every": 1}
+    sync = {"delta": "auto", "verify_every": 1}
     layouts = {"tp=2,ep=2": several[:3], "pp=2,ep=2": several[3:]}
     found = stage.rig.run(stage.publish(4, layouts, {2: (1, "damaged")}, sync=sync, in_place=in_place))
     assert not found.failed, found.failed

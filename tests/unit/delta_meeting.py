@@ -198,7 +198,6 @@ def fine(found: list[Any]) -> bool:
 def meet(
     transport: Literal["shm", "gloo", "ipc"] = "shm",
     in_place: bool = False,
-    audit_every: int = 0,
     timeout_s: float = 20.0,
     workers: dict[int, Worker] | None = None,
     engines: tuple[EngineRanks, ...] = ENGINES,
@@ -224,7 +223,6 @@ def meet(
         20_000,
         timeout_s,
         delta=delta,
-        audit_every=audit_every,
     )
     hosted = MeetingFile()
     where = hosting.place(hosted)

@@ -154,31 +154,6 @@ def test_a_changed_bit_under_an_element_that_changes_is_found(meeting: Meet) -> 
     doubted(rig, 2, "message 1 of 1 of a delta does not make version 2 of what lies in memory")
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_byte_that_no_delta_touches_is_found_by_the_audit(meeting: Meet, in_place: bool) -> None:
-    rig = meeting(in_place=in_place, audit_every=2)
-    rig.send(1)
-    rig.change(0.001, 2, but=NORM)
-    assert fine(rig.send(2))
-    assert rig.wrong == []
-    flip(rig, 4)
-    rig.change(0.001, 3, but=NORM)
-    assert fine(rig.send(3)), "no delta touches it"
-    assert rig.wrong == ["model.norm.weight of rank 4"]
-    rig.change(0.001, 4, but=NORM)
-    doubted(rig, 4, r"what message 1 of 1 wrote has digest \w+, expected \w+; the next update of this rank must be full")
-
-
-def test_without_an_audit_that_byte_stays_as_somebody_wrote_it(meeting: Meet) -> None:
-    rig = meeting(audit_every=0)
-    rig.send(1)
-    flip(rig, 4)
-    for version in range(2, 5):
-        rig.change(0.001, version, but=NORM)
-        assert fine(rig.send(version))
-        assert rig.wrong == ["model.norm.weight of rank 4"]
-
-
 def test_memory_that_changes_between_proof_and_commit_ends_the_worker(meeting: Meet) -> None:
     rig = meeting()
     rig.send(1)

@@ -256,7 +256,6 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         timeout_s=sync.timeout_s,
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
         delta=sync.delta != "off" and not unsupported(config),
-        audit_every=sync.audit_every,
     )
     store.put(protocol.TERMS, terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)

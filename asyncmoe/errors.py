@@ -114,10 +114,7 @@ class OutOfDeviceMemory(UserError):
         free, total: free and total bytes of the device; None: unknown.
     """
 
-    HINT = (
-        "leave more of the device free: engines.max_total_tokens, or --mem-fraction-static in engines.args, "
-        "a smaller sync.bucket_bytes, or sync.staging=false"
-    )
+    HINT = "leave more of the device free: engines.max_total_tokens, --mem-fraction-static in engines.args, or a smaller sync.bucket_bytes"
 
     def __init__(self, device: str, what: str, nbytes: int | None = None, free: int | None = None, total: int | None = None) -> None:
         wanted = "enough memory" if nbytes is None else gibibytes(nbytes)

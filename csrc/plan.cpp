@@ -35,13 +35,8 @@ void pour(int64_t amount, const std::vector<int32_t>& holders, std::vector<int64
 
 }  // namespace
 
-Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, std::vector<DtypeCast> casts,
-                   bool in_place)
-    : holdings_(holdings),
-      wanted_(std::move(wanted)),
-      item_bytes_(std::move(item_bytes)),
-      casts_(std::move(casts)),
-      in_place_(in_place) {
+Matching::Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, std::vector<DtypeCast> casts)
+    : holdings_(holdings), wanted_(std::move(wanted)), item_bytes_(std::move(item_bytes)), casts_(std::move(casts)) {
     needs_.resize(wanted_.tables.size());
     for (size_t t = 0; t < needs_.size() && !fault_; ++t) find_needs(static_cast<int32_t>(t));
     if (fault_) return;

@@ -61,10 +61,8 @@ struct DtypeCast {
 // The holders of the group share it in consecutive stretches, sized to minimise the traffic of the busiest rank.
 class Matching {
   public:
-    // `in_place`: a rank on both sides has the same storages there; elements already in place, and padding, are left
-    // unchanged. Bytes are counted in the dtype of the destination.
-    Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, std::vector<DtypeCast> casts,
-             bool in_place);
+    // Bytes are counted in the dtype of the destination.
+    Matching(const Holdings& holdings, Side wanted, std::vector<int64_t> item_bytes, std::vector<DtypeCast> casts);
 
     const std::optional<Fault>& fault() const { return fault_; }
 
@@ -123,7 +121,6 @@ class Matching {
     Side wanted_;
     std::vector<int64_t> item_bytes_;
     std::vector<DtypeCast> casts_;
-    bool in_place_;
     std::optional<Fault> fault_;
     std::vector<Needs> needs_;        // by table
     std::vector<int64_t> as_source_;  // by position of a destination rank: its position among the sources, or -1

@@ -106,15 +106,15 @@ Int64Array cells(const BoundHoldings& self, int64_t tensor) {
 
 std::shared_ptr<BoundMatching> match(std::shared_ptr<BoundHoldings> sources, std::vector<Int64Array> pieces,
                                      const Int64Array& ranks, const Int64Array& numbers, const Int64Array& item_bytes,
-                                     const std::vector<std::tuple<int64_t, int64_t, int64_t>>& casts, bool in_place) {
+                                     const std::vector<std::tuple<int64_t, int64_t, int64_t>>& casts) {
     auto made = std::make_shared<BoundMatching>(
         BoundMatching{std::move(sources), Tables(std::move(pieces), ranks, numbers), nullptr});
     std::vector<int64_t> items = values(item_bytes);
     std::vector<DtypeCast> known;
     for (const auto& [from, to, cast] : casts) known.push_back({from, to, cast});
     py::gil_scoped_release released;
-    made->matching = std::make_unique<Matching>(*made->sources->holdings, made->tables.side, std::move(items),
-                                                std::move(known), in_place);
+    made->matching =
+        std::make_unique<Matching>(*made->sources->holdings, made->tables.side, std::move(items), std::move(known));
     return made;
 }
 
@@ -169,8 +169,7 @@ void bind_plan(py::module_& module) {
         .def("cells", &cells, py::arg("tensor"), "int64[n, 2 * MAX_DIMS]: start and extent of a tensor's cells.");
     py::class_<BoundMatching, std::shared_ptr<BoundMatching>>(module, "Matching")
         .def(py::init(&match), py::arg("holdings"), py::arg("tables"), py::arg("ranks").noconvert(),
-             py::arg("table_of").noconvert(), py::arg("item_bytes").noconvert(), py::arg("casts"),
-             py::arg("in_place") = false)
+             py::arg("table_of").noconvert(), py::arg("item_bytes").noconvert(), py::arg("casts"))
         .def_property_readonly("fault", &fault, "(dtype, table, row, source table, source row) or None.")
         .def_property_readonly("shares", &shares, "Bytes each source rank sends in the most even division.")
         .def("part", &part, py::arg("ranks").noconvert(),

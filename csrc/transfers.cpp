@@ -36,23 +36,7 @@ struct Matching::Emitter {
         const int32_t table = matching.wanted_.table_of[destination];
         const auto& needs = matching.needs_[table];
         const int64_t source = matching.as_source_[destination];
-        const Region box = matching.region(needs, matching.wanted_.tables[table], number);
-        if (!matching.in_place_ || !in_place(source, table, number, box)) overlap(source, destination, number, box);
-    }
-
-    // Whether the overlap already lies at its destination.
-    bool in_place(int64_t source, int32_t table, int64_t number, const Region& box) const {
-        const auto& [cell, row] = matching.needs_[table].overlaps[number];
-        const int64_t* to = matching.wanted_.tables[table][row];
-        const Side& held = matching.holdings_.side();
-        const int32_t own = held.table_of[source];
-        for (int64_t h = matching.holdings_.cell(cell).first_holder; h < matching.holdings_.last_holder(cell); ++h) {
-            const auto& holder = matching.holdings_.holders()[h];
-            const int64_t* from = held.tables[holder.table][holder.row];
-            if (holder.table == own && from[kStorage] == to[kStorage] && place(from, box) == place(to, box))
-                return true;
-        }
-        return false;
+        overlap(source, destination, number, matching.region(needs, matching.wanted_.tables[table], number));
     }
 
     static int64_t place(const int64_t* piece, const Region& box) {
@@ -156,7 +140,7 @@ Transfers Matching::part(const std::vector<int64_t>& ranks) const {
         for (const Run& run : needs.runs)
             if (holds(run.group, destination))
                 for (int64_t i = run.first; i < run.last; ++i) emitter.local(destination, i);
-        for (int64_t row = 0; row < table.count && !in_place_; ++row)
+        for (int64_t row = 0; row < table.count; ++row)
             if (table[row][kTensor] == kPadding) emitter.zeros(destination, row);
     }
     for (size_t g = 0; g < sharing_.size(); ++g) {

@@ -153,16 +153,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_staging(self) -> Config:
-        """Refuse staging of deltas where there are none."""
-        because = (
-            "sync.delta is off" if self.sync.delta == "off" else "train is lora: adapters are sent whole" if self.train == "lora" else ""
-        )
-        if self.sync.staging == "delta" and because:
-            raise ValueError(f"sync.staging: got delta, expected auto, full or none because {because}; change it, or leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _check_task(self) -> Config:
         """Refuse evaluation sets that cannot be read, and a task of one's own without a scorer."""
         if plugins.is_name(self.task.kind) and self.scoring.scorer == "auto" and self.environment.kind in ("single_turn", "tools"):
@@ -285,8 +275,7 @@ class Config(Section):
     def survives_controller(self) -> bool:
         """True if a controller that is lost can be started again in place, while engines and trainer ranks wait for it. It must know from
         the journal what the trainer has, and whether an engine holds a whole version."""
-        whole = self.sync.method == "reshard" and self.sync.staging in ("auto", "full")
-        return whole and self.journal.enabled and self.engines.orphan_s > 0
+        return self.sync.method == "reshard" and self.journal.enabled and self.engines.orphan_s > 0
 
     @property
     def renews_engines(self) -> bool:

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from asyncmoe.config import transports
 from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch
-from asyncmoe.errors import ConfigError
-
-Staging = Literal["full", "delta", "none"]
-"""What of a version waits outside an engine's parameters until its commit: all of it, a coded delta only, or nothing."""
-
-DELTA_STAGING = 0.125
-"""With staging `delta`: memory for a coded delta, as a share of an engine rank's shard. What takes more is sent in full."""
-
-StagingChoice = Literal["auto", "full", "delta", "none"]
-
-
-def no_deltas_on_gpus() -> ConfigError:
-    """Return the refusal of `sync.staging: delta` where weights are in the memory of GPUs, of which no plan counts it yet."""
-    return ConfigError("sync.staging", got="delta", expected="auto, full or none on GPUs", hint="leave it out")
-
-
-def _former(value: Any) -> Any:
-    # What true and false meant before there were deltas.
-    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class SyncSection(Section):
@@ -36,7 +17,8 @@ class SyncSection(Section):
     method: Literal["reshard", "broadcast", "disk"] = Field(
         "reshard",
         description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
-        "and pauses only to swap them in; broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses; "
+        "and pauses only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. "
+        "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses. "
         "disk: rank 0 writes a Hugging Face checkpoint to sync.directory, and every engine pauses and loads it: for engines that share "
         "no more than a file system with the trainer; refused with adapters and quantised engines.",
     )
@@ -46,38 +28,19 @@ class SyncSection(Section):
         "same path; null: weights in run.dir. It needs room for two versions in the trainer's dtype.",
     )
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
-    staging: Annotated[StagingChoice, BeforeValidator(_former, json_schema_input_type=StagingChoice | bool)] = Field(
-        "auto",
-        description="What waits outside an engine's parameters while it generates. full (or true): a whole version, as large as the "
-        "engine's shard. delta: coded deltas only, a few percent of it; a full update is written in place while engines are paused, and "
-        "one that breaks off fences them. none (or false): nothing; every update is written in place. auto: full, or none on GPUs without "
-        "room for it.",
-    )
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
         description="auto: send only the elements that changed since the version before, if that is at most half the size of a full "
-        "update. Updates stay full with sync.method broadcast, with adapters and with sync.staging set to none; auto is fine, even where "
-        "it comes to none. Each trainer rank keeps a copy of what it sent last, and every engine rank proves by a digest of its whole "
-        "shard that it holds the version. Whatever is doubtful is sent in full. Useless with float32 engines, where almost every weight "
-        "changes at every step: set engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in "
-        "emulation only, never on one. off: send everything (docs/guides/weight-sync.md).",
-    )
-    relay: Annotated[Literal["auto", "off"], Switch] = Field(
-        "auto",
-        description="auto: engines of equal layout pass on to each other the weights they receive, so that the trainer sends one copy "
-        "however many engines there are. Only between CPUs of several machines (over gloo), with weights staged in full, and where the "
-        "busiest network card would otherwise need over a tenth longer for a full update. off: the trainer sends to every engine.",
+        "update. Updates stay full with sync.method broadcast and with adapters. Each trainer rank keeps a copy of what it sent last, and "
+        "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. Useless "
+        "with float32 engines, where almost every weight changes at every step: set engines.dtype to bfloat16. On CPUs a delta lengthens "
+        "the pause. Between GPUs this has been tested in emulation only, never on one. off: send everything (docs/guides/weight-sync.md).",
     )
     delta_base: Literal["device", "host"] = Field(
         "device",
         description="With sync.delta and weights on GPUs, where each trainer rank keeps what it sent last. device: in its GPU's memory, as "
         "many bytes as it sends in a full update. host: in as much host memory that cannot be paged out; each update reads all of it "
         "over PCIe. `asyncmoe plan --config FILE` counts either.",
-    )
-    audit_every: NonNegative = Field(
-        20,
-        description="With sync.delta, engine ranks read all of their weights again after every n deltas, while they generate, to find "
-        "weights changed by another process; the version then goes out in full. 0: never.",
     )
     every: Positive = Field(
         1,
@@ -86,7 +49,7 @@ class SyncSection(Section):
     )
     bucket_bytes: Positive = Field(
         256 << 20,
-        description="Size of a bucket in bytes: a rank's message buffers take at most two buckets, four in an engine rank that relays.",
+        description="Size of a bucket in bytes: a rank's message buffers take at most two buckets.",
     )
     nccl_max_ctas: Positive = Field(
         8,
@@ -94,11 +57,9 @@ class SyncSection(Section):
         "maxCTAs of each engine's communicator. With more than 16 engines each communicator gets fewer, at least 4.",
     )
     verify_every: NonNegative = Field(
-        0, description="Compare checksums of the engines' and the trainer's weights every n updates; 0: never. 1 to find a faulty sync."
-    )
-    spot_check_every: NonNegative = Field(
         50,
-        description="Compare checksums of a random engine when every n-th version has landed and before the next lands; 0: never. "
-        "An engine whose weights somebody else wrote meanwhile is fenced. It computes the checksums twice, between two forward passes.",
+        description="Compare checksums of the engines' and the trainer's weights at the first update and every n updates after it; an "
+        "engine that differs is fenced. Trainer rank 0 then gathers the whole model in its host's memory, and engines pause until they "
+        "have computed theirs. Adapters are not compared. 0: never. 1 to find a faulty sync.",
     )
     timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")

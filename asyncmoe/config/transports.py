@@ -34,7 +34,6 @@ class TransportEntry:
         nccl: sends with NCCL: all ranks need the same version of it, and communicators take memory of every GPU.
         reads_sender: receivers read messages where the sender packed them: they need no message buffers, and between GPUs peer access.
         in_shm: messages lie in /dev/shm.
-        relays: the same ranks can open it twice in a channel, so that replicas of an engine can pass on what they receive.
     """
 
     what: str
@@ -45,7 +44,6 @@ class TransportEntry:
     nccl: bool = False
     reads_sender: bool = False
     in_shm: bool = False
-    relays: bool = False
 
 
 TRANSPORTS: dict[str, TransportEntry] = {
@@ -57,7 +55,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
         reads_sender=True,
         in_shm=True,
     ),
-    "gloo": TransportEntry("TCP", "asyncmoe.receiver.channel_end:open_gloo", gpu=False, relays=True),
+    "gloo": TransportEntry("TCP", "asyncmoe.receiver.channel_end:open_gloo", gpu=False),
     "nccl": TransportEntry(
         "NCCL, within and between hosts",
         "asyncmoe.receiver.channel_end:open_nccl",

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncmoe.config.devices import Wanted
-from asyncmoe.config.sync import StagingChoice
 from asyncmoe.config.transports import TransportChoice, TransportName
 from asyncmoe.doctor.python_facts import PythonFacts
 from asyncmoe.trainer.model.switches import RunFeatures
@@ -230,7 +229,6 @@ class OnGpus:
         trainer_parts, engine_parts: what they consist of, in bytes, under the planner's names (`asyncmoe.plan.memory`).
         bfloat16: trainer or engines compute in it.
         transport: `sync.transport`; None: weights are not sent shard to shard.
-        staging: `sync.staging`.
         megatron: `trainer.megatron`.
         features: what decides Megatron's switches; None: not known.
         trainer_nodes: `cluster.trainer_nodes`.
@@ -245,7 +243,6 @@ class OnGpus:
     engine_parts: Mapping[str, int] = field(default_factory=dict)
     bfloat16: bool = True
     transport: TransportChoice | None = None
-    staging: StagingChoice = "full"
     megatron: Mapping[str, bool | str | None] = field(default_factory=dict)
     features: RunFeatures | None = None
     trainer_nodes: int = 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from asyncmoe.config.devices import Devices, Wanted, counted, named, place
-from asyncmoe.config.sync import no_deltas_on_gpus
 from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor import cards, verdict
@@ -28,8 +27,6 @@ def transport(machine: Machine) -> Verdict:
         return asked
     if asked.transport is None:
         return verdict.ok("weights are broadcast over NCCL")
-    if asked.staging == "delta":
-        return verdict.refused(no_deltas_on_gpus())
     several = machine.run is not None and machine.run.several_machines
     shared = any(wanted.share for wanted in asked.places)
     try:
@@ -230,9 +227,9 @@ def _hint(asked: OnGpus, trainer: int, engine: int) -> str:
         *(relief.of_trainer(asked.trainer_parts, engine) if trainer else ()),
         *(relief.of_engine(asked.engine_parts, trainer) if engine else ()),
     )
-    usual: tuple[str, ...] = ("sync.staging=false", "a larger engines.tp on more GPUs", _TOKENS)
+    usual: tuple[str, ...] = ("a larger engines.tp on more GPUs", _TOKENS)
     if trainer and engine:
-        usual = ("more GPUs and engines.share_gpus=false", "sync.staging=false", "fewer tokens (trainer.tokens_per_microbatch)")
+        usual = ("more GPUs and engines.share_gpus=false", "fewer tokens (trainer.tokens_per_microbatch)")
     elif trainer:
         usual = ("more trainer.ranks", "trainer.recompute=full", "fewer trainer.tokens_per_microbatch")
     return f"take {', or '.join(relief.joined(dominating, usual))}; see asyncmoe plan --config"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
-from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel, with_family
@@ -102,7 +101,7 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
     copied = host.checkpoint_copy(hf, parallel, settings) if config.trainer.async_save else 0
     if cpu and copied:
         largest = GpuMemory({**largest.parts, "checkpoint copy": copied})
-    serves = serving(config, hf, cpu, staging_of(config, hf, gpu_gb, cpu))
+    serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serves)
     base = host.delta_base(hf, parallel, settings) if _keeps_base(config, hf) and not settings.delta_base else 0
     return Budget(
@@ -141,35 +140,35 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
     )
 
 
-def least(config: Config, hf: Mapping[str, Any], staging: Staging | None = None, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
+def least(config: Config, hf: Mapping[str, Any], staged: bool = False, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
     """Return the least memory of a trainer's GPU and of an engine's GPU. As `of_run`, but an unconfigured KV cache holds that many
     conversations.
 
     Args:
-        staging: None: as configured; auto stages nothing.
+        staged: see `EngineMemory`.
 
     Raises: as `of_run`.
     """
-    if staging is None and config.sync.staging == "auto" and config.sync.method == "reshard":
-        staging = "none"
     section = config.engines
     tokens = _tokens(config) or min(conversations, section.max_running) * _conversation(config, hf)
     stages = memory.trainer(hf, trainer_parallel(config), training(config, hf))
-    serves = replace(serving(config, hf, staging=staging), tokens=tokens)
+    serves = replace(serving(config, hf, staged=staged), tokens=tokens)
     engine = memory.engine(hf, EngineParallel(section.tp, section.ep), serves)
     return max(stages, key=lambda stage: stage.total), engine
 
 
-def staging_of(config: Config, hf: Mapping[str, Any], gpu_gb: float, cpu: bool = False) -> Staging:
-    """Return what `sync.staging` comes to: auto is none where GPUs have no room for a second copy of the weights and the KV cache, or, if
-    that has no size, `memory.LEAST` conversations.
+def stages(config: Config, hf: Mapping[str, Any], gpu_gb: float, cpu: bool = False) -> bool:
+    """Return whether engines stage a whole version: unless GPUs have no room for a second copy of the weights and the KV cache, or, if
+    that has no size, `memory.LEAST` conversations. What is broadcast is written in place.
 
     Raises: as `of_run`.
     """
-    if cpu or config.sync.staging != "auto" or config.sync.method != "reshard":
-        return _configured(config)
-    trainer, engine = least(config, hf, "full", memory.LEAST)
-    return "full" if engine.total + (trainer.total if config.engines.share_gpus else 0) <= memory.usable(gpu_gb) else "none"
+    if config.sync.method != "reshard":
+        return False
+    if cpu:
+        return True
+    trainer, engine = least(config, hf, True, memory.LEAST)
+    return engine.total + (trainer.total if config.engines.share_gpus else 0) <= memory.usable(gpu_gb)
 
 
 def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tuple[str, ...]:
@@ -188,14 +187,14 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
         ConfigError: no room for the configured cache, or for a single conversation.
         UserError: an engine argument is not a number.
     """
-    section, staged = config.engines, staging_of(config, hf, gpu_gb)
-    serves = serving(config, hf, staging=staged)
+    section, staged = config.engines, stages(config, hf, gpu_gb)
+    serves = serving(config, hf, staged=staged)
     parallel, given = EngineParallel(section.tp, section.ep), _tokens(config)
     trainer, wanted = least(config, hf, staged)
     room = memory.usable(gpu_gb) - (trainer.total if section.share_gpus else 0)
     if wanted.total > room:
         raise too_large(config, trainer, wanted, gpu_gb)
-    if staged == "none" and not section.share_gpus:
+    if not staged and not section.share_gpus:
         return ()
     without = memory.engine(hf, parallel, replace(serves, tokens=0))
     tokens = given or (room - without.total) // memory.kv_bytes(hf, parallel, serves.dtype)
@@ -209,20 +208,19 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
 def is_bounded(config: Config) -> bool:
     """Whether an engine needs no bounds of its memory besides those that the user gives (see `engine_arguments`)."""
     given = _tokens(config) is not None and _is_given(config.engines.args, _FRACTION)
-    return given or not (_configured(config) != "none" or config.engines.share_gpus)
+    return given or not (config.sync.method == "reshard" or config.engines.share_gpus)
 
 
 def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: float) -> ConfigError:
     """Return the error for a trainer, an engine, or both on a shared GPU, that exceed the GPU's memory."""
-    staging = ["sync.staging=false"] if "staging" in engine.parts else []
     usable = f"at most {_gb(memory.usable(gpu_gb))}, as {1 - memory.USABLE:.0%} of {gpu_gb:.3g} GB are left free"
     fewer = "fewer tokens (trainer.tokens_per_microbatch, engines.max_total_tokens, rollout.max_new_tokens)"
     if config.engines.share_gpus:
         got = f"{_gb(trainer.total + engine.total)} GB = {_gb(trainer.total)} of the trainer + {_gb(engine.total)} of an engine"
         dominating = (*relief.of_trainer(trainer.parts, engine.total), *relief.of_engine(engine.parts, trainer.total))
-        ways = relief.joined(dominating, (*staging, "engines.share_gpus=false on more GPUs", fewer))
+        ways = relief.joined(dominating, ("engines.share_gpus=false on more GPUs", fewer))
         return ConfigError("memory of a GPU", got=got, expected=usable, hint=f"take {', or '.join(ways)}")
-    usual = (*staging, "a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
+    usual = ("a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
     ways = relief.joined(relief.of_engine(engine.parts), usual)
     got = f"{_gb(engine.total)} GB ({_largest(engine)})"
     return ConfigError("memory of an engine's GPU", got=got, expected=usable, hint=f"take {', or '.join(ways)}")
@@ -285,16 +283,16 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         averages=(ITEM_BYTES[saved.exp_avg_dtype], ITEM_BYTES[saved.exp_avg_sq_dtype]),
         offload=saved.optimizer_offload,
         float8_edges=trainer.edge_layers if trainer.precision == "fp8" else None,
-        delta_base=_keeps_base(config, hf) and (cpu or (config.sync.method == "reshard" and config.sync.delta_base == "device")),
+        delta_base=_keeps_base(config, hf) and (cpu or config.sync.delta_base == "device"),
     )
 
 
-def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staging: Staging | None = None) -> EngineMemory:
+def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staged: bool = True) -> EngineMemory:
     """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes whatever
     --mem-fraction-static leaves; here it gets the tokens of `engines.max_running` longest conversations.
 
     Args:
-        staging: None: as configured; auto is full.
+        staged: see `EngineMemory`.
 
     Raises:
         UserError: an engine argument is not a number.
@@ -302,7 +300,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staging: S
     section = config.engines
     return EngineMemory(
         tokens=_tokens(config) or section.max_running * _conversation(config, hf),
-        staging=staging or _configured(config),
+        staged=staged,
         prefill=_number(section.args, _PREFILL, 8192),
         running=section.max_running,
         dtype=engine_dtype(hf, section),
@@ -311,13 +309,6 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staging: S
         gpu=not cpu,
         communicators=_communicators(config, cpu, 1),
     )
-
-
-def _configured(config: Config) -> Staging:
-    """Return `sync.staging`; full for auto. What is broadcast is written in place."""
-    if config.sync.method == "broadcast":
-        return "none"
-    return "full" if config.sync.staging == "auto" else config.sync.staging
 
 
 def _keeps_base(config: Config, hf: Mapping[str, Any]) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from asyncmoe.config.sync import DELTA_STAGING, Staging
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
@@ -35,8 +34,6 @@ BUFFERS = 2
 """Buckets of messages in flight (`asyncmoe.reshard.exchange`)."""
 LEAST = 8
 """Fewest conversations that should fit into an engine's KV cache."""
-STAGED: Mapping[Staging, float] = {"full": 1.0, "delta": DELTA_STAGING, "none": 0.0}
-"""Staging memory as a share of an engine rank's shard."""
 _EXPERTS = ".experts."
 _BIAS = ("router_bias", "router.expert_bias")
 """Suffixes of the router bias in tensor names and in Megatron's names; it is float32 and has no gradient."""
@@ -103,7 +100,7 @@ class EngineMemory:
 
     Attributes:
         tokens: tokens of the KV cache.
-        staging: `sync.staging`.
+        staged: a whole version waits beside the weights until its commit; else it is written in place, while the engine is paused.
         prefill: tokens of a prefill chunk (--chunked-prefill-size).
         running: concurrent requests.
         adapter: the adapter that is trained in place of the weights, if any.
@@ -112,7 +109,7 @@ class EngineMemory:
     """
 
     tokens: int
-    staging: Staging = "full"
+    staged: bool = True
     prefill: int = 8192
     running: int = 256
     dtype: str = "bfloat16"
@@ -291,7 +288,7 @@ def _engine_stage(hf: Hf, parallel: EngineParallel, serving: EngineMemory, stage
         "weights": weights,
         "adapters": SLOTS * slot,
         "derived": _derived(hf, parallel, serving.dtype, rank),
-        "staging": int(STAGED[serving.staging] * (weights if serving.adapter is None else slot)),
+        "staging": (weights if serving.adapter is None else slot) if serving.staged else 0,
         "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype, rank),
         "working set": _working(parallel, serving),
         "weight sync": BUFFERS * serving.bucket_bytes + serving.communicators,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from rich.console import Console
 
 from asyncmoe import config as configuration
 from asyncmoe import models
-from asyncmoe.config.sync import Staging
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel
 from asyncmoe.plan import budget, memory, render_plan, savings, traffic
@@ -94,16 +93,15 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
         family=asked.family,
     )
     hf = models.with_family(models.load_hf_config(model), asked.family)
-    columns, rooms = _trainers(asked, asked.trainer, hf), dict[Staging, int]()
-    for staging in memory.STAGED:
-        if staging != "delta" or found.adapter is None:
-            serving = EngineMemory(0, staging, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
-            columns[f"engine, staging {staging}"], rooms[staging] = memory.engine_filled(hf, found.engine, serving, asked.gb)
+    columns = _trainers(asked, asked.trainer, hf)
+    serving = EngineMemory(0, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
+    staged = memory.kv_room(hf, found.engine, serving, asked.gb) >= memory.LEAST * asked.context
+    columns["engine"], tokens = memory.engine_filled(hf, found.engine, replace(serving, staged=staged), asked.gb)
     render_plan.show(found, console, context_ranks(asked.trainer))
-    render_plan.show_updates(found, console)
+    render_plan.show_updates(found, staged, console)
     render_plan.show_memory(columns, asked.gb, console)
-    render_plan.show_rooms(rooms, asked.context, console)
-    return {**asdict(found), "memory": _values(columns), "kv_tokens": rooms}
+    render_plan.show_room(tokens, staged, asked.context, console)
+    return {**asdict(found), "memory": _values(columns), "kv_tokens": tokens}
 
 
 def _of_trainer(asked: PlanArguments, model: Path, sizes: str, console: Console) -> dict[str, Any]:

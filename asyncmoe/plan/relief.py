@@ -17,7 +17,6 @@ _TRAINER: Mapping[str, str] = {
     "weight sync": "a smaller sync.bucket_bytes",
 }
 _ENGINE: Mapping[str, str] = {
-    "staging": "sync.staging=false",
     "weights": "a larger engines.tp on more GPUs",
     "KV cache": "fewer tokens (engines.max_total_tokens, environment.max_tokens)",
     "working set": "a smaller --chunked-prefill-size in engines.args",

@@ -10,20 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from asyncmoe.config.sync import Staging
 from asyncmoe.errors import DataError
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora.adapter import Kind
-from asyncmoe.plan.memory import LEAST, USABLE, EngineMemory, GpuMemory, usable
+from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
 from asyncmoe.plan.sizes import ENGINE, TRAINER, engines_text, trainer_text
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
-
-_ARRIVE: Mapping[Staging, str] = {
-    "full": "while they generate",
-    "delta": "while they generate, as deltas",
-    "none": "while they are paused",
-}
 
 
 def show(found: Forecast, console: Console, cp: int) -> None:
@@ -35,10 +28,9 @@ def show(found: Forecast, console: Console, cp: int) -> None:
     console.print(_title(found, cp), highlight=False)
     grid = Grid(show_edge=False)
     grid.add_column("")
-    for name in found.ways:
-        grid.add_column(name, justify="right")
-    for label, values in _lines(found):
-        grid.add_row(label, *values)
+    grid.add_column("", justify="right")
+    for line in _lines(found):
+        grid.add_row(*line)
     console.print(grid)
     console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
 
@@ -65,21 +57,20 @@ def _sizes(sizes: Mapping[str, Any], plain: object, called: Mapping[str, str], a
     return ", ".join(f"{called[field]} {sizes[field]}" for field in shown)
 
 
-def _lines(found: Forecast) -> list[tuple[str, list[str]]]:
-    ways = list(found.ways.values())
+def _lines(found: Forecast) -> list[tuple[str, str]]:
+    way = found.way
     return [
-        ("bytes on the wire", [_size(way.bytes_wire) for way in ways]),
-        ("over the lower bound", [f"{way.ratio:.3f}" for way in ways]),
-        ("sent by a trainer rank, mean", [_size(way.sent.mean) for way in ways]),
-        ("sent by a trainer rank, most", [_size(way.sent.most) for way in ways]),
-        ("imbalance of the trainer ranks", [f"{way.imbalance:.3f}" for way in ways]),
-        ("received by an engine rank, most", [_size(way.received.most) for way in ways]),
-        ("passed on by an engine rank, most", [_size(way.passed_on.most) for way in ways]),
-        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", [str(way.buckets) for way in ways]),
-        ("messages of the busiest rank", [str(way.messages) for way in ways]),
-        ("plan time per rank", [f"{way.plan_seconds:.2f} s" for way in ways]),
-        (f"expected at {found.speeds.nic:g} GB/s (NIC)", [f"{way.nic_seconds:.3g} s" for way in ways]),
-        (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", [f"{way.nvlink_seconds:.3g} s" for way in ways]),
+        ("bytes on the wire", _size(way.bytes_wire)),
+        ("over the lower bound", f"{way.ratio:.3f}"),
+        ("sent by a trainer rank, mean", _size(way.sent.mean)),
+        ("sent by a trainer rank, most", _size(way.sent.most)),
+        ("imbalance of the trainer ranks", f"{way.imbalance:.3f}"),
+        ("received by an engine rank, most", _size(way.received.most)),
+        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", str(way.buckets)),
+        ("messages of the busiest rank", str(way.messages)),
+        ("plan time per rank", f"{way.plan_seconds:.2f} s"),
+        (f"expected at {found.speeds.nic:g} GB/s (NIC)", f"{way.nic_seconds:.3g} s"),
+        (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", f"{way.nvlink_seconds:.3g} s"),
     ]
 
 
@@ -104,8 +95,12 @@ def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Consol
     console.print(grid)
 
 
-def show_updates(found: Forecast, console: Console) -> None:
-    """Print what updates take, a column each."""
+def show_updates(found: Forecast, staged: bool, console: Console) -> None:
+    """Print what updates take, a column each.
+
+    Args:
+        staged: engines have room to stage a whole version.
+    """
     if not found.updates:
         return
     grid = Grid(show_edge=False)
@@ -115,33 +110,31 @@ def show_updates(found: Forecast, console: Console) -> None:
     grid.add_row("bytes on the wire", *(_size(one.bytes_wire) for one in found.updates))
     grid.add_row("received by an engine rank, most", *(_size(one.received) for one in found.updates))
     grid.add_row(f"expected at {found.speeds.nic:g} GB/s (NIC)", *(f"{one.seconds:.3g} s" for one in found.updates))
-    for staging in found.updates[0].pauses:
-        grid.add_row(f"engines pause with staging {staging}", *(f"{one.pauses[staging]:.3g} s" for one in found.updates))
+    grid.add_row("engines pause", *(f"{one.pause if staged else one.pause_in_place:.3g} s" for one in found.updates))
     console.print(grid)
-    console.print(
-        "Deltas are for changes at random places. Between GPUs they have not been measured, and sync.staging=delta is refused.",
-        highlight=False,
-    )
+    console.print("Deltas are for changes at random places. Between GPUs they have not been measured.", highlight=False)
 
 
-def show_rooms(rooms: Mapping[Staging, int], context: int, console: Console) -> None:
-    """Print the tokens of KV cache that an engine has room for, and what `sync.staging: auto` is with them.
+def show_room(tokens: int, staged: bool, context: int, console: Console) -> None:
+    """Print the tokens of KV cache that an engine has room for, and how new weights arrive beside them.
 
     Args:
         context: tokens of the longest conversation.
     """
-    tokens = ", ".join(f"{count} with staging {staging}" for staging, count in rooms.items())
-    auto: Staging = "full" if rooms["full"] >= LEAST * context else "none"
     fits = (
-        f"auto is {auto}"
-        if rooms[auto] >= context
-        else f"none is enough for a conversation of {context} tokens: such an engine does not fit"
+        f"new weights arrive {_arrive(staged)}"
+        if tokens >= context
+        else f"too few for a conversation of {context} tokens: such an engine does not fit"
     )
     console.print(
-        f"Micro-batches of {context} tokens; the optimizer's state is sharded. An engine's KV cache fills the rest of its GPUs: tokens "
-        f"{tokens}; {fits}.",
+        f"Micro-batches of {context} tokens; the optimizer's state is sharded. An engine's KV cache fills the rest of its GPUs, "
+        f"{tokens} tokens; {fits}.",
         highlight=False,
     )
+
+
+def _arrive(staged: bool) -> str:
+    return "while engines generate" if staged else "while engines are paused"
 
 
 def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, console: Console) -> None:
@@ -163,7 +156,7 @@ def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, conso
 
 def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> list[tuple[str, list[str]]]:
     splits, forecasts = [split for split, _ in found], [forecast for _, forecast in found]
-    ways = [forecast.ways["direct"] for forecast in forecasts]  # between GPUs runs send directly
+    ways = [forecast.way for forecast in forecasts]
     return [
         ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
         ("nodes of engines", [str(split.engine_nodes) for split in splits]),
@@ -171,7 +164,7 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
         ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
         ("engines", [engines_text(split.engines, split.engine.parallel) for split in splits]),
         ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
-        ("new weights arrive", [_ARRIVE[split.engine.serving.staging] for split in splits]),
+        ("new weights arrive", [_arrive(split.engine.serving.staged) for split in splits]),
         (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
         ("memory of a trainer's GPU", [_size(split.trainer.memory.total) for split in splits]),
         ("memory of an engine's GPU", [_size(split.engine.memory.total) for split in splits]),
@@ -197,7 +190,6 @@ def yaml_keys(split: Split) -> list[str]:
         f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}}}",
         f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
         f"engines: {{{', '.join(engines)}}}",
-        *([] if engine.serving.staging == "full" else [f"sync: {{staging: {engine.serving.staging}}}"]),
         *([] if engine.serving.adapter is None else ["train: lora"]),
     ]
 

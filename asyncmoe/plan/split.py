@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from asyncmoe.config.sync import Staging, SyncSection
+from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora import halves
@@ -261,12 +261,11 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
 def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes by the rule of an engine over so many nodes, or None."""
     m = family_of(hf).shape_of(hf)
-    modes: tuple[Staging, ...] = ("full", "none")  # sync.staging=delta is refused on GPUs
-    for staging, prefill in product(modes, _PREFILLS):
+    for staged, prefill in product((True, False), _PREFILLS):
         # Memory for one engine's communicator; with more than 16 engines each takes less.
         serving = EngineMemory(
             0,
-            staging,
+            staged,
             prefill,
             dtype=cluster.dtype,
             adapter=cluster.adapter,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
 from asyncmoe.plan.sizes import check_dtype, parse_adapter, parse_engines, parse_trainer
 from asyncmoe.plan.updates import UpdateForecast, updates
-from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
+from asyncmoe.reshard.layout import ITEM_BYTES
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import assemble
-from asyncmoe.reshard.relay import relay_matches
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, EXTENT, NO_TENSOR, START, TENSOR, Table, enumerate_tensors, tabulate
 
 _MOST_RANKS = 1 << 16
@@ -51,26 +50,24 @@ class Spread:
 
 @dataclass(frozen=True)
 class Way:
-    """One route of the weights to all engines, with its costs.
+    """What it costs to send the weights to all engines.
 
     Attributes:
         bytes_wire: total bytes between ranks.
         ratio: bytes_wire over the lower bound.
         sent, received: bytes that trainer ranks send, and that engine ranks receive.
-        passed_on: bytes that engine ranks send to other engine ranks.
         imbalance: bytes sent by the busiest trainer rank, over the mean.
         messages: messages of the rank that sends or receives the most messages.
         buckets: buckets of the rank that sends or receives the most bytes.
         plan_seconds: planning time of one rank including all layouts, measured on this machine: the slowest of the ranks tried.
-        nic_seconds, nvlink_seconds: time of the busiest rank's bytes at that speed, summed over rounds. Excludes packing, unpacking
-            and any shortfall of the network.
+        nic_seconds, nvlink_seconds: time of the busiest rank's bytes at that speed. Excludes packing, unpacking and any shortfall of
+            the network.
     """
 
     bytes_wire: int
     ratio: float
     sent: Spread
     received: Spread
-    passed_on: Spread
     imbalance: float
     messages: int
     buckets: int
@@ -87,8 +84,8 @@ class Forecast:
         adapter: the adapter that is moved in place of the weights, if any.
         model_bytes: bytes of the checkpoint or the adapter.
         lower_bound: bytes that must reach the engines: the distinct elements of every rank, once.
-        ways: "direct": the trainer sends to every engine; with several engines also "relay": engines pass weights on to their replicas.
-        updates: what updates take directly; empty for adapters, which are sent whole.
+        way: what a full update of all engines takes.
+        updates: what updates take; empty for adapters, which are sent whole.
     """
 
     model: str
@@ -103,7 +100,7 @@ class Forecast:
     bucket_bytes: int
     speeds: Speeds
     lower_bound: int
-    ways: Mapping[str, Way]
+    way: Way
     updates: tuple[UpdateForecast, ...] = ()
 
 
@@ -118,7 +115,7 @@ def forecast(
     lora: str | None = None,
     family: str = "auto",
 ) -> Forecast:
-    """Forecast every route for all engines.
+    """Forecast the traffic from the trainer to all engines.
 
     Args:
         model: a config.json or its directory.
@@ -166,12 +163,10 @@ def foresee(
         )
     family_of(hf).check(hf, grid, engine)
     case = _Case(Payload(hf, adapter), grid, engine, count, dtype)
-    direct = case.direct()
-    ways = {"direct": case.way(direct[0], direct[1], bucket_bytes, speeds)}
-    if count > 1:
-        ways["relay"] = case.way(*case.relay(), bucket_bytes, speeds)
-    way, item = ways["direct"], 1 if case.payload.float8 else ITEM_BYTES[dtype]
-    bound = sum(case.needed(direct[0][0]))
+    match, seconds = case.matched()
+    bound = sum(_needed(match))
+    way = case.way(match, seconds, bound, bucket_bytes, speeds)
+    item = 1 if case.payload.float8 else ITEM_BYTES[dtype]
     return Forecast(
         model=model,
         adapter=adapter,
@@ -185,7 +180,7 @@ def foresee(
         bucket_bytes=bucket_bytes,
         speeds=speeds,
         lower_bound=bound,
-        ways={name: replace(one, ratio=one.bytes_wire / bound) for name, one in ways.items()},
+        way=way,
         updates=() if adapter else updates(way.received.most, way.bytes_wire, way.nic_seconds, item, speeds.hbm),
     )
 
@@ -204,68 +199,58 @@ class _Case:
     def all_engine_ranks(self) -> int:
         return self.engines * self.engine.world
 
-    def direct(self) -> tuple[tuple[Match, ...], float]:
+    def matched(self) -> tuple[Match, float]:
         """Return the match, and the seconds from configuration to match."""
         began = time.perf_counter()
-        tensors, source, destination = self._layouts()
-        numbered = enumerate_tensors(tensors)
-        match = Match(Sources(numbered, tabulate(numbered, source)), tabulate(numbered, destination))
-        return (match,), time.perf_counter() - began
-
-    def relay(self) -> tuple[tuple[Match, ...], float]:
-        began = time.perf_counter()
-        matches = relay_matches(*self._layouts())
-        return matches, time.perf_counter() - began
-
-    def way(self, matches: Sequence[Match], seconds: float, bucket_bytes: int, speeds: Speeds) -> Way:
-        """Return the costs of rounds that took `seconds` to match; the caller sets `ratio`."""
-        ranks = self.trainer.world + self.all_engine_ranks
-        sent, received = np.zeros((2, len(matches), ranks), np.int64)
-        messages = np.zeros((2, ranks), np.int64)
-        for number, match in enumerate(matches):
-            source, destination, nbytes = match.traffic().T
-            np.add.at(sent[number], source, nbytes)
-            np.add.at(received[number], destination, nbytes)
-            messages += np.stack([np.bincount(source, minlength=ranks), np.bincount(destination, minlength=ranks)])
-        busiest = np.maximum(sent, received).max(1).sum() / 1e9
-        by_trainer = sent[:, : self.trainer.world].sum(0)
-        return Way(
-            bytes_wire=int(sent.sum()),
-            ratio=math.nan,
-            sent=_spread(by_trainer),
-            received=_spread(received[:, self.trainer.world :].sum(0)),
-            passed_on=_spread(sent[:, self.trainer.world :].sum(0)),
-            imbalance=float(by_trainer.max() / by_trainer.mean()),
-            messages=int(messages.max()),
-            buckets=-(-int(np.maximum(sent.sum(0), received.sum(0)).max()) // bucket_bytes),
-            plan_seconds=seconds + self._slowest_part(matches),
-            nic_seconds=float(busiest / speeds.nic),
-            nvlink_seconds=float(busiest / speeds.nvlink),
-        )
-
-    def needed(self, match: Match) -> list[int]:
-        """Return the bytes of distinct elements of every engine rank."""
-        side = match.side
-        return [_distinct_bytes(side.tables[number]) for number in side.table_of.tolist()]
-
-    def _layouts(self) -> tuple[Mapping[str, tuple[int, ...]], list[RankLayout], list[RankLayout]]:
         source = self.payload.trainer(self.trainer, self.dtype)
         destination = self.payload.engines(self.engine, self.dtype, self.engines, first=self.trainer.world)
-        return self.payload.tensors(), source, destination
+        numbered = enumerate_tensors(self.payload.tensors())
+        match = Match(Sources(numbered, tabulate(numbered, source)), tabulate(numbered, destination))
+        return match, time.perf_counter() - began
 
-    def _slowest_part(self, matches: Sequence[Match]) -> float:
+    def way(self, match: Match, seconds: float, bound: int, bucket_bytes: int, speeds: Speeds) -> Way:
+        """Return the costs of a match that took `seconds` to make.
+
+        Args:
+            bound: `Forecast.lower_bound`.
+        """
+        ranks = self.trainer.world + self.all_engine_ranks
+        source, destination, nbytes = match.traffic().T
+        sent, received = np.zeros((2, ranks), np.int64)
+        np.add.at(sent, source, nbytes)
+        np.add.at(received, destination, nbytes)
+        messages = max(int(np.bincount(end).max()) for end in (source, destination))
+        busiest = int(np.maximum(sent, received).max())
+        by_trainer = sent[: self.trainer.world]
+        return Way(
+            bytes_wire=int(sent.sum()),
+            ratio=float(sent.sum() / bound),
+            sent=_spread(by_trainer),
+            received=_spread(received[self.trainer.world :]),
+            imbalance=float(by_trainer.max() / by_trainer.mean()),
+            messages=messages,
+            buckets=-(-busiest // bucket_bytes),
+            plan_seconds=seconds + self._slowest_part(match),
+            nic_seconds=busiest / 1e9 / speeds.nic,
+            nvlink_seconds=busiest / 1e9 / speeds.nvlink,
+        )
+
+    def _slowest_part(self, match: Match) -> float:
         """Return the seconds for one rank's part plus the digest; the part is the slowest of the first and last ranks of both sides."""
         world = self.trainer.world
         slowest = 0.0
         for rank in (0, world - 1, world, world + self.all_engine_ranks - 1):
             began = time.perf_counter()
-            for match in matches:
-                assemble(match, [rank])
+            assemble(match, [rank])
             slowest = max(slowest, time.perf_counter() - began)
         began = time.perf_counter()
-        for match in matches:
-            _ = match.digest
+        _ = match.digest
         return slowest + time.perf_counter() - began
+
+
+def _needed(match: Match) -> list[int]:
+    """Return the bytes of distinct elements of every engine rank."""
+    return [_distinct_bytes(match.side.tables[number]) for number in match.side.table_of.tolist()]
 
 
 def _distinct_bytes(table: Table) -> int:

@@ -1,4 +1,4 @@
-"""What an update of the weights takes: bytes, seconds and pause, dense or as a delta, for each `sync.staging`.
+"""What an update of the weights takes: bytes, seconds and pause, dense or as a delta, staged or written in place.
 
 Sizes of deltas follow from their code (csrc/delta_code.h) if the changed elements lie at random; a test compares them with coded ones.
 Seconds are those of the wire. A pause is the time in which a GPU's memory is written, or, where an update is
@@ -7,10 +7,7 @@ written in place, the whole transfer; launches and the controller's messages com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from asyncmoe.config.sync import DELTA_STAGING, Staging
 
 CHANGED = (None, 0.01, 0.05)
 """Shares of the elements that change; None: everything is sent."""
@@ -23,22 +20,23 @@ _SECTOR = 32
 
 @dataclass(frozen=True)
 class UpdateForecast:
-    """One update of all engines over the direct way.
+    """One update of all engines.
 
     Attributes:
         changed: share of the elements that are sent; None: all, without positions.
         bytes_wire: bytes between ranks.
         received: bytes of the engine rank that receives most.
         seconds: of the busiest rank's bytes at the speed of a NIC.
-        pauses: seconds for which an engine stands still, by `sync.staging`. Without staging, and where a delta is too large for its
-            memory, the version is sent whole and in place.
+        pause: seconds for which an engine stands still.
+        pause_in_place: the same, where a whole version is written in place; a coded delta is staged all the same.
     """
 
     changed: float | None
     bytes_wire: int
     received: int
     seconds: float
-    pauses: Mapping[Staging, float]
+    pause: float
+    pause_in_place: float
 
 
 def coded_share(changed: float, item: int) -> float:
@@ -65,8 +63,7 @@ def updates(shard: int, bytes_wire: int, seconds: float, item: int, hbm: float) 
 def _update(shard: int, bytes_wire: int, seconds: float, item: int, hbm: float, changed: float | None) -> UpdateForecast:
     if changed is None:
         copied = 2 * shard / hbm / 1e9
-        return UpdateForecast(None, bytes_wire, shard, seconds, {"full": copied, "delta": seconds, "none": seconds})
+        return UpdateForecast(None, bytes_wire, shard, seconds, copied, seconds)
     share = coded_share(changed, item)
     written = shard * (share + changed / item * 2 * _SECTOR) / hbm / 1e9
-    pauses: dict[Staging, float] = {"full": written, "delta": written if share <= DELTA_STAGING else seconds, "none": seconds}
-    return UpdateForecast(changed, int(share * bytes_wire), int(share * shard), share * seconds, pauses)
+    return UpdateForecast(changed, int(share * bytes_wire), int(share * shard), share * seconds, written, written)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
 from asyncmoe.receiver import protocol
@@ -14,15 +13,13 @@ _SAME_NCCL = "install the same torch and nvidia-nccl in both environments, or se
 _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
 
 
-def staging_of(cards: Mapping[int, Card], terms: Terms) -> Staging:
-    """Return what waits outside the engines' parameters: for "auto", a whole version if each GPU has room for it, else nothing.
+def in_place(cards: Mapping[int, Card]) -> bool:
+    """Return whether engines receive into their parameters, because some GPU has no room for staging memory.
 
     Args:
         cards: as for `unfit`.
     """
-    if terms.staging != "auto":
-        return terms.staging
-    return "full" if all(card.wanted + card.copy <= card.free for card in cards.values()) else "none"
+    return any(card.wanted + card.copy > card.free for card in cards.values())
 
 
 def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
@@ -31,8 +28,7 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     Args:
         cards: by rank in the meeting, for the ranks with a GPU.
     """
-    staging = staging_of(cards, terms)
-    short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card, staging)]
+    short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card)]
     return _differences(cards, terms) + short + (_unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else [])
 
 
@@ -48,12 +44,11 @@ def _differences(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     return wrong
 
 
-def _shortage(whom: str, card: Card, staging: Staging) -> list[str]:
-    """Return a line if a GPU has too little free memory for receiving."""
-    wanted = card.wanted + (card.copy if staging == "full" else 0)
-    if wanted <= card.free:
+def _shortage(whom: str, card: Card) -> list[str]:
+    """Return a line if a GPU has too little free memory for receiving in place."""
+    if card.wanted <= card.free:
         return []
-    got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(wanted)
+    got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(card.wanted)
     what = f"{whom} on {card.host}, {card.device}: memory to receive weights in"
     return [f"{what}: got {got}, expected {expected}; {OutOfDeviceMemory.HINT}"]
 

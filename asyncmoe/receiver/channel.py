@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -29,10 +27,8 @@ from asyncmoe.receiver.protocol import (
     names,
     update_failed,
 )
-from asyncmoe.receiver.transfer_plan import UpdatePlans
-from asyncmoe.reshard import Exchanger, RelayExchanger
+from asyncmoe.reshard import Exchanger, Plan
 from asyncmoe.reshard.gpu import nothing_to_give
-from asyncmoe.reshard.relay_exchange import AnyExchanger
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 
 log = logging.getLogger(__name__)
@@ -68,13 +64,13 @@ Arrays = Callable[[], tuple[Mapping[str, torch.Tensor] | None, Mapping[str, torc
 def connect(
     store: Store,
     terms: Terms,
-    plans: UpdatePlans,
+    plan: Plan,
     epoch: int,
     side: SideStream | None = None,
     watch: Watch = nothing_to_watch,
     arrays: Arrays | None = None,
     update: Callable[[], int] = lambda: 0,
-) -> AnyExchanger:
+) -> Exchanger:
     """Make this rank's end of channel `epoch`; return when all ranks have made theirs. From then on a rank that waits notices a dead peer.
     A channel in which anything failed is not used again.
 
@@ -97,7 +93,7 @@ def connect(
     relieve = torch.cuda.empty_cache if side else nothing_to_give
     held = side.communicators.held() if side and TRANSPORTS[terms.transport].nccl else {}
     bound, failure = None, ""
-    exchanger: AnyExchanger | None = None
+    exchanger: Exchanger | None = None
 
     def look() -> None:
         store.check_failed(channel_failed(epoch, "make"), update_failed(update()))
@@ -127,7 +123,7 @@ def connect(
             communicators=side.communicators if side else None,
             agreed=agreed,
         )
-        exchanger = _exchanger(end, plans)
+        exchanger = _exchanger(end, plan)
         if bound is not None:
             exchanger.bind(*bound)
     except Exception as error:  # reported to all ranks
@@ -142,33 +138,28 @@ def connect(
         raise
     assert exchanger is not None
     if terms.delta:
-        _open_carrier(store, terms, epoch, watch, exchanger, plans, place)
+        _open_carrier(store, terms, epoch, watch, exchanger, place)
     return exchanger
 
 
-def _exchanger(end: ChannelEnd, plans: UpdatePlans) -> AnyExchanger:
-    # One thread: the trainer's step or the engine runs at the same time.
-    options: dict[str, Any] = {
-        "bucket_bytes": end.terms.bucket_bytes,
-        "timeout_s": end.timeout_s,
-        "threads": 1,
-        "stream": end.stream,
-        "relieve": end.relieve,
-        "watch": end.watch,
-    }
-    if len(plans.full) == 1:
-        return Exchanger(plans.full[0], open_transport(end), **options)
-    transports = [open_transport(replace(end, part=part, session=f"{end.session}-{part}")) for part in range(len(plans.full))]
-    return RelayExchanger(plans.full, transports, **options)
+def _exchanger(end: ChannelEnd, plan: Plan) -> Exchanger:
+    return Exchanger(
+        plan,
+        open_transport(end),
+        bucket_bytes=end.terms.bucket_bytes,
+        timeout_s=end.timeout_s,
+        threads=1,  # the trainer's step or the engine runs at the same time
+        stream=end.stream,
+        relieve=end.relieve,
+        watch=end.watch,
+    )
 
 
-def _open_carrier(
-    store: Store, terms: Terms, epoch: int, watch: Watch, exchanger: AnyExchanger, plans: UpdatePlans, place: torch.device
-) -> None:
+def _open_carrier(store: Store, terms: Terms, epoch: int, watch: Watch, exchanger: Exchanger, place: torch.device) -> None:
     """Connect all ranks for the messages of deltas; raises what `connect` does, with the exchanger closed."""
     failure = ""
     try:
-        exchanger.open_carrier(*plans.peers(store.rank))
+        exchanger.open_carrier()
     except Exception as error:
         failure = failing.said(error, terms, store.rank, place)
         if not isinstance(error, AsyncmoeError):

@@ -32,7 +32,6 @@ class ChannelEnd(TransportEnd):
         store: the meeting's, for addresses: a transport sets `Key`s of its own there, whose names contain the epoch.
         communicators: NCCL communicators of this process's GPU; None without a GPU.
         agreed: the communicators to use, by engine; empty unless the transport is NCCL.
-        part: number of the transport in the channel: of one that relays (`TransportEntry.relays`), 0 or 1.
     """
 
     store: Store
@@ -40,7 +39,6 @@ class ChannelEnd(TransportEnd):
     terms: Terms
     communicators: Communicators | None
     agreed: Mapping[str, Agreed]
-    part: int = 0
 
 
 def open_transport(end: ChannelEnd) -> Transport | SharedTransport:
@@ -82,7 +80,7 @@ def open_gloo(end: ChannelEnd) -> TorchTransport:
     Raises:
         WaitTimeout, WeightSyncError: as `Store.connect`.
     """
-    return TorchTransport(end.store.connect(end.world, end.epoch, min(_GROUP_S, end.timeout_s), end.part))
+    return TorchTransport(end.store.connect(end.world, end.epoch, min(_GROUP_S, end.timeout_s)))
 
 
 def open_nccl(end: ChannelEnd) -> RoutedTransport:

@@ -184,8 +184,8 @@ class Store:
         for key in done:
             self._store.delete_key(key.name)
 
-    def connect(self, world: int, epoch: int, timeout_s: float, part: int = 0) -> dist.ProcessGroup:
-        """Make process group `part` of channel `epoch`, of all ranks; return when all have joined.
+    def connect(self, world: int, epoch: int, timeout_s: float) -> dist.ProcessGroup:
+        """Make the process group of channel `epoch`, of all ranks; return when all have joined.
 
         It is not registered with torch: neither the trainer's nor SGLang's default group knows its ranks.
 
@@ -196,7 +196,7 @@ class Store:
         began = time.monotonic()
         gloo = _c10d.ProcessGroupGloo
         try:
-            store = _c10d.PrefixStore(f"group{epoch}.{part}", self._store)
+            store = _c10d.PrefixStore(f"group{epoch}", self._store)
             options = gloo._Options()
             # Gloo's default is the interface of the host's name, which other machines often cannot reach.
             options._devices = [gloo.create_device(hostname=LOOPBACK if self._file else towards(*self._at))]

@@ -13,15 +13,10 @@ from typing import Any
 
 import msgspec
 
-from asyncmoe.config.sync import DELTA_STAGING
 from asyncmoe.receiver.protocol import Key, Terms, engine_ranks
 
-_LARGEST_SHARE = 0.5
-
-
-def largest_share(terms: Terms) -> float:
-    """Return the share of the bytes of a full update that a delta takes at most, for every engine rank; else the update is full."""
-    return DELTA_STAGING if terms.staging == "delta" else _LARGEST_SHARE
+LARGEST_SHARE = 0.5
+"""The share of the bytes of a full update that a delta takes at most, for every engine rank; else the update is full."""
 
 
 class Portion(msgspec.Struct, frozen=True):

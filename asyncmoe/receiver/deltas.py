@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,13 +15,10 @@ import torch
 from asyncmoe.errors import InvariantBroken, TransferError, WeightSyncError
 from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.delta_messages import Coming, largest_share
+from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming
 from asyncmoe.receiver.protocol import Header, Terms
-from asyncmoe.receiver.transfer_plan import UpdatePlans
-from asyncmoe.reshard import DeltaReceiver, expected_digest
-from asyncmoe.reshard.delta_relay import Numbered, firsthand, in_order, secondhand
+from asyncmoe.reshard import DeltaReceiver, Exchanger, Plan, expected_digest
 from asyncmoe.reshard.gpu import nothing_to_give
-from asyncmoe.reshard.relay_exchange import AnyExchanger
 
 log = logging.getLogger(__name__)
 
@@ -36,25 +33,22 @@ class DeltaStaging:
     Its receiver's thread calls everything but `commit` and `moved`, which its main thread calls while nothing is received.
 
     Args:
-        plans: the rank's parts.
+        plan: the rank's part.
         side: where to enqueue copies and kernels, if the weights are on a GPU. Around `commit` the caller waits for all of its streams.
     """
 
-    def __init__(self, plans: UpdatePlans, rank: int, terms: Terms, side: SideStream | None = None) -> None:
-        self._plan, self._rank, self._terms = plans.delta, rank, terms
-        self._first = first = plans.first(rank)
-        self._replicas = plans.replicas[first]
-        dense = sum(transfer.nbytes for transfer in plans.delta.transfers if transfer.destination == first)
+    def __init__(self, plan: Plan, rank: int, terms: Terms, side: SideStream | None = None) -> None:
+        self._plan, self._rank, self._terms = plan, rank, terms
+        dense = sum(transfer.nbytes for transfer in plan.transfers if transfer.destination == rank)
         # One thread: the engine generates at the same time.
         self._held = DeltaReceiver(
-            plans.delta,
-            first,
-            limit_bytes=int(largest_share(terms) * dense),
+            plan,
+            rank,
+            limit_bytes=int(LARGEST_SHARE * dense),
             threads=1,
             stream=side.stream.cuda_stream if side else 0,
             relieve=torch.cuda.empty_cache if side else nothing_to_give,
         )
-        self._deltas = 0  # since all elements were read
 
     def forget(self) -> None:
         """Hold no version: before a full update writes, and when one that was received will not be committed."""
@@ -70,13 +64,9 @@ class DeltaStaging:
             TransferError: they hold something else.
         """
         self._held.bind(arrays)
-        try:
-            self._held.adopt(version, expected_digest(self._plan, self._first, [coming.contributions]))
-        except TransferError as error:
-            raise self._of_this_rank(error) from error
-        self._deltas = 0
+        self._held.adopt(version, expected_digest(self._plan, self._rank, [coming.contributions]))
 
-    def receive(self, exchanger: AnyExchanger, header: Header, coming: Coming) -> None:
+    def receive(self, exchanger: Exchanger, header: Header, coming: Coming) -> None:
         """Receive a delta and prove that it makes its version of what lies in memory now. Writes nothing.
 
         Raises:
@@ -89,16 +79,10 @@ class DeltaStaging:
             raise DeltaRefused(f"a delta of version {header.base} came, but this rank holds {_named(held.version)}")
         if total > most:
             raise DeltaRefused(f"a delta of {total} bytes came, expected at most {most}")
-        if len(self._replicas) > 1:
-            self._relay(exchanger, coming.sizes)
-        else:
-            exchanger.carry({}, coming.sizes, self._stage, self._terms.timeout_s)
+        exchanger.carry({}, coming.sizes, self._stage, self._terms.timeout_s)
         with self._refusing():
-            if 0 < self._terms.audit_every <= self._deltas:
-                held.audit()
-                self._deltas = 0
             held.prove(header.version)
-            expected = expected_digest(self._plan, self._first, [coming.contributions])
+            expected = expected_digest(self._plan, self._rank, [coming.contributions])
             if held.staged_digest != expected:
                 raise DeltaRefused(f"the delta makes digest {held.staged_digest:016x}, but its senders have {expected:016x}")
 
@@ -109,51 +93,10 @@ class DeltaStaging:
             TransferError: memory changed since it was proven: it may be partly written, and the worker must not continue.
         """
         self._held.commit(version)
-        self._deltas += 1
 
     def moved(self, arrays: dict[str, torch.Tensor]) -> None:
         """Go on with other arrays that hold the same, as a swap leaves them."""
         self._held.rebind(arrays)
-
-    def _relay(self, exchanger: AnyExchanger, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Receive messages from their sources and pass them on to the other replicas, receive theirs, and only then look at them all."""
-        counts = {source: len(several) for source, several in sizes.items()}
-        whence = firsthand(self._rank, counts, self._replicas)
-        came: dict[Numbered, np.ndarray] = {}
-        self._carry(exchanger, {}, whence, sizes, came)
-        ours = [came[one] for one in in_order(whence)]
-        outgoing = {other: ours for other in self._replicas if other != self._rank}
-        self._carry(exchanger, outgoing, secondhand(self._rank, counts, self._replicas), sizes, came)
-        del ours, outgoing
-        for one in sorted(came):
-            self._stage(one[0], came.pop(one))
-
-    def _carry(
-        self,
-        exchanger: AnyExchanger,
-        outgoing: Mapping[int, Sequence[np.ndarray]],
-        whence: Mapping[int, Sequence[Numbered]],
-        sizes: Mapping[int, Sequence[int]],
-        came: dict[Numbered, np.ndarray],
-    ) -> None:
-        """Carry messages between this rank and its peers; put those that come into `came`.
-
-        Args:
-            whence: what comes from each peer, in order.
-            sizes: of all messages, by source.
-        """
-        expected = {peer: iter(several) for peer, several in whence.items()}
-
-        def take(peer: int, message: np.ndarray) -> None:
-            came[next(expected[peer])] = message
-
-        incoming = {peer: [sizes[source][number] for source, number in several] for peer, several in whence.items()}
-        exchanger.carry(outgoing, incoming, take, self._terms.timeout_s)
-
-    def _of_this_rank(self, error: TransferError) -> TransferError:
-        """Name this rank, where the plan of deltas has the first of its replicas."""
-        source = self._rank if error.source == self._first else error.source
-        return TransferError(source, self._rank, error.what)
 
     def _stage(self, source: int, message: np.ndarray) -> None:
         with self._refusing():
@@ -164,7 +107,7 @@ class DeltaStaging:
         try:
             yield
         except TransferError as error:
-            raise DeltaRefused(failing.in_words(self._of_this_rank(error), self._terms)) from error
+            raise DeltaRefused(failing.in_words(error, self._terms)) from error
         except InvariantBroken as error:  # of other messages than the plan has
             raise DeltaRefused(str(error)) from error
 

@@ -22,7 +22,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from asyncmoe.config.sync import Staging, StagingChoice
 from asyncmoe.config.transports import TransportName
 from asyncmoe.errors import ReportedFailure
 
@@ -60,11 +59,9 @@ class Terms(msgspec.Struct, frozen=True):
         dtype, engine_dtype: dtypes of the weights in the trainer and in the engines.
         transport: the transport of the weights.
         session: unique name of this meeting on its host.
-        staging: where engines receive full updates: into staging memory ("full"), or directly into their parameters. "auto" until the
-            verdict says which.
+        in_place: whether engines receive full updates directly into their parameters, because a GPU has no room for staging memory; the
+            verdict says so.
         delta: whether updates may be deltas, so that every version is proven by a canonical digest.
-        audit_every: `sync.audit_every`.
-        relay: whether equal ranks of several engines pass on to each other what they receive; until the verdict, whether they may.
         timeout_s: bound of a transfer, and of the rendezvous.
         max_ctas: limit of an NCCL communicator (`asyncmoe.receiver.communicators`).
     """
@@ -77,13 +74,11 @@ class Terms(msgspec.Struct, frozen=True):
     engine_dtype: str
     transport: TransportName
     session: str
-    staging: StagingChoice
     bucket_bytes: int
     timeout_s: float
     max_ctas: int = 0
     delta: bool = False
-    audit_every: int = 0
-    relay: bool = False
+    in_place: bool = False
 
     @property
     def world(self) -> int:
@@ -141,8 +136,6 @@ class Ready(msgspec.Struct, frozen=True):
     """Reasons why weights must not be written into the worker's parameters."""
     card: Card | None = None
     """None without a GPU."""
-    host: str = ""
-    """`asyncmoe.rpc.address.host_id` of the rank."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -178,17 +171,15 @@ class MeetingOutcome(msgspec.Struct, frozen=True):
     """Weights can be sent, or why they cannot.
 
     Attributes:
-        staging: `Terms.staging`, with "auto" decided.
-        relay: `Terms.relay`, decided.
+        in_place: see `Terms`.
     """
 
     failure: str = ""
-    staging: Staging = "full"
-    relay: bool = False
+    in_place: bool = False
 
     def settle(self, terms: Terms) -> Terms:
         """Return the terms with what was decided."""
-        return msgspec.structs.replace(terms, staging=self.staging, relay=self.relay)
+        return msgspec.structs.replace(terms, in_place=self.in_place)
 
 
 class Over(msgspec.Struct, frozen=True):

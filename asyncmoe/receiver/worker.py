@@ -22,13 +22,10 @@ from asyncmoe.receiver.command import FAMILY_VARIABLE, CommitCommand, JoinComman
 from asyncmoe.receiver.control_store import Store, StoreGone
 from asyncmoe.receiver.deltas import DeltaRefused, DeltaStaging
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
-from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
-from asyncmoe.reshard import Plan, device_threads
+from asyncmoe.reshard import Exchanger, Plan, device_threads
 from asyncmoe.reshard.carry import BUFFERED_BYTES
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES
-from asyncmoe.reshard.relay_exchange import AnyExchanger
-from asyncmoe.rpc.address import host_id
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
@@ -111,12 +108,11 @@ class Receiver:
         # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
         verdict = store.get(protocol.VERDICT, 2 * terms.timeout_s)
         terms = self._terms = verdict.settle(terms)
-        if terms.staging != "none":
+        if not terms.in_place:
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
-            plans = transfer_plan.update_plans(terms, self._join.rank, plan)
-            self._deltas = DeltaStaging(plans, self._join.rank, terms, self._side) if terms.delta else None
-            self._serve(store, terms, plans)
+            self._deltas = DeltaStaging(plan, self._join.rank, terms, self._side) if terms.delta else None
+            self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:
         """Report the error that ended the thread, so that no rank waits for this one."""
@@ -171,7 +167,7 @@ class Receiver:
             opener(terms.transport)
             plan = transfer_plan.route(terms, self._join.rank)
             card = card_of(self._device, terms, *self._wanted(terms))
-            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card, host_id())
+            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
         except Exception as error:
             store.put(key, Ready(failure=failing.in_one_line(error, terms)))
             raise
@@ -189,9 +185,9 @@ class Receiver:
             messages += min(MESSAGE_BYTES, room) + (0 if reads_sender else BUFFERED_BYTES * trainers)
         return messages, room
 
-    def _serve(self, store: Store, terms: Terms, plans: UpdatePlans) -> None:
+    def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0
-        exchanger: AnyExchanger | None = None
+        exchanger: Exchanger | None = None
         try:
             while not self._left.is_set():
                 self._number = number
@@ -207,22 +203,20 @@ class Receiver:
                     if exchanger is not None and header.epoch != epoch:
                         exchanger.close()  # close the old channel first, which also ends its ranks' pending waits
                         exchanger = None
-                    exchanger = self._update(store, terms, plans, number, header, exchanger)
+                    exchanger = self._update(store, terms, plan, number, header, exchanger)
                     epoch = header.epoch
                 number += 1
         finally:
             if exchanger is not None:
                 exchanger.close()  # the next meeting's receiver can reuse its communicators
 
-    def _update(
-        self, store: Store, terms: Terms, plans: UpdatePlans, number: int, header: Header, exchanger: AnyExchanger | None
-    ) -> AnyExchanger | None:
+    def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
         """Receive one update; return the channel, or None if it can no longer be used."""
         key = protocol.staged(number, self._join.rank)
         try:
             if exchanger is None:
                 arrays = functools.partial(self._arrays, terms)
-                exchanger = channel.connect(store, terms, plans, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
+                exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
             elif header.base is None:
                 exchanger.bind(*self._arrays(terms))
             staged = self._receive(store, terms, number, header, exchanger)
@@ -241,7 +235,7 @@ class Receiver:
         store.put(key, Outcome())
         return exchanger
 
-    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: AnyExchanger) -> Staged:
+    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> Staged:
         """Receive the weights, or the delta, of an update."""
         deltas, coming = self._deltas, None
         if deltas is not None:
@@ -255,11 +249,11 @@ class Receiver:
             deltas.forget()
         tensors = self._arrays(terms)[1]
         exchanger.run(terms.timeout_s)
-        if terms.staging == "full":
+        if not terms.in_place:
             self._target.received(tensors)
         if deltas is not None and coming is not None:
             deltas.adopt(tensors, header.version, coming)
-        return Staged(header.version, number, tensors if terms.staging == "full" else None)
+        return Staged(header.version, number, None if terms.in_place else tensors)
 
     def _drop(self) -> None:
         """Discard the staged update, if any, and reuse its memory."""
@@ -272,7 +266,7 @@ class Receiver:
 
     def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
         """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""
-        return None, self._staging(terms) if terms.staging == "full" else self._target.tensors()
+        return None, self._target.tensors() if terms.in_place else self._staging(terms)
 
     def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
         """Return staging memory for an update: after a swap, the memory the parameters occupied before."""

@@ -129,7 +129,6 @@ class Matching:
         table_of: np.ndarray,
         item_bytes: np.ndarray,
         casts: list[tuple[int, int, int]],
-        in_place: bool = False,
     ) -> None: ...
     @property
     def fault(self) -> tuple[bool, int, int, int, int] | None: ...

@@ -9,8 +9,6 @@ from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, Piece, RankLayo
 from asyncmoe.reshard.memory import digest
 from asyncmoe.reshard.moved import Moved
 from asyncmoe.reshard.plan import Plan, Transfer, plan, plan_each
-from asyncmoe.reshard.relay import relay
-from asyncmoe.reshard.relay_exchange import RelayExchanger
 from asyncmoe.reshard.transport import LocalTransport, SharedTransport, Transport
 
 __all__ = [
@@ -27,7 +25,6 @@ __all__ = [
     "Piece",
     "Plan",
     "RankLayout",
-    "RelayExchanger",
     "SharedTransport",
     "Storage",
     "Transfer",
@@ -38,6 +35,5 @@ __all__ = [
     "expected_digest",
     "plan",
     "plan_each",
-    "relay",
     "shard_digest",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -145,14 +145,6 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) 
     edges = np.concatenate([[0], end])[firsts]
     copies[:, WIRE_OFFSET] = end - _nbytes(copies) - np.repeat(edges[:-1], np.diff(firsts))
     return Chunks(transfer.source, transfer.destination, copies, np.array(firsts, np.int64), tuple(np.diff(edges).tolist()))
-
-
-def at_the_end(chunks: Chunks, rounds: int) -> Chunks:
-    """Return a transfer with at least `rounds` messages: those of `chunks` last, and empty ones before them."""
-    empty = rounds - len(chunks)
-    if empty <= 0:
-        return chunks
-    return replace(chunks, firsts=np.concatenate([np.zeros(empty, np.int64), chunks.firsts]), nbytes=(0,) * empty + chunks.nbytes)
 
 
 def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:

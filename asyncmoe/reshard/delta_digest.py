@@ -5,7 +5,7 @@ is the element's row-major number in the whole tensor, `bits` are the stored bit
 Lea, Flood: Fast splittable pseudorandom number generators, 2014). The sum can be computed in any order and in parts by those who hold the
 parts, and a change of an element takes out one term and adds another. Every stored element counts: one that a rank stores twice counts
 twice. An element of padding is an element of a tensor of its storage, at its place in the storage. The digest detects damage; it is no
-cryptographic hash. `shard_digest` reads host memory; `DeltaReceiver.audit` reads a GPU's, too.
+cryptographic hash. `shard_digest` reads host memory; `DeltaReceiver.adopt` reads a GPU's, too.
 """
 
 from __future__ import annotations

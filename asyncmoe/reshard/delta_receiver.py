@@ -32,7 +32,7 @@ class DeltaReceiver:
     digest (`asyncmoe.reshard.delta_digest`) of everything from the destination. Then, for each version: `stage` takes the messages and
     keeps their coded bytes; `prove` computes, from the old bits as they lie in memory now, whether the version will be what its senders
     have, while the old weights are still in use; `commit` writes the changed elements straight into the storages. Nothing is written
-    unless every message of the version is there, whole, made from the version that is held, and proven. `audit` reads everything again.
+    unless every message of the version is there, whole, made from the version that is held, and proven.
 
     In arrays on a GPU, kernels prove, write and read (`asyncmoe.reshard.delta_gpu`); staged messages are in pinned host memory.
 
@@ -97,7 +97,7 @@ class DeltaReceiver:
         self.forget()
 
     def rebind(self, destination_arrays: Mapping[str, Array]) -> None:
-        """Set other arrays, into which the caller has put the same bits. Forgets nothing; `prove` and `audit` read the new arrays.
+        """Set other arrays, into which the caller has put the same bits. Forgets nothing; `prove` reads the new arrays.
 
         Raises:
             LayoutError: as `bind`.
@@ -219,25 +219,6 @@ class DeltaReceiver:
             one.staged.clear()
         self._memory.let_go()
         self.staged_bytes, self._staging, self._proven = 0, None, False
-
-    def audit(self) -> int:
-        """Read every element again; return the canonical digest.
-
-        Raises:
-            TransferError: something changed that no delta wrote; names the source rank of what differs. No version is held then.
-            InvariantBroken: no version is held.
-        """
-        self._check_bound()
-        if self.version is None:
-            raise InvariantBroken(f"rank {self.rank}: got an audit without a version, expected a full update and adopt before it")
-        self._check_padding()
-        for source, one in self._incoming.items():
-            for i in range(len(one.lane)):
-                found = one.elements.read(i, self._places)
-                if found != one.sums[i]:
-                    what = f"what message {i + 1} of {len(one.lane)} wrote has digest {found:016x}, expected {one.sums[i]:016x}"
-                    raise self._lost(source, what)
-        return self.digest
 
     def _header(self, source: int, message: np.ndarray) -> DeltaHeader:
         found = read_header(message)

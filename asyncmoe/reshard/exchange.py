@@ -75,8 +75,7 @@ class Exchanger:
         self._timeout_s, self._threads, self._stream, self._buffers = timeout_s, threads, stream, buffers
         cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
-        rounds = max((one.messages for one in cuts.values()), default=1)
-        cut = [self._cut(cut_transfer(plan, t, *cuts[t.source, t.destination]), rounds) for t in mine if t.source != t.destination]
+        cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
         self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
         sent = [t.copies for t in mine if t.source == self.rank]
@@ -155,17 +154,13 @@ class Exchanger:
         self._broken = False
         return moved
 
-    def open_carrier(self, destinations: Sequence[int] | None = None, sources: Sequence[int] | None = None) -> None:
-        """Connect for `carry`. All ranks call it, when all of them have made their exchanger, and before it runs.
-
-        Args:
-            destinations, sources: ranks to which and from which messages may go; None: those of the plan.
+    def open_carrier(self) -> None:
+        """Connect for `carry`, to the ranks of the plan. All ranks call it, when all of them have made their exchanger, and before it runs.
 
         Raises:
             WaitTimeout, TransferError: as `Carrier`.
         """
-        out = [chunks.destination for chunks in self._outgoing] if destinations is None else destinations
-        into = [chunks.source for chunks in self._incoming] if sources is None else sources
+        out, into = [chunks.destination for chunks in self._outgoing], [chunks.source for chunks in self._incoming]
         self._carrier = Carrier(self._transport, out, into, timeout_s=self._timeout_s, watch=self._watch)
 
     def carry(
@@ -194,10 +189,6 @@ class Exchanger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _cut(self, chunks: Chunks, rounds: int) -> Chunks:
-        """Return a transfer's messages, given that the longest of the plan's has `rounds`."""
-        return chunks
 
     def _copy_local(self, moved: Moved) -> None:
         if self._local is not None:

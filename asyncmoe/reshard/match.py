@@ -47,21 +47,17 @@ class Sources:
 class Match:
     """Sources and destinations, matched: every element of a destination has exactly one source rank that sends it.
 
-    Args:
-        covered: whether the pieces of a destination must hold each element of its storages exactly once.
-        in_place: ranks on both sides have the same storages there; elements already in place, and padding, are left unchanged.
-
     Raises:
         LayoutError: destination pieces that overlap in their storage or leave holes, an element that no source holds, or a tensor whose
             source dtype cannot be converted to its destination dtype; names rank, tensor and box.
     """
 
-    def __init__(self, sources: Sources, side: Side, *, covered: bool = True, in_place: bool = False) -> None:
-        self.sources, self.side, self._in_place = sources, side, in_place
-        for table in side.tables if covered else ():
+    def __init__(self, sources: Sources, side: Side) -> None:
+        self.sources, self.side = sources, side
+        for table in side.tables:
             check_destination(sources.tensors, table)
         pieces = [table.pieces for table in side.tables]
-        self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, _CASTS, in_place)
+        self._matching = _C.Matching(sources.holdings, pieces, side.ranks, side.table_of, DTYPE_BYTES, _CASTS)
         if self._matching.fault is not None:
             raise self._error(*self._matching.fault)
 
@@ -74,7 +70,7 @@ class Match:
     def digest(self) -> str:
         """SHA-256 of everything that determines the copies: the tensors, the layouts of all ranks, and `RULES`."""
         tensors = self.sources.tensors
-        state = hashlib.sha256(repr((RULES, self._in_place)).encode())
+        state = hashlib.sha256(RULES.encode())
         state.update("\0".join(tensors.names).encode())
         state.update(tensors.extent.astype("<i8").tobytes())
         self.sources.side.update(state)

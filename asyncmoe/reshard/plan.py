@@ -84,8 +84,7 @@ class Plan:
         """SHA-256 of the whole plan, even if this is a part: ranks that execute one plan together must have the same digest.
 
         It is computed from the plan's inputs (tensors, layouts of all ranks, version of the rules), which is much cheaper for a rank than
-        computing all copies. `Transfer.check` compares the resulting copies of two ranks; of a transfer that `relay` put in
-        another order, those before.
+        computing all copies. `Transfer.check` compares the resulting copies of two ranks.
         """
         return self.match.digest
 

@@ -31,7 +31,6 @@ from asyncmoe.rollout.engines.membership import MembershipRequest
 from asyncmoe.rollout.engines.succession import Succession
 from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
-from asyncmoe.rollout.engines.weight_updates.spot_check import SpotCheck
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.journaling import Journaling
@@ -192,7 +191,6 @@ class Controller:
             config.rollout.interruption,
             self._unfinished,
             config.engines.hang_timeout_s * PAUSE_SHARE,
-            SpotCheck(self._pool, config.sync.spot_check_every, config.run.seed, config.sync.timeout_s),
             None if left is None else left.note,
         )
         self._fleet, self._stored = (

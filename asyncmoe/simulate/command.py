@@ -104,9 +104,9 @@ def modes(text: str) -> tuple[Mode, ...]:
 
 
 def sync_seconds(plan: Path) -> float:
-    """Return the seconds of the fastest method in a file of `asyncmoe plan --json`. Raises DataError if it is missing or no such file."""
+    """Return the seconds of an update in a file of `asyncmoe plan --json`. Raises DataError if it is missing or no such file."""
     try:
-        return min(float(way["nic_seconds"]) for way in json.loads(plan.read_text())["ways"].values())
+        return float(json.loads(plan.read_text())["way"]["nic_seconds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(str(plan), got=repr(error), expected="what asyncmoe plan --json has written") from error
 

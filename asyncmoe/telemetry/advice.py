@@ -123,7 +123,7 @@ def _sync(g: Gauges) -> str | None:
 def _pause(g: Gauges) -> str | None:
     if g.pause_ms is None or not g.step_seconds or g.pause_ms / 1000 <= PAUSE_SHARE * g.step_seconds:
         return None
-    return f"Engines pause {number(g.pause_ms, 'ms')} per update: raise sync.every, or set sync.staging=true if it is off."
+    return f"Engines pause {number(g.pause_ms, 'ms')} per update: raise sync.every, or leave GPUs room for a second copy of the weights."
 
 
 _RULES: tuple[Rule, ...] = (_loss, _agreement, _no_signal, _rejected, _off_policy, _idle, _dropped, _sync, _pause)

@@ -265,8 +265,7 @@ class Step(Learning, frozen=True, kw_only=True):
     sync_bytes: Annotated[
         int | None,
         Metric(
-            "Bytes that all engines together receive for that version (with a relay the trainer sends less). "
-            "Absent unless updates may be deltas (`sync.delta`).",
+            "Bytes that all engines together receive for that version. Absent unless updates may be deltas (`sync.delta`).",
             "bytes",
         ),
     ] = None

@@ -18,7 +18,6 @@ from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.delta_messages import Coming, Offer
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.receiver.protocol import EngineRanks, Header, Terms
-from asyncmoe.receiver.transfer_plan import direct
 from asyncmoe.receiver.weight_buffers import Tensors, Weights
 from asyncmoe.reshard import Exchanger, Plan, RankLayout, expected_digest, shard_digest
 from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base
@@ -54,7 +53,7 @@ class DeltaRank:
     """What a rank does for deltas, once its full updates are measured: a full update, from which deltas start, then pairs of a full update
     and a delta of the same version.
 
-    An engine host holds its weights and, as with `sync.staging=full`, memory for a second copy. A full update goes there, the delta of the
+    An engine host holds its weights and, as where it stages whole versions, memory for a second copy. A full update goes there, the delta of the
     same version into the weights; then both are compared. So there are never more copies of a shard than these two on an engine host, and
     two on a trainer host: its weights, and what it published last.
 
@@ -81,13 +80,13 @@ class DeltaRank:
         self._spare: Tensors = {}
         self._number = self._version = 0  # of the update, as in `asyncmoe.receiver.protocol`, and of the weights
         self._drawn: list[tuple[int, float]] = []
-        growth, plans = Growth(), direct(plan)
+        growth = Growth()
         self._source: DeltaSource | None = None
         self._staging: DeltaStaging | None = None
         if layout.rank < case.trainers:
-            self._source = DeltaSource(plans, self._rank, _tensors(held), delta_messages.largest_share(self._terms))
+            self._source = DeltaSource(plan, self._rank, _tensors(held), delta_messages.LARGEST_SHARE)
         else:
-            self._staging = DeltaStaging(plans, self._rank, self._terms)
+            self._staging = DeltaStaging(plan, self._rank, self._terms)
         self._tables_bytes = growth.now_bytes()
         give_back()
         self._growth = Growth()
@@ -200,7 +199,7 @@ class DeltaRank:
         keys = {delta_messages.offer(number, rank): f"trainer rank {rank}" for rank in range(1, self._case.trainers)}
         found = store.get_all(keys, self._limit)
         offers = {0: mine} | {rank: found[key] for rank, key in enumerate(keys, 1)}
-        base = common_base(offers, delta_messages.largest_share(self._terms))
+        base = common_base(offers, delta_messages.LARGEST_SHARE)
         for rank, coming in comings(offers, {rank: rank for rank in protocol.engine_ranks(self._terms)}, base).items():
             store.put(delta_messages.coming(number, rank), coming)
         store.put(protocol.header(number), Header(self._version, _CHANNEL, base=base))
@@ -262,7 +261,6 @@ def _terms(case: Case, timeout_s: float) -> Terms:
         engine_dtype=DTYPE,
         transport="gloo",
         session="",
-        staging="full",
         bucket_bytes=0,
         timeout_s=timeout_s,
         delta=True,

@@ -33,7 +33,6 @@ SHAPE = (
     "trainer.max_restarts=5",
     "sync.timeout_s=60",
     "sync.verify_every=3",
-    "sync.spot_check_every=3",
     "watch.beat_s=1",
     "watch.stacks_after_s=20",
     "watch.end_after_s=40",

@@ -82,9 +82,11 @@ class Stage:
         publications: Mapping[str, Sequence[tuple[Oracle, int]]],
         faults: Mapping[int, Any] = {},
         limit_s: float = 300.0,
+        in_place: bool = False,
         **changes: Any,
     ) -> Published:
-        """Have a trainer of `ranks` ranks publish checkpoints; faults as in tests/ranks/publish.py, by place among all publications."""
+        """Have a trainer of `ranks` ranks publish checkpoints; faults and `in_place` as in tests/ranks/publish.py, by place among all
+        publications."""
         found = Published()
 
         async def answer(request: Request) -> Reply:
@@ -104,6 +106,7 @@ class Stage:
             "layouts": list(publications),
             "publications": listed,
             "faults": {str(place): fault for place, fault in faults.items()},
+            "in_place": in_place,
         }
         (out / "job.json").write_text(json.dumps(job))
         async with Server(answer) as server:
@@ -234,19 +237,19 @@ def test_a_dense_model_with_tied_embeddings_is_rounded_on_its_way(dense: Stage) 
 
 
 WAYS: list[Any] = [
-    {"transport": "gloo"},
-    {"staging": False},
-    pytest.param({"transport": "gloo", "staging": False}, marks=pytest.mark.thorough),
+    ("gloo", False),
+    ("shm", True),
+    pytest.param("gloo", True, marks=pytest.mark.thorough),
 ]
 
 
-@pytest.mark.parametrize("sync", WAYS, ids=str)
+@pytest.mark.parametrize(("transport", "in_place"), WAYS)
 @pytest.mark.parametrize("engine", [pytest.param("two", marks=pytest.mark.thorough), "pair"])
-def test_every_way_ends_at_the_same_parameters(stages: Stages, engine: str, sync: dict[str, Any]) -> None:
+def test_every_way_ends_at_the_same_parameters(stages: Stages, engine: str, transport: str, in_place: bool) -> None:
     stage: Stage = getattr(stages, engine)
     _, a, b = stage.checkpoints
     several = list(zip((a, b, a), stage.versions(3), strict=True))
-    found = stage.rig.run(stage.publish(4, {"tp=2,ep=2": several}, sync=sync))
+    found = stage.rig.run(stage.publish(4, {"tp=2,ep=2": several}, sync={"transport": transport}, in_place=in_place))
     assert not found.failed, found.failed
     assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
     want = {oracle: stage.expected(oracle) for oracle in (a, b)}
@@ -254,11 +257,11 @@ def test_every_way_ends_at_the_same_parameters(stages: Stages, engine: str, sync
     held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
     assert not any(names for engine_held in held for names in wrong(engine_held, want[a]))
     assert difference(stage.rig.run(generate(stage)), a) < 1e-4
-    print(f"{engine} {sync}: pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]}")
+    print(f"{engine} {transport} {in_place}: pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]}")
 
 
-@pytest.mark.parametrize("staging", [pytest.param("full", marks=pytest.mark.thorough), "delta"])
-def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, staging: str) -> None:
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_place: bool) -> None:
     """One that arrives damaged is followed by everything; so is the first of another trainer."""
     stage = stages.pair
     a = stage.checkpoints[1]
@@ -266,8 +269,9 @@ def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, stagi
     few += [perturbed(few[0], tmp_path / "few2", 4, share=0.05)]
     versions = stage.versions(6)
     several = list(zip((a, few[0], few[1], a, few[0], few[0]), versions, strict=True))
-    sync = {"delta": "auto", "staging": staging, "audit_every": 1, "verify_every": 1}
-    found = stage.rig.run(stage.publish(4, {"tp=2,ep=2": several[:3], "pp=2,ep=2": several[3:]}, {2: (1, "damaged")}, sync=sync))
+    sync = {"delta": "auto", "verify_every": 1}
+    layouts = {"tp=2,ep=2": several[:3], "pp=2,ep=2": several[3:]}
+    found = stage.rig.run(stage.publish(4, layouts, {2: (1, "damaged")}, sync=sync, in_place=in_place))
     assert not found.failed, found.failed
     assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 6
     want = {oracle: stage.expected(oracle) for oracle in (a, *few)}
@@ -281,7 +285,7 @@ def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, stagi
     assert 0.008 < sparse < 0.012
     assert nbytes < whole / 10
     assert (nothing < nbytes / 10, none) == (True, 0.0)
-    print(f"{staging}: of {whole} bytes {nbytes} at 1 %, pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]}")
+    print(f"in place {in_place}: of {whole} bytes {nbytes} at 1 %, pauses {[round(outcome['pause_ms']) for outcome in found.outcomes[0]]}")
 
 
 def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stages: Stages) -> None:

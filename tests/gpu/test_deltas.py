@@ -97,7 +97,7 @@ def test_a_gpu_sends_and_receives_what_a_cpu_does(dtype: str, item: int, memory:
         sender.commit()
         ranks.commit(version)
         assert same(held, ranks.destinations[1])
-        assert receiver.audit() == ranks.receivers[1].audit()
+        assert receiver.digest == ranks.receivers[1].digest
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -139,7 +139,3 @@ def test_what_somebody_else_wrote_is_found() -> None:
     held["half0"][3 * 500 * 2] ^= 2
     with pytest.raises(TransferError, match="does not make version 2 of what lies in memory"):
         receiver.prove(2)
-    receiver.adopt(1)
-    held["half1"][77] ^= 2
-    with pytest.raises(TransferError, match="wrote has digest"):
-        receiver.audit()

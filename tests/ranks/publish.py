@@ -4,6 +4,7 @@
     config          values of a configuration but for the trainer's section
     layouts         as in kept.py
     publications    [directory of a checkpoint, version], all of them under every layout in turn
+    in_place        engines pause and receive into their parameters, as on a GPU without room for staging memory
     faults          optional: what goes wrong at the n-th publication of all, {"n": [rank, kind]}; kinds are methods of `Faulty`
 Every rank writes what came of each publication to RESULT.RANK; rank 0 also to RESULT.
 """
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from asyncmoe import config as configuration
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.models import load_hf_config
+from asyncmoe.receiver import cards
 from asyncmoe.reshard import Exchanger
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
@@ -106,6 +108,8 @@ def main(result: Path, job: dict[str, Any]) -> None:
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     reshard.Sender = Faulty  # type: ignore[misc]
+    if job["in_place"]:
+        cards.in_place = lambda _: True
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
     for layout in job["layouts"]:

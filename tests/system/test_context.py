@@ -31,7 +31,7 @@ def test_ranks_that_share_sequences_train_what_the_engine_computes(tmp_path: Pat
         *("rollout.max_new_tokens=32", "rollout.max_concurrent=6", "rollout.top_p=0.9", "rollout.top_k=50"),
         *("objective.updates_per_batch=2", "objective.correction={token_band: [0.5, 5.0]}"),
         *("objective.kl={coefficient: 0.01, estimator: unbiased}",),
-        *("sync.staging=false", "sync.transport=gloo", "sync.verify_every=1"),
+        *("sync.transport=gloo", "sync.verify_every=1"),
     )
     assert (summary["steps"], summary["max_staleness_seen"]) == (3, 0)
     assert 0 < summary["max_abs_logprob_diff_same_version"] <= 1e-4

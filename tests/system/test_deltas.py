@@ -13,10 +13,10 @@ pytestmark = pytest.mark.system
 
 
 def test_engines_get_what_changed_and_hold_what_the_trainer_has(tmp_path: Path) -> None:
-    """Checksums of every version are compared; engines have no second copy of the weights, and audit every delta."""
+    """Checksums of every version are compared."""
     directory = tmp_path / "run"
     shape = ("trainer.dtype=bfloat16", "engines.dtype=bfloat16", "warmup.steps=1", "run.steps=4", "trainer.optimizer.lr=1e-6")
-    sync = ("sync.delta=auto", "sync.staging=delta", "sync.audit_every=1", "sync.verify_every=1")
+    sync = ("sync.delta=auto", "sync.verify_every=1")
     summary = run(directory, *shape, *ONE_RANK, *sync, "verify.logprobs_every=0")
     assert summary["steps"] == 4
     updates = [step for step in metrics(directory) if step.get("sync_bytes")]
@@ -30,12 +30,12 @@ def test_engines_get_what_changed_and_hold_what_the_trainer_has(tmp_path: Path) 
 @pytest.mark.parametrize("family", families.MODELS)
 def test_fifty_steps_of_a_family_while_the_learning_rate_falls(family: str, tmp_path: Path) -> None:
     """From 1e-3, where most bfloat16 weights change in a step and updates are full, to 1e-7; checksums of every tenth version are
-    compared, and engines audit every fifth delta. Whatever is refused goes out in full."""
+    compared. Whatever is refused goes out in full."""
     families.write(tmp_path / "model", family)
     directory = tmp_path / "run"
     shape = ("trainer.dtype=bfloat16", "engines.dtype=bfloat16", "trainer.ranks=1", "trainer.ep=1", "warmup.steps=1", "run.steps=50")
     rates = ("trainer.optimizer={lr: 1.0e-3, min_lr: 1.0e-7, decay: cosine}",)
-    sync = ("sync.delta=auto", "sync.audit_every=5", "sync.verify_every=10")
+    sync = ("sync.delta=auto", "sync.verify_every=10")
     summary = run(directory, *shape, *rates, *sync, "verify.logprobs_every=0", timeout_s=1200.0)
     assert summary["steps"] == 50
     updates = [step for step in metrics(directory) if step.get("sync_bytes")]

@@ -52,7 +52,7 @@ def test_a_run_whose_engine_is_spread_over_two_hosts(tmp_path: Path) -> None:
     assert [set(re.findall(r" TP(\d)\] Load weight end", head)) for head in heads] == [{"0"}, {"1"}]
     met = {re.search(r"'dist_init_addr': '([^']*)'", head) for head in heads}
     assert {found[1].rpartition(":")[0] for found in met if found} == {"10.77.0.2"}
-    # An engine is fenced unless the checksums of as many ranks as it has, of both hosts, are the trainer's (`spot_check.compare`).
+    # An engine is fenced unless the checksums of as many ranks as it has, of both hosts, are the trainer's (`checksums.compare`).
     assert {5, 6} <= {record["step"] for record in metrics(run) if record.get("pause_ms")}, "versions that were published"
     told = [json.loads(line) for line in (run / "rollout.jsonl").read_text().splitlines()]
     assert told[-1]["version"] >= 6

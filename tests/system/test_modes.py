@@ -13,7 +13,7 @@ from tests.system.runs import metrics, run
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
 
-SYNCS = {"sync": ("sync.staging=false", "sync.transport=gloo"), "one_step_off": ("sync.method=broadcast",)}
+SYNCS = {"sync": ("sync.transport=gloo",), "one_step_off": ("sync.method=broadcast",)}
 
 
 @pytest.mark.parametrize(("mode", "oldest"), [("sync", 0), ("one_step_off", 1)])

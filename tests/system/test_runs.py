@@ -30,7 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second, and with probe tokens of every version; every group is kept as a sample."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     evaluated = ("evaluation.every=2", "evaluation.prompts=16", "evaluation.temperature=0")
-    watched = ("sync.verify_every=1", "sync.spot_check_every=1", "verify.probe_every=1")
+    watched = ("sync.verify_every=1", "verify.probe_every=1")
     run(directory, "run.steps=6", "telemetry.samples.groups=4", *watched, *evaluated)
     return directory
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from reshard_ranks import filled
 
-from asyncmoe.config.sync import Staging
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
@@ -198,12 +197,10 @@ def fine(found: list[Any]) -> bool:
 
 def meet(
     transport: Literal["shm", "gloo", "ipc"] = "shm",
-    staging: Staging = "full",
-    audit_every: int = 0,
+    in_place: bool = False,
     timeout_s: float = 20.0,
     workers: dict[int, Worker] | None = None,
     engines: tuple[EngineRanks, ...] = ENGINES,
-    relay: bool = False,
     delta: bool = True,
     there: type[torch.Tensor] = torch.Tensor,
 ) -> Rig:
@@ -223,11 +220,9 @@ def meet(
         "bfloat16",
         transport,
         secrets.token_hex(8),
-        staging,
         20_000,
         timeout_s,
         delta=delta,
-        audit_every=audit_every,
     )
     hosted = MeetingFile()
     where = hosting.place(hosted)
@@ -240,8 +235,8 @@ def meet(
         workers.setdefault(layout.rank, _worker(layout, there))
         worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
-    stores[0].put(protocol.VERDICT, MeetingOutcome(staging=staging, relay=relay))
-    terms = MeetingOutcome(staging=staging, relay=relay).settle(terms)
+    stores[0].put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
+    terms = MeetingOutcome(in_place=in_place).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
     sync = SimpleNamespace(timeout_s=timeout_s, delta_base="device")
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
@@ -249,7 +244,7 @@ def meet(
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})
         mesh = SimpleNamespace(rank=rank, device=place, world=2)
         side = SideStream(place) if place.type == "cuda" else None
-        met = Meeting(1, store, terms, transfer_plan.update_plans(terms, rank, transfer_plan.route(terms, rank)))
+        met = Meeting(1, store, terms, transfer_plan.route(terms, rank))
         event: Any = SimpleNamespace(set=lambda: None)
         rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], side, event))  # type: ignore[arg-type]
     return rig

@@ -97,7 +97,7 @@ class Ranks:
             rank, held = layout.rank, self.destinations[layout.rank]
             for name, expected in dense[rank].items():
                 assert held[name].tobytes() == expected.tobytes(), name
-            digests = {self.receivers[rank].digest, self.receivers[rank].audit(), self.expected(rank), shard_digest(shapes, layout, held)}
+            digests = {self.receivers[rank].digest, self.expected(rank), shard_digest(shapes, layout, held)}
             if slow:
                 digests.add(oracle_digest(shapes, layout, held))
             assert len(digests) == 1

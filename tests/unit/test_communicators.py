@@ -23,7 +23,6 @@ from asyncmoe.receiver import channel, hosting, protocol
 from asyncmoe.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree, members
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import EngineRanks, Terms
-from asyncmoe.receiver.transfer_plan import direct
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, nccl_room, plan
 
 TRAINERS = 2
@@ -38,7 +37,7 @@ def terms(*engines: str) -> Terms:
         ranks.append(EngineRanks(name, SIZES[name], 1, first))
         first += SIZES[name]
     session = secrets.token_hex(8)
-    return Terms({}, None, {}, tuple(ranks), "float32", "float32", "nccl", session, "full", 1 << 16, 10.0, max_ctas=8)
+    return Terms({}, None, {}, tuple(ranks), "float32", "float32", "nccl", session, 1 << 16, 10.0, max_ctas=8)
 
 
 # ---------------------------------------------------------------- who holds what
@@ -136,7 +135,7 @@ class Met:
         self.epoch += 1
 
         def one(rank: int) -> Exchanger:
-            return channel.connect(self.stores[rank], self.terms, direct(self.plan), self.epoch, self.sides[rank], update=lambda: UPDATE)
+            return channel.connect(self.stores[rank], self.terms, self.plan, self.epoch, self.sides[rank], update=lambda: UPDATE)
 
         with ThreadPoolExecutor(self.terms.world) as threads:
             self.exchangers = list(threads.map(one, range(self.terms.world)))

@@ -13,7 +13,6 @@ from delta_meeting import Rig, meetings
 from device_standin import Machine, OnDevice1, build
 
 import asyncmoe.reshard.delta_gpu as delta_gpu
-from asyncmoe.config.sync import Staging
 from asyncmoe.receiver import protocol, worker
 from asyncmoe.reshard import ipc_transport
 
@@ -46,13 +45,13 @@ def test_a_card_counts_what_deltas_take(rig: Rig) -> None:
         assert (card.wanted, card.copy) == (card.copy, sum(one.nbytes for one in model.parameters()))
 
 
-def each(staging: Staging) -> Any:
-    return pytest.param({"staging": staging, "audit_every": 2}, id=staging)
+def each(in_place: bool) -> Any:
+    return pytest.param({"in_place": in_place}, id="in place" if in_place else "staged")
 
 
-@pytest.mark.parametrize("rig", [each("full"), each("none")], indirect=True)
+@pytest.mark.parametrize("rig", [each(False), each(True)], indirect=True)
 def test_versions_in_a_row_are_what_the_trainer_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With staging none, as auto is on a GPU without room for a second copy, full updates only are written in place."""
+    """In place, as on a GPU without room for a second copy, full updates only are written so."""
     waited: list[Any] = []
     wait_idle = worker.wait_idle
     monkeypatch.setattr(worker, "wait_idle", lambda device, seconds: waited.append(device) or wait_idle(device, seconds))
@@ -70,7 +69,7 @@ def test_versions_in_a_row_are_what_the_trainer_has(rig: Rig, monkeypatch: pytes
         assert all(isinstance(one, float) for one in found), found
         assert rig.wrong == []
     assert rig.kinds() == ["full", "delta of 1", "delta of 2", "delta of 3", "full", "delta of 5"]
-    in_place = rig.terms.staging == "none"
+    in_place = rig.terms.in_place
     assert rig.staged_in_place() == [in_place, False, False, False, in_place, False]
     assert {True, False} == set(coded)
     assert {str(device) for device in waited} == {"cuda:1"}

@@ -89,7 +89,7 @@ def test_its_weights_can_be_moved(path: Path) -> None:
         adapter=budget.serving(config, hf).adapter,
     )
     assert found.trainer_ranks == config.trainer.ranks
-    assert found.ways["direct"].ratio == 1.0
+    assert found.way.ratio == 1.0
 
 
 @every

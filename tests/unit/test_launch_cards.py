@@ -76,7 +76,7 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     (
         "the engine's cards are too small",
         lambda: node(FULL, [H200] * 6 + [H100] * 2),
-        ("gpu-memory of node01: got an engine would hold 130 GB of GPU 6", "expected at most 81.2", "engines.tp"),
+        ("gpu-memory of node01: got an engine would hold 99.5 GB of GPU 6", "expected at most 81.2", "engines.tp"),
     ),
     (
         "a taken card is prohibited",

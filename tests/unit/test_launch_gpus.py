@@ -262,18 +262,16 @@ def test_what_the_user_gives_an_engine_is_not_given_again() -> None:
     assert budget.engine_arguments(config, hf, 80.0) == (), "alone, and without staging: SGLang's own choice"
 
 
-def test_without_room_for_a_second_copy_auto_stages_nothing() -> None:
-    config, hf = configured(
-        "cluster/qwen3-30b-a3b.yaml", "engines.tp=2", "engines.ep=2", "sync.staging=auto", "engines.max_total_tokens=null"
-    )
-    assert budget.staging_of(config, hf, 80.0) == "none"
+def test_without_room_for_a_second_copy_nothing_is_staged() -> None:
+    config, hf = configured("cluster/qwen3-30b-a3b.yaml", "engines.tp=2", "engines.ep=2", "engines.max_total_tokens=null")
+    assert not budget.stages(config, hf, 80.0)
     assert budget.engine_arguments(config, hf, 80.0) == ()
     assert budget.of_run(config, hf, 80.0).engine.parts.get("staging") is None
-    assert budget.staging_of(config, hf, 141.0) == "full"
+    assert budget.stages(config, hf, 141.0)
     assert budget.engine_arguments(config, hf, 141.0)
-    assert budget.staging_of(config, hf, 80.0, cpu=True) == "full"
+    assert budget.stages(config, hf, 80.0, cpu=True)
     shared, hf = configured("demo-gpu.yaml")
-    assert budget.staging_of(shared, hf, 80.0) == "full"
+    assert budget.stages(shared, hf, 80.0)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +280,8 @@ def test_without_room_for_a_second_copy_auto_stages_nothing() -> None:
         (
             "cluster/qwen3-30b-a3b.yaml",
             ("engines.tp=2", "engines.ep=2"),
-            80.0,
-            ("memory of an engine's GPU: got ", "take sync.staging=false"),
+            40.0,
+            ("memory of an engine's GPU: got ", "a larger engines.tp on more GPUs"),
         ),
         ("demo-gpu.yaml", (), 12.0, ("memory of a GPU: got 14.8 GB = 0.603 of the trainer + 14.2 of an engine", "expected at most 11.4")),
     ],

@@ -84,7 +84,7 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights_but_not_under_adapte
 )
 def test_the_base_of_deltas_is_what_a_rank_sends_by_the_real_plan(sizes: MegatronParallel, engine: EngineParallel) -> None:
     """Ranks with the same weights share the work; an engine's TP ranks all get norms and routers, which the plan counts each time."""
-    sent = traffic.foresee("", HF, sizes, engine, 1).ways["direct"].sent
+    sent = traffic.foresee("", HF, sizes, engine, 1).way.sent
     bases = [stage.parts["delta base"] for stage in memory.trainer(HF, sizes, Training(PASS, bucket_bytes=0, delta_base=True))]
     assert max(bases) == pytest.approx(sent.most, rel=0.01)
 
@@ -95,7 +95,6 @@ def test_the_base_of_deltas_is_what_a_rank_sends_by_the_real_plan(sizes: Megatro
         ({}, False, False),
         ({"delta": "auto"}, True, False),
         ({"delta": "auto", "delta_base": "host"}, False, True),
-        ({"delta": "auto", "method": "store", "store": {"url": "store"}}, False, True),
     ],
 )
 def test_a_run_says_where_the_base_of_its_deltas_is(sync: dict[str, Any], on_gpu: bool, on_host: bool) -> None:
@@ -251,7 +250,7 @@ def test_an_engine_of_a_real_model() -> None:
         "working set": int(mib * (1 << 20)),
         "weight sync": 2 * (256 << 20),
     }
-    bare = memory.engine(HF, EngineParallel(4, 4), EngineMemory(1_000_000, staging="none", gpu=False)).parts
+    bare = memory.engine(HF, EngineParallel(4, 4), EngineMemory(1_000_000, staged=False, gpu=False)).parts
     assert bare.keys() == {"weights", "KV cache", "weight sync"}
 
 
@@ -268,7 +267,7 @@ def test_adapters_of_an_engine_are_in_two_slots_and_a_third_place(experts: str, 
     found = memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind)).parts
     assert found["adapters"] == pytest.approx(2 * billions * 1e9, rel=0.01)
     assert found["adapters"] == 2 * found["staging"]
-    assert "staging" not in memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind, staging="none")).parts
+    assert "staging" not in memory.engine(HF, EngineParallel(), EngineMemory(0, adapter=kind, staged=False)).parts
 
 
 def test_the_kv_cache_gets_what_is_left() -> None:
@@ -313,11 +312,10 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
     )
     kind = Kind(GROUPED + MLP, 8, 32.0, "shared_outer")
     assert budget.training(rich, HF) == Training(Microbatch(2000, True, "float32", kind, support=20), True, True, 1000, ONE)
-    assert budget.serving(rich, HF) == EngineMemory(6000, "full", 2048, 3, "float32", kind, 1000, communicators=ONE)
+    assert budget.serving(rich, HF) == EngineMemory(6000, True, 2048, 3, "float32", kind, 1000, communicators=ONE)
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
     assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7
-    for sync in ({"staging": False}, {"method": "broadcast"}):
-        assert budget.serving(config(sync=sync), HF).staging == "none"
+    assert not budget.stages(config(sync={"method": "broadcast"}), HF, 1e6)
 
 
 @pytest.mark.parametrize("args", [["--chunked-prefill-size"], ["--chunked-prefill-size", "-1"], ["--chunked-prefill-size=x"]])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from asyncmoe.config.sync import DELTA_STAGING
 from asyncmoe.models import EngineParallel
 from asyncmoe.plan import memory, render_plan, traffic
 from asyncmoe.plan.memory import EngineMemory
@@ -40,36 +39,28 @@ def test_a_coded_delta_is_as_large_as_said(changed: float, dtype: str, kind: typ
 
 def test_an_update_pauses_for_what_is_written_meanwhile() -> None:
     whole, small, large = updates(shard=10**10, bytes_wire=10**12, seconds=2.0, item=2, hbm=1000.0)
-    assert (whole.bytes_wire, whole.seconds, whole.pauses) == (10**12, 2.0, {"full": 0.02, "delta": 2.0, "none": 2.0})
+    assert (whole.bytes_wire, whole.seconds, whole.pause, whole.pause_in_place) == (10**12, 2.0, 0.02, 2.0)
     assert small.seconds < 0.02 * whole.seconds
     assert small.received == pytest.approx(small.seconds / 2.0 * 10**10)
-    assert small.pauses["full"] == small.pauses["delta"] < 0.01
-    assert large.pauses["delta"] < 0.03
-    assert {one.pauses["none"] for one in (whole, small, large)} == {2.0}
-
-
-def test_a_delta_beyond_its_memory_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert coded_share(0.05, 1) < DELTA_STAGING < coded_share(0.1, 2)
-    assert updates(10**10, 10**12, 2.0, 1, 1000.0)[2].pauses["delta"] < 0.1
-    monkeypatch.setattr("asyncmoe.plan.updates.DELTA_STAGING", 0.1)
-    assert updates(10**10, 10**12, 2.0, 1, 1000.0)[2].pauses["delta"] == 2.0
+    assert small.pause == small.pause_in_place < 0.01
+    assert large.pause == large.pause_in_place < 0.03
 
 
 @pytest.mark.parametrize(
     ("name", "trainer", "engines", "fits"),
     [
-        ("Qwen3-235B-A22B", "tp=4,pp=8,ep=8,dp=8,first=11,last=11", "1xtp8ep8", {80: ("none",), 141: ("full", "delta", "none")}),
-        ("DeepSeek-V3", "tp=4,pp=8,ep=8,dp=8,first=5", "1xtp16ep16", {80: ("delta", "none")}),
+        ("Qwen3-235B-A22B", "tp=4,pp=8,ep=8,dp=8,first=11,last=11", "1xtp8ep8", {80: (False,), 141: (True, False)}),
+        ("DeepSeek-V3", "tp=4,pp=8,ep=8,dp=8,first=5", "1xtp16ep16", {80: (False,)}),
     ],
 )
-def test_large_models_fit_as_their_weights_do(name: str, trainer: str, engines: str, fits: dict[int, tuple[str, ...]]) -> None:
+def test_large_models_fit_as_their_weights_do(name: str, trainer: str, engines: str, fits: dict[int, tuple[bool, ...]]) -> None:
     hf = REAL[name] | ({"quantization_config": FLOAT8} if name == "DeepSeek-V3" else {})
     count, parallel = parse_engines(engines)
     found = traffic.foresee(name, hf, parse_trainer(trainer), parallel, count)
     assert found.updates[1].bytes_wire < 0.03 * found.updates[0].bytes_wire
-    for gpu_gb, modes in fits.items():
-        rooms = {mode: memory.kv_room(hf, parallel, EngineMemory(0, mode), gpu_gb) for mode in memory.STAGED}
-        assert tuple(mode for mode, tokens in rooms.items() if tokens >= 8192) == modes, rooms
+    for gpu_gb, able in fits.items():
+        rooms = {staged: memory.kv_room(hf, parallel, EngineMemory(0, staged), gpu_gb) for staged in (True, False)}
+        assert tuple(staged for staged, tokens in rooms.items() if tokens >= 8192) == able, rooms
 
 
 def test_bytes_of_a_float8_model_are_those_that_travel() -> None:
@@ -81,8 +72,8 @@ def test_bytes_of_a_float8_model_are_those_that_travel() -> None:
 
 def test_an_engine_that_does_not_fit_is_named() -> None:
     console = Console(record=True, width=160)
-    render_plan.show_rooms({"full": 0, "delta": 0, "none": 100}, 8192, console)
-    render_plan.show_rooms({"full": 0, "delta": 9000, "none": 9000}, 8192, console)
-    text = console.export_text()
-    assert "none is enough for a conversation of 8192 tokens: such an engine does not fit" in text
-    assert "auto is none" in text
+    render_plan.show_room(100, False, 8192, console)
+    render_plan.show_room(9000, False, 8192, console)
+    text = " ".join(console.export_text().split())
+    assert "too few for a conversation of 8192 tokens: such an engine does not fit" in text
+    assert "new weights arrive while engines are paused" in text

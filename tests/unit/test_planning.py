@@ -20,7 +20,7 @@ from asyncmoe.plan.memory import EngineMemory
 from asyncmoe.plan.render_plan import show, write
 from asyncmoe.plan.sizes import engines_text, parse_engines, parse_trainer, trainer_text
 from asyncmoe.plan.traffic import Forecast, Speeds, forecast
-from asyncmoe.reshard import PADDING, plan, relay
+from asyncmoe.reshard import PADDING, plan
 from asyncmoe.simulate.command import sync_seconds
 from benchmarks.published import REAL
 
@@ -42,11 +42,11 @@ def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
     family, trainer, engine = family_of(hf), MegatronParallel(2, 2, 2, 1, 2, te=True), EngineParallel(2, 2)
     tensors, source = family.tensors(hf), family.megatron_layouts(hf, trainer, "bfloat16")
     engines = family.sglang_layouts(hf, engine, "bfloat16", 3, first=8)
-    direct, rounds = plan(tensors, source, engines), relay(tensors, source, engines)
+    direct = plan(tensors, source, engines)
     unique = sum(2 * piece.box.size for layout in engines for piece in layout.pieces if piece.tensor != PADDING)
     assert found.lower_bound == unique
     assert (found.trainer_ranks, found.engine_ranks, found.engines) == (8, 6, 3)
-    way = found.ways["direct"]
+    way = found.way
     egress = [direct.egress.get(rank, 0) for rank in range(8)]
     ingress = [sum(t.nbytes for t in direct.transfers if t.destination == rank) for rank in range(8, 14)]
     assert (way.bytes_wire, way.ratio) == (direct.wire_bytes, 1.0)
@@ -59,11 +59,6 @@ def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:
     assert way.nic_seconds == pytest.approx(max(egress + ingress) / 0.5e9)
     assert way.nvlink_seconds == pytest.approx(way.nic_seconds / 4)
     assert 0 < way.plan_seconds < 20
-    passed = found.ways["relay"]
-    assert passed.bytes_wire == sum(r.wire_bytes for r in rounds) == unique
-    assert passed.sent.most == max(rounds[0].egress.get(rank, 0) for rank in range(8))
-    assert passed.passed_on.most == max(rounds[1].egress.get(rank, 0) for rank in range(8, 14))
-    assert passed.sent.mean * 3 == way.sent.mean
 
 
 @pytest.mark.parametrize(
@@ -75,13 +70,9 @@ def test_families_can_be_planned(tmp_path: Path, model: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(REAL[model]))
     found = of(file, "tp=4,ep=8,dp=8", "1xtp8ep8", bucket_bytes=256 << 20)
-    assert found.ways["direct"].ratio == 1.0
+    assert found.way.ratio == 1.0
     held = memory.engine(REAL[model], found.engine, EngineMemory(0)).parts["weights"]
     assert found.model_bytes < 8 * held < 1.1 * found.model_bytes
-
-
-def test_one_engine_has_nobody_to_relay_to(tmp_path: Path) -> None:
-    assert list(of(config(tmp_path), "dp=2", "1xtp2").ways) == ["direct"]
 
 
 def test_what_a_rank_wants_twice_is_needed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +80,8 @@ def test_what_a_rank_wants_twice_is_needed_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("asyncmoe.models.family.Family.check", lambda *_: None)
     found = of(config(tmp_path, tie_word_embeddings=True), "dp=2", "1xtp1")
     embedding = 2 * SMALL["vocab_size"] * SMALL["hidden_size"]
-    assert found.ways["direct"].bytes_wire == found.lower_bound + embedding
-    assert found.ways["direct"].ratio > 1
+    assert found.way.bytes_wire == found.lower_bound + embedding
+    assert found.way.ratio > 1
 
 
 DENSE = {key: value for key, value in SMALL.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
@@ -113,8 +104,8 @@ def test_dense_models_chunks_and_uneven_stages(tmp_path: Path, trainer: str, eng
     assert (found.trainer_ranks, found.engine_ranks) == ranks
     layouts = family_of(hf).sglang_layouts(hf, found.engine, "bfloat16", found.engines)
     wanted = sum(2 * piece.box.size for layout in layouts for piece in layout.pieces if piece.tensor != PADDING)
-    assert found.ways["direct"].bytes_wire == wanted == found.lower_bound
-    assert found.ways["direct"].imbalance >= 1.0
+    assert found.way.bytes_wire == wanted == found.lower_bound
+    assert found.way.imbalance >= 1.0
 
 
 def test_json_and_table(tmp_path: Path) -> None:
@@ -127,11 +118,11 @@ def test_json_and_table(tmp_path: Path) -> None:
     assert written["engine"] == {
         "tp": 2, "ep": 1, "pp": 1, "dp": 1, "dp_lm_head": False, "redundant": 0, "dense_tp1": False, "a2a": False, "fused_shared": False,
     }  # fmt: skip
-    assert written["ways"]["relay"]["sent"]["most"] == found.ways["relay"].sent.most
+    assert written["way"]["sent"]["most"] == found.way.sent.most
     console = Console(record=True, width=120)
     show(found, console, 1)
     text = console.export_text()
-    for words in ("trainer 4 ranks (tp 2, pp 1, ep 1, etp 1, dp 2)", "2 engines, 4 ranks (tp 2, ep 1 each)", "direct", "relay", "1.000"):
+    for words in ("trainer 4 ranks (tp 2, pp 1, ep 1, etp 1, dp 2)", "2 engines, 4 ranks (tp 2, ep 1 each)", "1.000"):
         assert words in text
     with pytest.raises(DataError, match="No such file"):
         write(asdict(found), tmp_path / "none" / "plan.json")
@@ -232,7 +223,7 @@ def test_the_command(tmp_path: Path) -> None:
     code, out, _ = command("--model", tmp_path, "--trainer", "tp=2,ep=8,dp=8", "--engines", "2xtp4ep4", "--nic", 25, "--json", file)
     assert code == 0
     assert "expected at 25 GB/s" in out
-    assert json.loads(file.read_text())["ways"]["direct"]["ratio"] == 1.0
+    assert json.loads(file.read_text())["way"]["ratio"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -265,9 +256,9 @@ def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: floa
     file.write_text(json.dumps(REAL["Qwen3-30B-A3B"]))
     found = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1", lora=f"rank=32,experts={experts}")
     assert found.model_bytes == pytest.approx(billions * 1e9, rel=0.01)
-    assert found.ways["direct"].bytes_wire == found.lower_bound == found.model_bytes
+    assert found.way.bytes_wire == found.lower_bound == found.model_bytes
     whole = of(file, "tp=2,pp=2,ep=8,dp=4", "1xtp1")
-    assert whole.ways["direct"].nic_seconds > 10 * found.ways["direct"].nic_seconds
+    assert whole.way.nic_seconds > 10 * found.way.nic_seconds
     console = Console(record=True, width=200)
     show(found, console, 1)
     assert f"an adapter of rank 32 ({experts}: q_proj, k_proj" in console.export_text()
@@ -277,7 +268,7 @@ def test_the_simulator_takes_its_seconds_from_a_plan(tmp_path: Path) -> None:
     file, plan_file = config(tmp_path), tmp_path / "plan.json"
     found = of(file, "tp=2,pp=2,ep=2,dp=2", "2xtp2", lora="rank=4,targets=q_proj+down_proj")
     write(asdict(found), plan_file)
-    assert sync_seconds(plan_file) == min(way.nic_seconds for way in found.ways.values())
+    assert sync_seconds(plan_file) == found.way.nic_seconds
     plan_file.write_text("[]")
     with pytest.raises(DataError, match="what asyncmoe plan --json has written"):
         sync_seconds(plan_file)

@@ -20,7 +20,6 @@ import msgspec
 import pytest
 import torch
 
-from asyncmoe.config.sync import Staging
 from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import (
     AsyncmoeError,
@@ -58,9 +57,9 @@ HF = {
 }
 
 
-def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", staging: Staging = "full", **trainer: int) -> Terms:
+def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = "shm", **trainer: int) -> Terms:
     sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, "dp": 1, "te": False} | trainer
-    return Terms(HF, None, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), staging, 20_000, 20.0)
+    return Terms(HF, None, sizes, engines, "float32", "float32", transport, secrets.token_hex(8), 20_000, 20.0)
 
 
 # ---------------------------------------------------------------- commands
@@ -390,7 +389,7 @@ def test_a_channel_waits_for_nobody_who_is_gone(ranks: Ranks) -> None:
         raise WeightSyncError("engine.b is gone")
 
     def channels(epoch: int) -> list[Any]:
-        route_of = [transfer_plan.direct(transfer_plan.route(agreed, rank)) for rank in (0, 1)]
+        route_of = [transfer_plan.route(agreed, rank) for rank in (0, 1)]
         return together(
             lambda: channel.connect(zero, agreed, route_of[0], epoch, watch=gone),
             lambda: channel.connect(one, agreed, route_of[1], epoch),
@@ -408,8 +407,8 @@ def test_an_end_of_a_channel_that_cannot_be_made_ends_the_others(ranks: Ranks) -
     agreed = terms((EngineRanks("engine.a", 1, 1, 1),))
     wrong = msgspec.structs.replace(agreed, session="no/name")
     ends = together(
-        lambda: channel.connect(zero, agreed, transfer_plan.direct(transfer_plan.route(agreed, 0)), 1),
-        lambda: channel.connect(one, wrong, transfer_plan.direct(transfer_plan.route(wrong, 1)), 1),
+        lambda: channel.connect(zero, agreed, transfer_plan.route(agreed, 0), 1),
+        lambda: channel.connect(one, wrong, transfer_plan.route(wrong, 1), 1),
     )
     assert [type(end) for end in ends] == [ReportedFailure] * 2
     assert str(ends[0]) == str(ends[1])
@@ -443,7 +442,7 @@ class Sending:
         """Weights of which all elements are `value`; returns when they are received."""
         self.header(number, epoch)
         if self.exchanger is None:
-            self.exchanger = channel.connect(self.store, self.terms, transfer_plan.direct(transfer_plan.route(self.terms, 0)), epoch)
+            self.exchanger = channel.connect(self.store, self.terms, transfer_plan.route(self.terms, 0), epoch)
         storages = family_of(HF).megatron_layout(HF, MegatronParallel(), 0, "float32").storages
         self.exchanger.bind({name: torch.full(storage.shape, value) for name, storage in storages.items()})
         self.exchanger.run(10.0)
@@ -472,11 +471,11 @@ class Sending:
 
 @pytest.fixture
 def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
-    transport, staging = getattr(request, "param", ("shm", "full"))
+    transport, in_place = getattr(request, "param", ("shm", False))
     monkeypatch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])
     zero, where = keep()
-    agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport, staging)
+    agreed = terms((EngineRanks("engine.0", 1, 1, 1),), transport)
     zero.put(protocol.TERMS, agreed)
     model = Loaded()
     for name, storage in transfer_plan.engine_layouts(agreed)[0].storages.items():
@@ -491,14 +490,14 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     ready = zero.get(protocol.ready(1), 20.0)
     assert ready.plan == transfer_plan.route(agreed, 0).digest
     assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
-    zero.put(protocol.VERDICT, MeetingOutcome(staging=staging))
+    zero.put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
     sending = Sending(zero, agreed, model)
     del zero
     yield sending
     sending.end()
 
 
-BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", "full"), ("gloo", "full")], indirect=True, ids=["shm", "gloo"])
+BOTH_TRANSPORTS = pytest.mark.parametrize("receiving", [("shm", False), ("gloo", False)], indirect=True, ids=["shm", "gloo"])
 
 
 @BOTH_TRANSPORTS
@@ -531,7 +530,7 @@ def test_what_is_staged_is_committed_once_and_nothing_else_is(receiving: Sending
     assert receiving.norm == 3
 
 
-@pytest.mark.parametrize("receiving", [("shm", "none"), ("gloo", "none")], indirect=True, ids=["shm", "gloo"])
+@pytest.mark.parametrize("receiving", [("shm", True), ("gloo", True)], indirect=True, ids=["shm", "gloo"])
 def test_without_staging_memory_the_parameters_are_written_where_they_are(receiving: Sending) -> None:
     places = {name: value.data_ptr() for name, value in receiving.model.named_parameters()}
     for number in (1, 2):

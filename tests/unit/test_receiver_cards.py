@@ -18,7 +18,7 @@ from asyncmoe.errors import UserError
 from asyncmoe.receiver import card as cards_of_ranks
 from asyncmoe.receiver import handshake
 from asyncmoe.receiver.card import card_of
-from asyncmoe.receiver.cards import staging_of, unfit
+from asyncmoe.receiver.cards import in_place, unfit
 from asyncmoe.receiver.protocol import Card, EngineRanks, Ready, Terms
 from asyncmoe.reshard.nccl import Origin, origin
 from asyncmoe.trainer.weight_sync import rendezvous
@@ -36,7 +36,7 @@ H100 = Card(
     "/venv/libnccl.so.2",
 )
 TERMS = Terms(
-    {}, None, {}, (EngineRanks("engine.0", 2, 1, 3), EngineRanks("engine.1", 1, 1, 5)), "bfloat16", "bfloat16", "nccl", "s", "full", 1, 1.0
+    {}, None, {}, (EngineRanks("engine.0", 2, 1, 3), EngineRanks("engine.1", 1, 1, 5)), "bfloat16", "bfloat16", "nccl", "s", 1, 1.0
 )
 
 
@@ -84,25 +84,20 @@ def test_an_engine_of_other_cards_than_the_trainers_is_taken() -> None:
     assert unfit(changed((5,), model="NVIDIA A100 (sm_80)"), TERMS) == []
 
 
-def test_a_card_too_small_for_staging_is_refused() -> None:
-    (line,) = unfit(changed((4,), host="gpu7", device="cuda:3", free=12 << 30), TERMS)
+def test_a_card_too_small_to_receive_in_place_is_refused() -> None:
+    (line,) = unfit(changed((4,), host="gpu7", device="cuda:3", free=12 << 30, copy=40 << 30), TERMS)
     assert line.startswith(
         "engine.0 rank 1 on gpu7, cuda:3: memory to receive weights in: got 12.00 GiB free of 80.00 GiB, expected 30.00 GiB; "
     )
-    assert "sync.staging=false" in line
+    assert "sync.bucket_bytes" in line
 
 
-def test_staging_is_what_all_cards_have_room_for() -> None:
-    auto = msgspec.structs.replace(TERMS, staging="auto")
-    cards = changed((), copy=40 << 30)
-    assert staging_of(cards, auto) == "full"
+def test_weights_are_written_in_place_unless_all_cards_have_room_for_a_second_copy() -> None:
+    assert not in_place(changed((), copy=40 << 30))
     cards = changed((4,), copy=40 << 30, free=60 << 30)
-    assert staging_of(cards, auto) == "none"
-    assert unfit(cards, auto) == []
-    assert staging_of(cards, TERMS) == "full"
-    (line,) = unfit(cards, TERMS)
-    assert "got 60.00 GiB free of 80.00 GiB, expected 70.00 GiB" in line
-    assert staging_of({}, auto) == "full"
+    assert in_place(cards)
+    assert unfit(cards, TERMS) == []
+    assert not in_place({})
 
 
 def test_gpus_that_do_not_reach_each_other_are_refused_for_ipc() -> None:

@@ -15,7 +15,7 @@ from test_reshard_plan import Case
 from test_reshard_random import cases
 
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, plan, relay
+from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, plan
 from asyncmoe.reshard.chunks import cut_boxes
 from asyncmoe.reshard.layout import whole
 from tests.unit.example_counts import examples
@@ -104,27 +104,6 @@ def test_bytes_are_counted_in_the_dtype_of_the_destination(case: Case) -> None:
     for transfer in made.transfers:
         written = cut_boxes(transfer.copies, 8)
         assert (written[:, 6:10].prod(1) * written[:, 5]).sum() == (transfer.copies[:, 6:10].prod(1) * transfer.copies[:, 5]).sum()
-
-
-@given(cases(), st.integers(2, 3))
-@settings(max_examples=30, deadline=None)
-def test_replicas_pass_on_what_was_rounded(case: Case, replicas: int) -> None:
-    shapes = case[0]
-    source, destination = (
-        [with_dtypes(one, dict.fromkeys(one.storages, dtype)) for one in side]
-        for side, dtype in zip(case[1:], ("float32", "bfloat16"), strict=True)
-    )
-    values = bits(shapes, 1)
-    layouts = [layout.at(100 + 10 * i + layout.rank) for i in range(replicas) for layout in destination]
-    first, *later = relay(shapes, source, layouts)
-    got = {layout.rank: empty(layout) for layout in layouts}
-    run_ranks(first, {layout.rank: contents(layout, values) for layout in source}, got)
-    for second in later:
-        assert not any(transfer.copies[:, -1].any() for transfer in second.transfers)
-        run_ranks(second, got, got)
-    for layout in layouts:
-        for name, expected in contents(layout, values).items():
-            assert_same(got[layout.rank][name], expected)
 
 
 def one_tensor(rank: int, dtype: str) -> RankLayout:

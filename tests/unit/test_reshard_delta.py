@@ -193,28 +193,19 @@ def _stage_all(ranks: Ranks, messages: Sequence[np.ndarray]) -> None:
         ranks.receivers[1].stage(0, message)
 
 
-@pytest.mark.parametrize("touched", ["changed", "untouched"])
-def test_a_flipped_bit_in_the_destination_is_found(touched: str) -> None:
-    """Of an element that the next delta changes: by `prove`, before anything is written. Of another one: by the audit."""
+def test_a_flipped_bit_under_a_change_is_found_before_anything_is_written() -> None:
     ranks, _, _ = large("bfloat16", 2)
     ranks.full(1)
     ranks.sources[0]["s"][3, 5] ^= 0x100
-    ranks.destinations[1]["half0"][3, 5 if touched == "changed" else 6] ^= 0x8000
+    ranks.destinations[1]["half0"][3, 5] ^= 0x8000
     held = {name: array.copy() for name, array in ranks.destinations[1].items()}
     ranks.encode(2)
     ranks.stage(1)
     receiver = ranks.receivers[1]
-    if touched == "changed":
-        with pytest.raises(TransferError, match="does not make version 2 of what lies in memory"):
-            receiver.commit(2)
-        assert all((held[name] == array).all() for name, array in ranks.destinations[1].items())
-    else:
+    with pytest.raises(TransferError, match="does not make version 2 of what lies in memory"):
         receiver.commit(2)
-        with pytest.raises(TransferError, match="must be full"):
-            receiver.audit()
+    assert all((held[name] == array).all() for name, array in ranks.destinations[1].items())
     assert receiver.version is None
-    with pytest.raises(InvariantBroken):
-        receiver.audit()
 
 
 def test_memory_that_changes_after_the_proof_is_found_at_commit() -> None:

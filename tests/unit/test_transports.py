@@ -27,7 +27,6 @@ from asyncmoe.receiver import channel, failing, hosting
 from asyncmoe.receiver.channel_end import opener
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import EngineRanks, Terms
-from asyncmoe.receiver.transfer_plan import direct
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Plan, plan
 from tests.unit import doc_pages
 
@@ -117,7 +116,7 @@ def test_what_opening_raised_is_said_once_with_one_place_and_its_traceback_is_lo
 
         def failure(rank: int, terms: Terms = terms, stores: list[Store] = stores) -> Exception:
             with pytest.raises(ReportedFailure) as caught:
-                channel.connect(stores[rank], terms, direct(one_to_two()), 1)
+                channel.connect(stores[rank], terms, one_to_two(), 1)
             return caught.value
 
         with ThreadPoolExecutor(3) as threads:
@@ -131,7 +130,7 @@ def test_what_opening_raised_is_said_once_with_one_place_and_its_traceback_is_lo
 def meeting(transport: str) -> tuple[Terms, list[Store]]:
     """The terms and stores of a trainer rank and two engine ranks in this process."""
     engines = (EngineRanks("A", 2, 1, 1),)
-    terms = Terms({}, None, {}, engines, "float32", "float32", transport, secrets.token_hex(8), "full", 1 << 8, 10.0)
+    terms = Terms({}, None, {}, engines, "float32", "float32", transport, secrets.token_hex(8), 1 << 8, 10.0)
     hosted = hosting.host("loopback")
     where = hosting.place(hosted)
     stores = [Store("test", 0, *where, 5.0, hosted), *(Store("test", rank, *where, 5.0) for rank in (1, 2))]
@@ -315,7 +314,7 @@ def test_a_channel_opens_what_the_terms_name(tmp_path: Path, monkeypatch: pytest
     got = {rank: {"w": np.zeros((4, 16), np.int32)} for rank in (1, 2)}
 
     def connected(rank: int) -> Exchanger:
-        exchanger = channel.connect(stores[rank], terms, direct(one_to_two()), 1)
+        exchanger = channel.connect(stores[rank], terms, one_to_two(), 1)
         exchanger.bind({"w": values} if rank == 0 else None, got.get(rank))
         return exchanger
 

@@ -146,7 +146,6 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
         engine_parts=engine.parts,
         bfloat16=engine_dtype == "bfloat16" or not trainer_float32,
         transport=config.sync.transport if config.sync.method == "reshard" else None,
-        staging=config.sync.staging,
         megatron=config.trainer.megatron.model_dump(),
         features=run_features(hf, config, models.trainer_parallel(config), trainer_float32),
         trainer_nodes=config.cluster.trainer_nodes,

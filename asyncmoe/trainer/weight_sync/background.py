@@ -119,8 +119,7 @@ class BackgroundPublisher:
             raise WaitTimeout("this rank's sender of weights", what, limit)
 
     def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
-        if self._sync.staging != "none":
-            yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
+        yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
         published = self._publish(version, expected)
         self._sent.set()
         result.set_result(published)

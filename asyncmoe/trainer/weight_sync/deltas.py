@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 
 from asyncmoe.config import Config
@@ -13,12 +12,9 @@ from asyncmoe.errors import AsyncmoeError, InvariantBroken
 from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
-from asyncmoe.receiver.transfer_plan import UpdatePlans
-from asyncmoe.reshard import DeltaSender
+from asyncmoe.reshard import DeltaSender, Exchanger, Plan
 from asyncmoe.reshard.delta_gpu import BaseMemory
-from asyncmoe.reshard.delta_relay import from_source
 from asyncmoe.reshard.gpu import nothing_to_give
-from asyncmoe.reshard.relay_exchange import AnyExchanger
 from asyncmoe.trainer.weight_sync.publisher import Traffic
 
 log = logging.getLogger(__name__)
@@ -29,7 +25,7 @@ class DeltaSource:
     """One rank's part of all updates of a meeting that may be deltas. Around each: `offer`, then `send`, then `commit` or `abandon`.
 
     Args:
-        plans: the rank's parts.
+        plan: the rank's part.
         tensors: the tensors to send, by the names of the plan's storages.
         largest: share of the bytes of a full update that a delta takes at most.
         memory: where what was sent last is kept, for tensors on a GPU.
@@ -41,7 +37,7 @@ class DeltaSource:
 
     def __init__(
         self,
-        plans: UpdatePlans,
+        plan: Plan,
         rank: int,
         tensors: Mapping[str, torch.Tensor],
         largest: float,
@@ -50,17 +46,16 @@ class DeltaSource:
     ) -> None:
         # One thread: the trainer's step runs at the same time.
         self._sender = DeltaSender(
-            plans.delta,
+            plan,
             rank,
             threads=1,
             memory=memory,
             stream=side.stream.cuda_stream if side else 0,
             relieve=torch.cuda.empty_cache if side else nothing_to_give,
         )
-        self._rank, self._replicas = rank, plans.replicas
         self._sender.bind(tensors)
         self._dense: dict[int, int] = {}
-        for transfer in plans.delta.transfers:
+        for transfer in plan.transfers:
             if transfer.source == rank:
                 self._dense[transfer.destination] = self._dense.get(transfer.destination, 0) + transfer.nbytes
         self._largest = largest
@@ -83,17 +78,14 @@ class DeltaSource:
         }
         return Offer(base=base, parts=parts, changed=size.changed, elements=size.elements)
 
-    def send(self, exchanger: AnyExchanger, version: int, base: int | None, timeout_s: float) -> None:
+    def send(self, exchanger: Exchanger, version: int, base: int | None, timeout_s: float) -> None:
         """Send this rank's part of an update that was offered: of a delta, or, without `base`, of a full update.
 
         Raises:
             TransferError, WaitTimeout: as `Exchanger.run`.
         """
         if base is not None:
-            outgoing: dict[int, list[np.ndarray]] = {}
-            for first in self._dense:
-                outgoing |= from_source(self._rank, self._sender.messages(first), self._replicas[first])
-            exchanger.carry(outgoing, {}, _refuse, timeout_s)
+            exchanger.carry({rank: self._sender.messages(rank) for rank in self._dense}, {}, _refuse, timeout_s)
             return
         if not self._is_full:
             self._sender.abandon()
@@ -139,29 +131,28 @@ def common_base(offers: Mapping[int, Offer], largest: float) -> int | None:
     return bases.pop() if fits else None
 
 
-def comings(offers: Mapping[int, Offer], engine_ranks: Mapping[int, int], base: int | None) -> dict[int, Coming]:
+def comings(offers: Mapping[int, Offer], engine_ranks: Iterable[int], base: int | None) -> dict[int, Coming]:
     """Return what each engine rank gets, by rank.
 
     Args:
         offers: of all trainer ranks, by rank.
-        engine_ranks: by rank, the rank under which offers have its part (`UpdatePlans.first`).
         base: as `common_base` returned it.
     """
     found = {}
-    for rank, first in engine_ranks.items():
-        parts = {source: one.parts[first] for source, one in offers.items() if first in one.parts}
+    for rank in engine_ranks:
+        parts = {source: one.parts[rank] for source, one in offers.items() if rank in one.parts}
         sizes = {source: part.sizes for source, part in parts.items()} if base is not None else {}
         found[rank] = Coming(sizes, sum(part.contribution for part in parts.values()) & _WORD)
     return found
 
 
-def traffic(offers: Mapping[int, Offer], base: int | None, replicas: Mapping[int, Sequence[int]]) -> Traffic:
-    """Return what an update takes; for the arguments see `comings` and `UpdatePlans`."""
-    parts = [(len(replicas[rank]), part) for one in offers.values() for rank, part in one.parts.items()]
+def traffic(offers: Mapping[int, Offer], base: int | None) -> Traffic:
+    """Return what an update takes; for the arguments see `comings`."""
+    parts = [part for one in offers.values() for part in one.parts.values()]
     if base is None:
-        return Traffic(sum(times * part.dense for times, part in parts))
+        return Traffic(sum(part.dense for part in parts))
     elements = sum(one.elements for one in offers.values())
-    nbytes = sum(times * sum(part.sizes) for times, part in parts)
+    nbytes = sum(sum(part.sizes) for part in parts)
     return Traffic(nbytes, sum(one.changed for one in offers.values()) / max(1, elements))
 
 
@@ -172,7 +163,6 @@ def unsupported(config: Config) -> str:
     reasons = {
         f"sync.method is {config.sync.method}": config.sync.method == "broadcast",
         "adapters are sent whole": config.adapter is not None,
-        "sync.staging is none, so every update is written in place": config.sync.staging == "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

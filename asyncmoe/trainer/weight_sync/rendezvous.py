@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.config.transports import TRANSPORTS, transport_for
+from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import cards, failing, handshake, hosting, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
-from asyncmoe.receiver.transfer_plan import UpdatePlans
 from asyncmoe.reshard import Plan
 from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
@@ -49,13 +48,13 @@ class Meeting:
 
     Attributes:
         roster: number of the engine roster (`asyncmoe.rpc.messages.Engines`); on rank 0 only.
-        plans: this rank's.
+        plan: this rank's part.
     """
 
     roster: int
     store: Store
     terms: Terms
-    plans: UpdatePlans
+    plan: Plan
 
 
 class NotMet(WeightSyncError):
@@ -93,9 +92,9 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
         card = card_of(model.mesh.device, terms)
     except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.in_one_line(error, terms)
-    mine = Ready(failure, plan.digest if plan else "", card=card, host=address.host_id())
+    mine = Ready(failure, plan.digest if plan else "", card=card)
     if rank == 0:
-        store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, watch(config, client), plan))
+        store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, watch(config, client)))
     else:
         store.put(protocol.ready(rank), mine)
     verdict = store.get(protocol.VERDICT, 2 * wait_s)
@@ -106,11 +105,10 @@ def meet(config: Config, model: Model, client: Client, group: dist.ProcessGroup)
     terms = verdict.settle(terms)
     if rank == 0:
         whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
-        passed = "; equal engine ranks pass on what they receive" if terms.relay else ""
-        log.info("weights travel over %s to %s, %s; staging: %s%s", terms.transport, whom, how, terms.staging, passed)
-        if config.sync.staging == "auto" and terms.staging == "none":
-            log.warning("engines pause for whole updates: a GPU has no room for a second copy of its shard (sync.staging: auto)")
-    return Meeting(roster, store, terms, transfer_plan.update_plans(terms, rank, plan))
+        log.info("weights travel over %s to %s, %s", terms.transport, whom, how)
+        if terms.in_place:
+            log.warning("engines pause for full updates: a GPU has no room for a second copy of its shard")
+    return Meeting(roster, store, terms, plan)
 
 
 def part(store: Store, model: Model) -> None:
@@ -251,13 +249,10 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         engine_dtype=engine_dtype(model.hf, config.engines),
         transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines), config.engines.share_gpus),
         session=secrets.token_hex(8),
-        staging=sync.staging,
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
         max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
         delta=sync.delta != "off" and not unsupported(config),
-        audit_every=sync.audit_every,
-        relay=sync.relay != "off" and model.adapter is None,  # adapters are small
     )
     store.put(protocol.TERMS, terms)
     client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
@@ -275,12 +270,8 @@ def _adapter(model: Model) -> AdapterTerms | None:
     return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
-def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None], plan: Plan | None = None) -> MeetingOutcome:
-    """Return why weights cannot be sent, or what they are staged in and whether they are relayed.
-
-    Args:
-        plan: rank 0's part; None: it has none, because it could not plan.
-    """
+def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:
+    """Return why weights cannot be sent, or whether they are written in place."""
     everyone = protocol.names(terms)
     names = {rank: whom for rank, whom in everyone.items() if rank != 0}
     try:
@@ -291,12 +282,7 @@ def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callabl
         return MeetingOutcome(str(error))
     ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
     failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
-    staging, refused = cards.staging_of(_cards(ready), terms), handshake.refusal(failures or _differences(terms, ready, names))
-    # Without staging memory replicas have nothing to pass on from: what they write must not be read before all of it is there.
-    relays = False
-    if plan is not None and not refused and terms.relay and staging == "full" and TRANSPORTS[terms.transport].relays:
-        relays = transfer_plan.relay_faster(terms, plan, {rank: one.host for rank, one in ready.items()})
-    return MeetingOutcome(refused, staging, relays)
+    return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
 
 
 def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:

@@ -11,9 +11,9 @@ engines that received it are gone and new ones have joined: without a version th
 another. If the next optimizer step is already changing the weights, the version is abandoned instead; the version after that step goes to
 all engines present.
 
-With `sync.staging: delta` or `none`, engines are paused for the whole transfer of a full update, and an engine that holds a part of a
-failed version is fenced. With `sync.delta`, updates are deltas where that is supported; a version whose delta an engine rank refuses is
-sent again in full, or if the weights are already changing, abandoned for the next.
+Where a GPU has no room for a second copy of its shard, engines are paused for the whole transfer of a full update, and an engine that holds
+a part of a failed version is fenced. With `sync.delta`, updates are deltas where that is supported; a version whose delta an engine rank
+refuses is sent again in full, or if the weights are already changing, abandoned for the next.
 
 With `train: lora` only the adapter is sent, into the engines' adapter memory, from a copy, so the optimizer never waits.
 """
@@ -28,7 +28,6 @@ from collections.abc import Mapping
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.config.sync import no_deltas_on_gpus
 from asyncmoe.config.transports import transport_for
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.receiver.channel import SideStream
@@ -55,7 +54,7 @@ class ReshardPublisher(BackgroundPublisher):
     """
 
     def __init__(self, config: Config, model: Model, client: Client) -> None:
-        _check(config, model)
+        opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
         super().__init__(config, model, client)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._sender: Sender | None = None
@@ -152,9 +151,3 @@ class ReshardPublisher(BackgroundPublisher):
     @property
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return super()._tensors if self._snapshot is None else self._snapshot.tensors
-
-
-def _check(config: Config, model: Model) -> None:
-    opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
-    if config.sync.staging == "delta" and model.mesh.device.type != "cpu":
-        raise no_deltas_on_gpus()

@@ -16,7 +16,7 @@ from asyncmoe.receiver import channel, delta_messages, failing, protocol
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import Offer
 from asyncmoe.receiver.protocol import Header, Outcome, Over
-from asyncmoe.reshard.relay_exchange import AnyExchanger
+from asyncmoe.reshard import Exchanger
 from asyncmoe.reshard.transport import nothing_to_watch
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
@@ -61,7 +61,7 @@ class Sender:
         self.met, self._rank, self._is_sent, self._device = met, model.mesh.rank, sent, model.mesh.device
         self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
         self._watch = watch(config, client)
-        self._exchanger: AnyExchanger | None = None
+        self._exchanger: Exchanger | None = None
         self._deltas: DeltaSource | None = None
         self.doubted = False
         self.traffic: Traffic | None = None
@@ -130,7 +130,7 @@ class Sender:
         begun, base = False, None
         try:
             base = self._agree(version)
-            self._ask(WeightsStage(version, in_place=base is None and self.met.terms.staging != "full"))
+            self._ask(WeightsStage(version, in_place=base is None and self.met.terms.in_place))
             store.put(protocol.header(number), Header(version, self._epoch, base=base))
             begun = True
             self._send_and_collect(version, base)
@@ -177,17 +177,18 @@ class Sender:
         failures = {f"trainer rank {rank}": one.failure for rank, one in offers.items() if one.failure} | {"": store.resigned()}
         if why := [one for one in failures.values() if one]:
             raise WeightSyncError(why[0])
-        base = common_base(offers, delta_messages.largest_share(terms))
-        self.traffic = traffic(offers, base, self.met.plans.replicas)
-        for rank, coming in comings(offers, {rank: self.met.plans.first(rank) for rank in protocol.engine_ranks(terms)}, base).items():
+        base = common_base(offers, delta_messages.LARGEST_SHARE)
+        self.traffic = traffic(offers, base)
+        for rank, coming in comings(offers, protocol.engine_ranks(terms), base).items():
             store.put(delta_messages.coming(number, rank), coming)
         return base
 
     def _offer(self, version: int) -> Offer:
         try:
             if self._deltas is None:
-                largest = delta_messages.largest_share(self.met.terms)
-                self._deltas = DeltaSource(self.met.plans, self._rank, self._tensors, largest, self._sync.delta_base, self._side)
+                self._deltas = DeltaSource(
+                    self.met.plan, self._rank, self._tensors, delta_messages.LARGEST_SHARE, self._sync.delta_base, self._side
+                )
             return self._deltas.offer(version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
@@ -206,7 +207,7 @@ class Sender:
                 self._exchanger = channel.connect(
                     met.store,
                     met.terms,
-                    met.plans,
+                    met.plan,
                     self._epoch,
                     self._side,
                     self._watch if self._rank == 0 else nothing_to_watch,

@@ -8,7 +8,7 @@ A version reaches the engines in one of three ways. By broadcast, while they are
 
 Shard to shard, while they generate, through the receivers inside them (`reshard.py`, `asyncmoe.receiver`):
 
-    WeightsStage    only check that all engines are present; the sender and the receivers do the rest, through memory, a network or files.
+    WeightsStage    only check that all engines are present; the sender and the receivers do the rest, through memory or a network.
                     In place, without staging memory: close the gate; every engine: pause, begin_update
     WeightsCommit   close the gate; every engine: swap, in one call; then open the gate (`at_once.py`). If the weights were written in
                     place, are to be compared, or running requests drop their keys and values, as in a broadcast:

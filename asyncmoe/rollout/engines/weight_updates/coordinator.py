@@ -11,11 +11,10 @@ from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncE
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rollout.engines.weight_updates import adapter_files, at_once, broadcast, reshard, spot_check, state, weight_files
+from asyncmoe.rollout.engines.weight_updates import adapter_files, at_once, broadcast, checksums, reshard, state, weight_files
 from asyncmoe.rollout.engines.weight_updates.asking import Failures, raise_first
 from asyncmoe.rollout.engines.weight_updates.driver import Note, OpenUpdate, UpdateDriver
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
-from asyncmoe.rollout.engines.weight_updates.spot_check import Checksums, SpotCheck
 from asyncmoe.rpc.messages import (
     Committed,
     Done,
@@ -48,7 +47,6 @@ class WeightUpdateCoordinator:
         published: awaited with a version once every engine serves it.
         record: called with (engine, begin, end), Unix seconds, for every pause.
         interruption, unfinished, pause_s: as for `UpdateDriver`.
-        spot: checks a random engine of some versions; None: none.
         note: as for `UpdateDriver`.
     """
 
@@ -61,10 +59,8 @@ class WeightUpdateCoordinator:
         interruption: Interruption = "in_place",
         unfinished: Callable[[], int] = lambda: 0,
         pause_s: float | None = None,
-        spot: SpotCheck | None = None,
         note: Note | None = None,
     ) -> None:
-        self._spot = SpotCheck(pool, 0, 0, timeout_s) if spot is None else spot
         pause_s = timeout_s if pause_s is None else pause_s
         self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, pause_s, note)
         self._pool, self._timeout_s, self._published = pool, timeout_s, published
@@ -169,20 +165,14 @@ class WeightUpdateCoordinator:
             case WeightsJoin():
                 await (broadcast.join if request.method == "broadcast" else reshard.start_receivers)(self.driver, request)
             case WeightsStage():
-                if request.in_place:
-                    await self._spot.end()
-                else:
-                    self._spot.begin()
                 update = reshard.stage(self.driver, request)
                 if request.in_place:
                     await self._expecting_next(reshard.stage_in_place(self.driver, update))
             case WeightsBegin():
-                await self._spot.end()
                 await self._expecting_next(broadcast.begin(self.driver, request.version))
             case WeightsBucket():
                 await self._expecting_next(broadcast.load(self.driver, request))
             case WeightsAdapter():
-                await self._spot.end()
                 serving, failed = await adapter_files.publish(self.driver, request)
                 return await self._publish(request.version, (0.0,) * serving, failed)
             case WeightsFiles():
@@ -216,7 +206,6 @@ class WeightUpdateCoordinator:
         return Engines(infos, roster.world, roster.number, lost, awaited)
 
     async def _commit(self, request: WeightsCommit | WeightsFiles) -> Committed:
-        await self._spot.end()
         update = self.driver.expect(request.version)
         retract = self.driver.interruption == "retract"
         if isinstance(request, WeightsCommit) and state.swaps_at_once(update.state, retract, bool(request.checksums)):
@@ -225,7 +214,7 @@ class WeightUpdateCoordinator:
             failed, pauses = await self._commit_paused(update, request)
         self.driver.landed = self.driver.landed or bool(pauses)
         self.driver.close(update)
-        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed, request.checksums)
+        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed)
 
     async def _commit_paused(self, update: OpenUpdate, request: WeightsCommit | WeightsFiles) -> tuple[Failures, list[float]]:
         if not update.state.gate_closed:
@@ -242,7 +231,7 @@ class WeightUpdateCoordinator:
                 async with self.driver.soon(member, f"end the update to version {update.version}"):
                     await member.engine.client.end_update()
             if request.checksums:
-                spot_check.compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
+                checksums.compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
 
         failed += await self.driver.fencing(update, finish)
         pauses: list[float] = []
@@ -258,12 +247,11 @@ class WeightUpdateCoordinator:
         failed += await self.driver.fencing(update, resume)
         return failed, pauses
 
-    async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures, checksums: Checksums = ()) -> Committed:
+    async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures) -> Committed:
         """Publish a version that some engines serve now, and report engines that refused it.
 
         Args:
             pause_ms: pauses of the engines that serve it.
-            checksums: the trainer's; empty if the version was not verified.
 
         Raises:
             WeightSyncError: an engine refused it, or none is left.
@@ -271,8 +259,6 @@ class WeightUpdateCoordinator:
         # First, because the engines that resumed sample the version, whatever is wrong with the others.
         if pause_ms:
             await self._published(version)
-            served = [member for member in self._pool.serving if member.version == version]
-            self._spot.landed(version, served, checksums)
         # An engine that is gone or silent is fenced and serves nothing; the others have the version.
         refused = [(member, error) for member, error in failed if not isinstance(error, EngineLost | WaitTimeout)]
         raise_first(refused, f"publishing version {version}")

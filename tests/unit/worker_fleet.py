@@ -92,10 +92,10 @@ class Lent:
 class Cluster:
     """A run of `workers` rollout workers. Use it as an async context."""
 
-    def __init__(self, folder: Path, workers: int, engines: int, seed: int, staleness: int = 1, **queue: Any) -> None:
+    def __init__(self, folder: Path, workers: int, engines: int, seed: int, staleness: int = 1) -> None:
         (model := folder / "model").mkdir(parents=True, exist_ok=True)
         self.draw = random.Random(seed)
-        self.config = configured(folder, workers, staleness, **queue)
+        self.config = configured(folder, workers, staleness)
         self.parts = RolloutParts(openai_policy.tokenizer(model), Numbers(), (), Exact(), SingleTurn())  # type: ignore[arg-type]
         self.handles = [FakeHandle(f"engine.{number}") for number in range(engines)]
         for handle in self.handles:
@@ -206,14 +206,14 @@ class Cluster:
             self.failure.append(error)
 
 
-def configured(folder: Path, workers: int, staleness: int, **queue: Any) -> Config:
+def configured(folder: Path, workers: int, staleness: int) -> Config:
     return parse(
         {
             "run": {"dir": str(folder / "run"), "steps": 100},
             "model": {"path": str(folder / "model")},
             "task": {"kind": "arithmetic"},
             "rollout": {"groups_per_step": GROUPS, "group_size": SIZE, "workers": workers},
-            "queue": {"staleness": {"max_staleness": staleness}, **queue},
+            "queue": {"staleness": {"max_staleness": staleness}},
             "engines": {"count": 4},
         }
     )

@@ -30,7 +30,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "trackio": ("trackio",),
     "verifiers": ("verifiers", "openai"),
     "redis": ("redis",),
-    "mooncake": ("mooncake",),
     "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
 """Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""

@@ -68,7 +68,7 @@ class JournalSection(Section):
                 "name the server in journal.redis, or leave the variable out"
             )
         if self.redis is not None:
-            check_address(self.redis, "journal.redis")
+            _check_address(self.redis)
             if self.folder is not None:
                 raise ValueError(f"journal.folder: got {self.folder}, expected null with journal.redis; leave one of them out")
         return self
@@ -78,7 +78,7 @@ class JournalSection(Section):
         return self.folder or run_dir / "journal"
 
 
-def check_address(url: str, key: str) -> None:
+def _check_address(url: str) -> None:
     """Refuse an address that is none of a Redis server, or has a password, which `config.yaml` would show. Raises ValueError."""
     forms = "redis://host:port/database, rediss://host:port/database or unix:///path?db=database, where database is a number"
     try:
@@ -89,8 +89,8 @@ def check_address(url: str, key: str) -> None:
         numbered = not database or (database.isascii() and database.isdigit())
         good = local or (parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0 and numbered)
     except ValueError as error:
-        raise ValueError(f"{key}: got {error}, expected {forms}") from error
+        raise ValueError(f"journal.redis: got {error}, expected {forms}") from error
     if secret:
-        raise ValueError(f"{key}: got an address with a password, expected one without; {key}_password_variable names it")
+        raise ValueError("journal.redis: got an address with a password, expected one without; journal.redis_password_variable names it")
     if not good:
-        raise ValueError(f"{key}: got {url}, expected {forms}")
+        raise ValueError(f"journal.redis: got {url}, expected {forms}")

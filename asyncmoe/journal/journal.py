@@ -30,7 +30,6 @@ from asyncmoe.journal.recovery import (
     under_way,
 )
 from asyncmoe.journal.rows import Change, Draw
-from asyncmoe.journal.segment_format import Place
 from asyncmoe.journal.segments import Segments
 from asyncmoe.journal.states import States
 from asyncmoe.journal.states_file import FILE
@@ -147,11 +146,11 @@ class Journal(Unjournaled):
             changes.append(rows.fact("next", self._next))
         self._write(changes)
 
-    async def finished(self, group: Group) -> Place:
+    async def finished(self, group: Group) -> None:
         if group.place is not None:  # a rollout worker has written it
             await self._states.durable(self._write([rows.queued(group.number, group.arrival, len(group), group.place)], urgent=True))
             self._over(group.number)
-            return group.place
+            return
         parts: list[Buffer] = payload.encode(group)
         await self._segments.room(sum(memoryview(part).nbytes for part in parts))
         place = self._segments.append(parts)
@@ -164,7 +163,6 @@ class Journal(Unjournaled):
             self._writing[place.segment] -= 1
         await self._states.durable(ticket)
         self._over(group.number)
-        return place
 
     def ended(self, number: int, state: str, reason: str) -> None:
         self._write([rows.ended(number, state, reason)])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from asyncmoe.errors import DataError
 from asyncmoe.journal.recovery import Reopened
 from asyncmoe.journal.rows import Draw
-from asyncmoe.journal.segment_format import Place
 from asyncmoe.journal.turns import Turns
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.group_buffer import Group
@@ -33,16 +32,12 @@ class Unjournaled:
     def begun(self, group: Start) -> None:
         """Sampling of a group begins."""
 
-    async def finished(self, group: Group) -> Place | None:
+    async def finished(self, group: Group) -> None:
         """Return once a whole group is on disk, first its payload, then its row; the group may be queued then.
-
-        Returns:
-            where its payload is.
 
         Raises:
             StorageError: the disk failed, or the journal is full.
         """
-        return None
 
     async def payload(self, group: Group) -> Group:
         """Return a group that this process does not hold, with its frames.
@@ -50,9 +45,7 @@ class Unjournaled:
         Raises:
             DataError: its payload is damaged, or there is no journal.
         """
-        raise DataError(
-            f"group {group.number}", got="no journal", expected="one, because the rollout worker or the store that held it is lost"
-        )
+        raise DataError(f"group {group.number}", got="no journal", expected="one, because the rollout worker that held it is lost")
 
     def ended(self, number: int, state: str, reason: str) -> None:
         """A group is "dropped" or "rejected", and does not start again."""

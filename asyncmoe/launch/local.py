@@ -38,7 +38,6 @@ from asyncmoe.models import resume
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
-from asyncmoe.payloads import opening as stores
 from asyncmoe.plan import budget
 from asyncmoe.rollout import journaling
 from asyncmoe.rollout.engines import backend, succession
@@ -82,7 +81,6 @@ def check(config: Config) -> Survey:
     if config.journal.enabled and config.journal.redis is not None and config.launch == "local":
         _check_redis(config.journal)
     if config.launch == "local":
-        stores.check(config.queue)
         rollout_code.check(config)
     plugin_probe.check(config)
     if config.launch == "local" and devices.none_here():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
@@ -57,7 +57,6 @@ class BoundedQueue:
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_trained: called with the groups of a committed step.
         on_freed: called with groups of which nothing is kept any more.
-        keep: has a store hold the trajectories of a group; None: this process does, or a rollout worker.
         journal: learns of every change.
         resumed: what an earlier process left in the journal.
 
@@ -85,7 +84,6 @@ class BoundedQueue:
         on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
         on_trained: Callable[[Sequence[Group]], None] | None = None,
         on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-        keep: Callable[[Group], Awaitable[Group]] | None = None,
         journal: Unjournaled | None = None,
         resumed: Resumption = UNDISTURBED,
     ) -> None:
@@ -97,7 +95,7 @@ class BoundedQueue:
         trained = max(0, trained_steps - base_version) * batch
         self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
-        self._recording, self._on_stale, self._on_trained, self._keep = recording, on_stale, on_trained, keep
+        self._recording, self._on_stale, self._on_trained = recording, on_stale, on_trained
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
         self.holders: Callable[[], Mapping[int, Rendezvous]] = dict
@@ -185,7 +183,7 @@ class BoundedQueue:
             TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or carries no version.
             InvariantBroken: not one whole group of `group_size` episodes, or a key that is already queued or leased.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
-            StorageError: the journal cannot be written, or a store has not taken the group.
+            StorageError: the journal cannot be written.
             AsyncmoeError: the error passed to `fail`.
         """
         await self.put(whole(trajectories, self._group_size, self._recording, self.newest_version), wait_s)
@@ -194,9 +192,7 @@ class BoundedQueue:
         """Queue a group that is `whole`. Waits and raises as `put_group`."""
         self._arrivals += 1
         group = replace(group, arrival=self._arrivals)
-        place = await self._journal.finished(group)
-        if self._keep is not None:
-            group = await self._keep(replace(group, place=place))
+        await self._journal.finished(group)
         await self._insert(self._lanes["rl"], group, wait_s)
 
     async def put_demonstrations(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:

@@ -28,7 +28,7 @@ class Group:
     arrival: int
     items: tuple[Item, ...]
     frames: Mapping[str, list[Buffer]]
-    """The encoded trajectories by key; empty if a rollout worker or a store holds them."""
+    """The encoded trajectories by key; empty if a rollout worker holds them."""
     attempt: int = 0
     """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
     place: Place | None = None
@@ -50,11 +50,6 @@ class Group:
     def holder(self) -> int:
         """Number of the rollout worker that holds its trajectories; 0: this process."""
         return self.items[0].holder
-
-    @property
-    def stored(self) -> str:
-        """Its name in the store that holds its trajectories (`queue.payloads`); empty: none does."""
-        return self.items[0].stored
 
     @cached_property
     def keys(self) -> frozenset[str]:

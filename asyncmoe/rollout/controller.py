@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvloop
 
 from asyncmoe import checkpoints, models
@@ -38,7 +37,6 @@ from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring.stages import write_log
-from asyncmoe.rollout.stored_groups import StoredGroups
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
@@ -62,7 +60,7 @@ from asyncmoe.rpc.messages import (
     TrainerMessage,
 )
 from asyncmoe.rpc.server import Server
-from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerJoin, WorkerRequest
+from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
 
@@ -94,10 +92,9 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
     journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
-    stored = StoredGroups.open(config)  # after the journal, which refuses a second controller, as below
-    keeper = kept.take_over(config, run_dir, memory)
+    keeper = kept.take_over(config, run_dir, memory)  # after the journal, which refuses a second controller
     keep_files()
-    uvloop.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper, stored))
+    uvloop.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
 
 
 async def _serve(
@@ -108,7 +105,6 @@ async def _serve(
     journaling: Journaling,
     memory: Sequence[str],
     keeper: KeeperClient | None = None,
-    stored: StoredGroups | None = None,
 ) -> None:
     def start(index: int, attempt: int) -> EngineProcess:
         if keeper is not None:
@@ -130,7 +126,7 @@ async def _serve(
             await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0) if keeper is None else keeper.engine(index))
-        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper, succession, stored)
+        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port or at)
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
@@ -153,8 +149,6 @@ async def _serve(
             succession.close()
         await loaded.close()
         recorder.close()
-        if stored is not None:
-            await stored.close()
         await journaling.close()
         write_log(loaded.scorer, run_dir)
 
@@ -172,7 +166,6 @@ class Controller:
         journaling: Journaling,
         keeper: KeeperClient | None = None,
         succession: Succession | None = None,
-        stored: StoredGroups | None = None,
     ) -> None:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
         self._advice = Advice()
@@ -193,10 +186,7 @@ class Controller:
             config.engines.hang_timeout_s * PAUSE_SHARE,
             None if left is None else left.note,
         )
-        self._fleet, self._stored = (
-            WorkerFleet(config, self._pool, recorder.generated, self._first) if config.rollout.workers else None,
-            stored,
-        )
+        self._fleet = WorkerFleet(config, self._pool, recorder.generated, journaling.for_workers) if config.rollout.workers else None
         if self._fleet is not None:
             journaling.settled, journaling.retain = self._fleet.settled, self._fleet.retain
         self._keeper = keeper
@@ -213,7 +203,6 @@ class Controller:
             self._coordinator,
             TakenOver(found, self._lifecycle.taken, self._go_on),
             self._fleet,
-            stored,
         )
         self._served = asyncio.Event()
         if config.adapter is None or config.adapter.start is None:
@@ -223,11 +212,6 @@ class Controller:
         """Set once the last step is committed: nothing more is sampled for training."""
         self._failure: Exception | None = None
         self._stopping = self._terminated = False
-
-    async def _first(self) -> WorkerBegin:
-        """What a worker is told when it joins."""
-        first = await self._journaling.for_workers()
-        return msgspec.structs.replace(first, payloads="" if self._stored is None else self._stored.prefix)
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
@@ -286,8 +270,7 @@ class Controller:
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         serving = asyncio.create_task(self._guard(server.serve()))
         workers = () if self._fleet is None else (self._fleet.run(), *([] if started is None else [started.watch(self._fleet.lost)]))
-        stored = () if self._stored is None else (self._stored.run(),)
-        work = (*workers, *stored, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
+        work = (*workers, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from asyncmoe.config import Config
@@ -143,9 +143,8 @@ def queue_of(
     journal: Unjournaled | None = None,
     resumed: Resumption = UNDISTURBED,
     on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-    keep: Callable[[Group], Awaitable[Group]] | None = None,
 ) -> BoundedQueue:
-    """Return the queue of a trainer that has taken `trained_steps` steps. The last six are those of `BoundedQueue`."""
+    """Return the queue of a trainer that has taken `trained_steps` steps. The last five are those of `BoundedQueue`."""
     staleness = config.queue.staleness
     return BoundedQueue(
         capacity=config.queue_capacity,
@@ -162,7 +161,6 @@ def queue_of(
         on_stale=on_stale,
         on_trained=on_trained,
         on_freed=on_freed,
-        keep=keep,
         journal=journal,
         resumed=resumed,
     )

@@ -23,7 +23,6 @@ from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.samples import Samples, samples_of
-from asyncmoe.rollout.stored_groups import StoredGroups
 from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rpc.environment import trainer_epoch
@@ -68,9 +67,8 @@ class TrainerSession:
         coordinator: WeightUpdateCoordinator,
         taken_over: TakenOver,
         fleet: WorkerFleet | None = None,
-        stored: StoredGroups | None = None,
     ) -> None:
-        self._fleet, self._stored = fleet, stored
+        self._fleet = fleet
         self._config, self._tokenizer, self._recording, self._journaling = config, loaded.tokenizer, recording, journaling
         self._curriculum = parts.curriculum_of(loaded)
         self._pool, self._coordinator, self._taken_over = pool, coordinator, taken_over
@@ -121,8 +119,7 @@ class TrainerSession:
             curriculum_file.follow(self._curriculum, config.run.dir, step)
         await taken_over.known.wait()
         resumed = await journaling.resume(step, goes_on=hello.goes_on)
-        keep = None if self._stored is None else self._stored.keep
-        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed, self._freed, keep)
+        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed, self._freed)
         if self._fleet is not None:
             queue.holders = self._fleet.holders
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
@@ -155,8 +152,6 @@ class TrainerSession:
     def _freed(self, groups: Sequence[Group]) -> None:
         if self._fleet is not None:
             self._fleet.over(groups)
-        if self._stored is not None:
-            self._stored.over(groups)
 
     def _trained(self, groups: Sequence[Group]) -> None:
         if self._curriculum is not None:

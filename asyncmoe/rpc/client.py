@@ -6,7 +6,6 @@ import math
 import re
 import struct
 import time
-from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
@@ -14,7 +13,6 @@ import zmq
 
 from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
-from asyncmoe.payloads.store import GroupStore
 from asyncmoe.rpc.codec import decode_reply, encode
 from asyncmoe.rpc.connection import Connection
 from asyncmoe.rpc.messages import Refused, Reply, Request, TrainerMessage
@@ -25,8 +23,6 @@ CONNECT_S = 10.0
 """A controller without a connection for this long counts as dead, whatever the timeout of the reply."""
 _BESIDE_S = 2.0
 """The same for a rollout worker, in whose place the controller can be asked."""
-_STORE_RESTS_S = 60.0
-"""Seconds for which a store that has failed is not asked."""
 
 
 class ConnectionGone(WaitTimeout):
@@ -51,9 +47,6 @@ class Client:
         self._connection = Connection(rendezvous)
         self._asked = 0
         self._beside: dict[str, tuple[Rendezvous, Client]] = {}
-        self._open_store: Callable[[], GroupStore | None] = lambda: None
-        self._store: GroupStore | None = None
-        self._rests_until = -math.inf
 
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
         """Return a client of another server of the run, which this one keeps, and closes once another server has taken its place."""
@@ -63,28 +56,6 @@ class Client:
                 known[1].close()
             known = self._beside[peer] = rendezvous, Client(rendezvous, self.name, self._epoch, peer, _BESIDE_S)
         return known[1]
-
-    def reads(self, open_store: Callable[[], GroupStore | None]) -> None:
-        """Have trajectories that lie in the store of `queue.payloads` read with what `open_store` returns, which is closed with this."""
-        self._open_store = open_store
-
-    @property
-    def store(self) -> GroupStore:
-        """The store of the run, opened when it is first needed. Raises as `open_store`, and ProtocolError: the run has none."""
-        if self._store is None and (opened := self._open_store()) is not None:
-            self._store = opened
-        if self._store is None:
-            raise ProtocolError(f"{self.name} was told of a trajectory in a store, and queue.payloads is workers")
-        return self._store
-
-    @property
-    def store_rests(self) -> bool:
-        """Whether the store has failed less than a minute ago, so that the controller is asked at once."""
-        return time.monotonic() < self._rests_until
-
-    def store_failed(self) -> None:
-        """Have the store rest."""
-        self._rests_until = time.monotonic() + _STORE_RESTS_S
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Buffer]]:
         """Send a request and wait for its reply and the frames that follow (read-only views of the received data).
@@ -130,8 +101,6 @@ class Client:
         """Close the connection without waiting for replies."""
         for _, other in self._beside.values():
             other.close()
-        if self._store is not None:
-            self._store.close()
         self._connection.close()
 
     def __enter__(self) -> Client:

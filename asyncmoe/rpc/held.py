@@ -1,4 +1,4 @@
-"""Fetches leased trajectories from whoever holds them: a store (queue.payloads), rollout workers, or the controller."""
+"""Fetches leased trajectories from whoever holds them: the rollout workers that sampled them, or the controller."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncmoe.errors import AsyncmoeError, DataError, ProtocolError, StorageError, UserError
-from asyncmoe.payloads.packed import Asked
+from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Fetch, Fetched
@@ -22,8 +21,7 @@ log = logging.getLogger(__name__)
 def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mapping[int, Rendezvous], timeout_s: float) -> list[Buffer]:
     """Return the frames of trajectories, in the order of `request.keys`; with `request.ahead` none, if some have left the queue.
 
-    What a worker or a store does not send, because it is lost, silent or damaged, the controller reads from the journal, but for what is
-    fetched ahead.
+    What a worker does not send, because it is lost or silent, the controller reads from the journal, but for what is fetched ahead.
 
     Args:
         client: of the controller.
@@ -31,14 +29,11 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
         holders: where workers serve, by number.
 
     Raises:
-        UserError: the store cannot be opened, or refuses the user.
         AsyncmoeError: the controller cannot send it either.
     """
-    found = _stored(client, request, [item for item in items if item.stored])
+    found = dict[str, Sequence[Buffer]]()
     for number in sorted({item.holder for item in items} & holders.keys()):
-        keys = tuple(item.key for item in items if item.holder == number and not item.stored)
-        if not keys:
-            continue
+        keys = tuple(item.key for item in items if item.holder == number)
         try:
             worker = client.beside(holders[number], f"rollout worker {number}")
             found |= split(keys, worker.ask(WorkerFetch(keys, request.layers, request.masks), timeout_s)[1])
@@ -52,28 +47,6 @@ def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mappin
             return []
         found |= split(missing, frames)
     return [frame for key in request.keys for frame in found[key]]
-
-
-def _stored(client: Client, request: Fetch, items: Sequence[Item]) -> dict[str, Sequence[Buffer]]:
-    """Return the frames of those trajectories that the store has whole, by key. Raises UserError."""
-    if not items or client.store_rests:
-        return {}
-    asked = [Asked(item.stored, item.key, request.layers, request.masks) for item in items]
-    try:
-        found = client.store.get(asked)
-    except UserError:
-        raise  # the same is wrong at each fetch, and the controller can hardly do the work of a store for all ranks
-    except StorageError as error:
-        client.store_failed()
-        log.warning("%s; the controller is asked instead, and for a minute at once", error)
-        return {}
-    except AsyncmoeError as error:
-        log.warning("%s; the controller is asked instead", error)
-        return {}
-    wrong = [one for one in found if isinstance(one, DataError)]
-    if wrong and not request.ahead:  # else it may have been dropped meanwhile
-        log.warning("%s (%d of %d trajectories); the controller is asked instead", wrong[0], len(wrong), len(items))
-    return {item.key: one for item, one in zip(items, found, strict=True) if not isinstance(one, DataError)}
 
 
 def split(keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Sequence[Buffer]]:

@@ -37,5 +37,3 @@ class Item(Message, frozen=True):
     """Its last response ended at a limit of tokens."""
     holder: int = 0
     """Number of the rollout worker that holds its arrays; 0: the controller."""
-    stored: str = ""
-    """Name of its group in the store of `queue.payloads`; empty: it lies in no store."""

@@ -113,8 +113,6 @@ class WorkerBegin(Message, frozen=True):
     """Identity of the journal's segments; empty: there is no journal."""
     under_way: dict[int, int] = msgspec.field(default_factory=dict)
     """Attempts, by number, of the groups whose answers a worker before this one may have recorded."""
-    payloads: str = ""
-    """How names of the worker's groups begin in the store of `queue.payloads`; empty: the worker holds its groups itself."""
 
 
 class WorkerEngines(Message, frozen=True):

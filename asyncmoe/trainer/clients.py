@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncmoe.config import Config
-from asyncmoe.payloads.opening import open_store
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.rendezvous import Rendezvous
@@ -25,11 +24,8 @@ def clients(config: Config, rendezvous: Rendezvous, name: str, *threads: str) ->
 
     def client(name: str, holds: bool, waiting: Callable[[], None] = waiting) -> Client:
         if not config.survives_controller:
-            made = Client(rendezvous, name, epoch)
-        else:
-            made = ReturningClient(rendezvous, name, epoch, config.run.dir, config.engines.orphan_s, standings, holds, waiting)
-        made.reads(lambda: open_store(config.queue))
-        return made
+            return Client(rendezvous, name, epoch)
+        return ReturningClient(rendezvous, name, epoch, config.run.dir, config.engines.orphan_s, standings, holds, waiting)
 
     # A heartbeat says that the loop gets on, so threads beside it give none.
     others = (client(f"{name}.{thread}", False, lambda: None) for thread in threads)

@@ -3,7 +3,7 @@
 Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/trajectory packs routes and masks.
 """
 
-from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part, planes, with_planes
+from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part
 from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
 from asyncmoe.trajectory.native import Buffer
 from asyncmoe.trajectory.recording import NOTHING, Recording
@@ -33,8 +33,6 @@ __all__ = [
     "expect_valid",
     "frames_in",
     "part",
-    "planes",
     "token_outside",
     "validate",
-    "with_planes",
 ]

@@ -7,7 +7,7 @@ allocates memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -145,32 +145,6 @@ def _layers_of(header: _Header, spec: _RoutesSpec, planes: memoryview, layers: S
     consecutive = last - first == len(places)
     chosen = planes[first * size : last * size] if consecutive else b"".join(planes[i * size : (i + 1) * size] for i in places)
     return chosen, msgspec.structs.replace(spec, layers=tuple(layers), digests=tuple(spec.digests[i] for i in places))
-
-
-def planes(frames: Sequence[Buffer]) -> dict[int, memoryview]:
-    """Return the encoded routes of each layer, views of the frames of a trajectory (`encode`, trusted); empty without routes."""
-    spec = msgspec.msgpack.decode(frames[0], type=_Header).routes
-    if spec is None:
-        return {}
-    every = memoryview(frames[-2]).cast("B")
-    size = len(every) // max(len(spec.layers), 1)
-    return {layer: every[i * size : (i + 1) * size] for i, layer in enumerate(spec.layers)}
-
-
-def with_planes(head: Buffer, arrays: Sequence[Buffer], kept: Mapping[int, Buffer], masks: Buffer | None) -> list[Buffer]:
-    """Return what `part` makes of the frames of a trajectory for these layers and masks, without having the others.
-
-    Args:
-        head: the first frame, which must be trusted.
-        kept: encoded routes of some of its layers, ascending.
-        masks: None: those are not kept.
-    """
-    header = msgspec.msgpack.decode(head, type=_Header)
-    if (spec := header.routes) is not None:
-        digests = tuple(digest for layer, digest in zip(spec.layers, spec.digests, strict=True) if layer in kept)
-        spec = msgspec.structs.replace(spec, layers=tuple(kept), digests=digests)
-    header = msgspec.structs.replace(header, routes=spec, masks=None if masks is None else header.masks)
-    return [msgspec.msgpack.encode(header), *arrays, b"".join(kept.values()), b"" if masks is None else masks]
 
 
 def frames_in(trajectory_count: int) -> int:

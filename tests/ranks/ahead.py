@@ -19,10 +19,8 @@ import torch.distributed as dist
 from asyncmoe import models
 from asyncmoe.config import Config, parse
 from asyncmoe.models import load_hf_config
-from asyncmoe.payloads.opening import open_store
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rollout.stored_groups import StoredGroups
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Fetch
 from asyncmoe.rpc.server import Server
@@ -42,17 +40,14 @@ STEPS, GROUPS, SIZE = 4, 3, 2
 class Controller:
     """A queue and its server, on a thread of their own."""
 
-    def __init__(self, routing: Routing, stored: StoredGroups | None = None) -> None:
+    def __init__(self, routing: Routing) -> None:
         self._routing, self.fetches, self._ready = routing, list[bool](), threading.Event()
-        self._stored = stored
         self.queue = BoundedQueue(
             capacity=2 * GROUPS * SIZE,
             batch=GROUPS * SIZE,
             group_size=SIZE,
             max_staleness=1,
             recording=Recording(routing),
-            keep=None if stored is None else stored.keep,
-            on_freed=(lambda _: None) if stored is None else stored.over,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
@@ -72,8 +67,6 @@ class Controller:
             self._serving = asyncio.ensure_future(server.serve())
             self._ready.set()
             await asyncio.gather(self._serving, return_exceptions=True)
-        if self._stored is not None:
-            await self._stored.close()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._serving.cancel)
@@ -123,14 +116,13 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
     mesh.stop()
 
 
-def configuration(path: Path, sizes: dict[str, int], **queue: Any) -> Config:
+def configuration(path: Path, sizes: dict[str, int]) -> Config:
     return parse(
         {
             "run": {"dir": str(path / "run"), "steps": STEPS},
             "model": {"path": str(path / "hf")},
             "task": {"kind": "arithmetic"},
             "warmup": {"steps": 0},
-            "queue": queue,
             "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
             "verify": {"probe_every": 0, "logprobs_every": 0},
             "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **sizes},
@@ -147,14 +139,11 @@ def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
     gpt.load_hf(built, path / "hf")
     routing = models.kept_routing(config, built.hf)
     assert routing is not None
-    controller = Controller(routing, StoredGroups.open(config)) if place.rank == 0 else None
+    controller = Controller(routing) if place.rank == 0 else None
     met = [None if controller is None else controller.rendezvous]
     dist.broadcast_object_list(met, 0)
     client = Client(met[0], f"trainer.{place.rank}")  # type: ignore[arg-type]
     other = Client(met[0], f"trainer.{place.rank}.ahead") if ahead and place.tp_rank == 0 else None  # type: ignore[arg-type]
-    for one in (client, other):
-        if one is not None:
-            one.reads(lambda: open_store(config.queue))
     samples = TrainerSamples(config, place, 0, 0)
     adam = optimizer.build(config, built)
     learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples, None, other)

@@ -22,7 +22,7 @@ from tests.ranks import case
 from tests.unit.kept_trajectory import trajectory
 
 KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
-LEASED: Any = SimpleNamespace(step=3, items=[SimpleNamespace(key=f"g{seed}", holder=0, stored="") for seed in range(len(KEPT))], holders={})
+LEASED: Any = SimpleNamespace(step=3, items=[SimpleNamespace(key=f"g{seed}", holder=0) for seed in range(len(KEPT))], holders={})
 
 GONE, SHORT, UNFORESEEN = 4, 5, 6
 """Steps of which the controller does not answer, or with too little, or not when it is asked ahead."""

@@ -21,7 +21,6 @@ from tests.unit.source_imports import statements
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = {
-    "mooncake": "mooncake-transfer-engine-non-cuda",
     **{"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic"},
     **{"jinja2": "transformers", "huggingface_hub": "transformers", "sympy": "math-verify", "latex2sympy2_extended": "math-verify"},
 }

@@ -261,7 +261,7 @@ def test_what_is_damaged_on_the_way_is_refused() -> None:
             self.frames = frames
 
         def ask(self, request: Any, timeout_s: float) -> Any:
-            item: Any = SimpleNamespace(holder=0, stored="", key="g7.e0")
+            item: Any = SimpleNamespace(holder=0, key="g7.e0")
             return (Foreseen((item,)), []) if isinstance(request, Foresee) else (Fetched(request.keys), self.frames)
 
         def close(self) -> None: ...
@@ -297,7 +297,7 @@ def test_a_thread_that_waits_ends_with_its_rank() -> None:
 
 def test_only_what_was_joined_whole_and_in_order_is_broadcast_as_it_is() -> None:
     frames = [bytes(frame) for number in (1, 2) for one in group(number) for frame in encode(one)]
-    items: list[Any] = [SimpleNamespace(holder=0, stored="", key=one.key) for number in (1, 2) for one in group(number)]
+    items: list[Any] = [SimpleNamespace(holder=0, key=one.key) for number in (1, 2) for one in group(number)]
     whole = joined(frames)
     parts = split([item.key for item in items], whole.buffers)
     ready = {item.key: FetchedAhead(item, parts[item.key], joined=whole) for item in items}

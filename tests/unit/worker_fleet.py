@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
-from asyncmoe.payloads.opening import open_store
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
@@ -26,14 +23,13 @@ from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.stored_groups import StoredGroups
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.worker import RolloutWorker
 from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Fetch, Leased
 from asyncmoe.rpc.server import Server
-from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerJoin
+from asyncmoe.rpc.worker_messages import WorkerJoin
 from asyncmoe.trajectory import NOTHING, Trajectory, decode, frames_in
 from tests.unit import openai_policy
 from tests.unit.fake_engine import FakeEngine, FakeHandle
@@ -96,10 +92,10 @@ class Lent:
 class Cluster:
     """A run of `workers` rollout workers. Use it as an async context."""
 
-    def __init__(self, folder: Path, workers: int, engines: int, seed: int, staleness: int = 1, **queue: Any) -> None:
+    def __init__(self, folder: Path, workers: int, engines: int, seed: int, staleness: int = 1) -> None:
         (model := folder / "model").mkdir(parents=True, exist_ok=True)
         self.draw = random.Random(seed)
-        self.config = configured(folder, workers, staleness, **queue)
+        self.config = configured(folder, workers, staleness)
         self.parts = RolloutParts(openai_policy.tokenizer(model), Numbers(), (), Exact(), SingleTurn())  # type: ignore[arg-type]
         self.handles = [FakeHandle(f"engine.{number}") for number in range(engines)]
         for handle in self.handles:
@@ -115,14 +111,9 @@ class Cluster:
     def connect(self, name: str, url: str, key: str) -> FakeEngine:
         return next(handle.client for handle in self.handles if handle.name == name)
 
-    async def _first(self) -> WorkerBegin:
-        first = await self.journaling.for_workers()
-        return msgspec.structs.replace(first, payloads="" if self.stored is None else self.stored.prefix)
-
     async def __aenter__(self) -> Cluster:
         config = self.config
-        self.stored = await asyncio.to_thread(StoredGroups.open, config)
-        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self._first, lambda engine: (f"at {engine.name}", ""))
+        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.journaling.for_workers, lambda engine: (f"at {engine.name}", ""))
         self.journaling.settled, self.journaling.retain = self.fleet.settled, self.fleet.retain
         resumed = await self.journaling.resume(0)
         self.queue = BoundedQueue(
@@ -131,8 +122,7 @@ class Cluster:
             group_size=SIZE,
             max_staleness=config.queue.staleness.max_staleness,
             rule="requeue",
-            on_freed=self._freed,
-            keep=None if self.stored is None else self.stored.keep,
+            on_freed=self.fleet.over,
             journal=self.journaling.journal,
             resumed=resumed,
         )
@@ -149,8 +139,7 @@ class Cluster:
             elsewhere=self.fleet,
             start_over=frozenset({"environment_error"}),
         )
-        stored = () if self.stored is None else (self.stored.run(),)
-        work = (self.server.serve(), self.fleet.run(), producer.run(), *stored)
+        work = (self.server.serve(), self.fleet.run(), producer.run())
         self._tasks = [asyncio.create_task(self._guard(part)) for part in work]
         await asyncio.gather(*(self.start(number) for number in range(1, config.rollout.workers + 1)))
         return self
@@ -163,14 +152,7 @@ class Cluster:
         for lent in self.lent.values():
             await lent.kill()
         await self.server.close()
-        if self.stored is not None:
-            await self.stored.close()
         await self.journaling.close()
-
-    def _freed(self, groups: Sequence[Group]) -> None:
-        self.fleet.over(groups)
-        if self.stored is not None:
-            self.stored.over(groups)
 
     async def start(self, number: int) -> None:
         self.lent[number] = Lent(self, number)
@@ -194,7 +176,6 @@ class Cluster:
 
     def fetched(self, request: Fetch, leased: Leased) -> Any:
         with Client(self._rendezvous, "trainer.0") as client:
-            client.reads(lambda: open_store(self.config.queue))
             return held.fetch(client, request, leased.items, leased.holders, 10.0)
 
     async def publish(self, version: int) -> None:
@@ -225,14 +206,14 @@ class Cluster:
             self.failure.append(error)
 
 
-def configured(folder: Path, workers: int, staleness: int, **queue: Any) -> Config:
+def configured(folder: Path, workers: int, staleness: int) -> Config:
     return parse(
         {
             "run": {"dir": str(folder / "run"), "steps": 100},
             "model": {"path": str(folder / "model")},
             "task": {"kind": "arithmetic"},
             "rollout": {"groups_per_step": GROUPS, "group_size": SIZE, "workers": workers},
-            "queue": {"staleness": {"max_staleness": staleness}, **queue},
+            "queue": {"staleness": {"max_staleness": staleness}},
             "engines": {"count": 4},
         }
     )

@@ -1,5 +1,4 @@
-"""A Redis server as the journal and the store of payloads use it: requests that are sent again when a connection breaks, errors in the
-user's terms."""
+"""A Redis server as the journal uses it: requests that are sent again when a connection breaks, errors in the user's terms."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from redis.retry import Retry
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, StorageError, UserError
 from asyncmoe.journal.in_redis import settings
-from asyncmoe.journal.in_redis.settings import JOURNAL, ServerUse
+from asyncmoe.journal.in_redis.settings import KEY
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,6 +34,8 @@ _CONNECT_S = 5.0
 _ANSWER_S = 30.0
 """Seconds after which a request without an answer is sent again, on a new connection."""
 _LONGEST_PAUSE_S = 1.0
+_CURE = "raise its maxmemory, or save checkpoints more often (trainer.checkpoint_every), which frees what they cover"
+_THEN = "start the run again: what was acknowledged is not lost"
 _PASSWORD = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError)
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, OSError)
 """Errors after which a request is sent again. A server that became a replica is one: the address may soon be the new master's."""
@@ -46,14 +47,13 @@ class RedisServer:
     Args:
         url: redis://host:port/database, rediss:// (TLS) or unix:///path?db=database, without a password.
         patience_s: seconds for which a request is sent again while the server does not answer it.
-        use: what it is used for.
 
     Attributes:
         name: the URL without a user, for messages.
     """
 
-    def __init__(self, url: str, password: str | None, patience_s: float, use: ServerUse = JOURNAL) -> None:
-        self.name, self._patience_s, self._use = _shown(url), patience_s, use
+    def __init__(self, url: str, password: str | None, patience_s: float) -> None:
+        self.name, self._patience_s = _shown(url), patience_s
         self._stopping = threading.Event()
         self._url, self._password = url, password
         self._client = self.connection()
@@ -84,17 +84,17 @@ class RedisServer:
 
         def read(client: Any) -> settings.Settings:
             try:
-                return settings.read(client, self._use)
+                return settings.read(client)
             except (*_PASSWORD, BusyLoadingError):
                 raise
             except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
                 if patient:
                     raise
-                hint = f"start it, or name another one; {self._use.without}"
+                hint = "start it, or name another one; null keeps the journal in a folder"
                 expected = "a Redis server that answers"
-                raise UserError(self._use.key, got=f"{self.name}: {_said(error)}", expected=expected, hint=hint) from error
+                raise UserError(KEY, got=f"{self.name}: {_said(error)}", expected=expected, hint=hint) from error
 
-        settings.check(self.call(read), self.name, self._use)
+        settings.check(self.call(read), self.name)
 
     def call(self, request: Callable[[Any], T]) -> T:
         """Return what a request answers, which must be one that may be sent again.
@@ -117,7 +117,7 @@ class RedisServer:
                     raise self.explained(error) from error
                 if until is None:
                     until = time.monotonic() + self._patience_s
-                    log.warning("%s: %s does not answer (%s); it is asked again for %g s", *self._told(error), self._patience_s)
+                    log.warning("journal: %s does not answer (%s); it is asked again for %g s", self.name, _said(error), self._patience_s)
                 if isinstance(error, ReadOnlyError):
                     self._client.connection_pool.disconnect(inuse_connections=False)  # other threads read from theirs
                 if time.monotonic() >= until or self._stopping.wait(pause_s):
@@ -137,47 +137,37 @@ class RedisServer:
         """Return the error for the user."""
         if isinstance(error, AsyncmoeError):
             return error
-        use, said = self._use, _said(error)
+        said = _said(error)
         if isinstance(error, _PASSWORD):
-            hint = f"set the variable that {use.key}_password_variable names; a user is named in the address, redis://user@host"
-            return UserError(use.key, got=f"{said} at {self.name}", expected="the password of the server", hint=hint)
+            hint = f"set the variable that {KEY}_password_variable names; a user is named in the address, redis://user@host"
+            return UserError(KEY, got=f"{said} at {self.name}", expected="the password of the server", hint=hint)
         if isinstance(error, NoPermissionError) or "unknown command" in str(error):
-            hint = f"{use.guide} has the list"
-            return UserError(use.key, got=f"{said} at {self.name}", expected="a user who may do it", hint=hint)
+            hint = "docs/guides/journal.md has the list"
+            return UserError(KEY, got=f"{said} at {self.name}", expected="a user who may do it", hint=hint)
         if "DB index" in str(error):
             hint = "name another at the end of the address, redis://host:port/0"
-            return UserError(use.key, got=f"{said} at {self.name}", expected="one of the server's databases", hint=hint)
-        if is_full(error):
-            return StorageError(f"{use.what}: {self.name} is full ({said}); {use.cure}; then {use.then}")
+            return UserError(KEY, got=f"{said} at {self.name}", expected="one of the server's databases", hint=hint)
+        if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error):
+            return StorageError(f"journal: {self.name} is full ({said}); {_CURE}; then {_THEN}")
         if isinstance(error, ReadOnlyError):
-            return StorageError(
-                f"{use.what}: {self.name} has become a replica, which cannot be written; name the new master; then {use.then}"
-            )
+            return StorageError(f"journal: {self.name} has become a replica, which cannot be written; name the new master; then {_THEN}")
         if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError):
             return StorageError(
-                f"{use.what}: {self.name} did not answer for {self._patience_s:g} s ({said}); bring it back ({use.key}_patience_s "
-                f"is how long a run waits), then {use.then}"
+                f"journal: {self.name} did not answer for {self._patience_s:g} s ({said}); bring it back ({KEY}_patience_s "
+                f"is how long a run waits), then {_THEN}"
             )
         if isinstance(error, RedisError):
-            return StorageError(f"{use.what}: {self.name} refuses a request: {said}")
-        return InvariantBroken(f"{use.what} in {self.name}: {type(error).__name__}: {error}")
-
-    def _told(self, error: Exception) -> tuple[str, str, str]:
-        return self._use.what, self.name, _said(error)
+            return StorageError(f"journal: {self.name} refuses a request: {said}")
+        return InvariantBroken(f"journal in {self.name}: {type(error).__name__}: {error}")
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Return whether a server has refused a request because its memory is full."""
-    return isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error)
-
-
-def password_of(variable: str | None, key: str = settings.KEY) -> str | None:
+def password_of(variable: str | None) -> str | None:
     """Return the password in an environment variable; None if there is no variable. Raises ConfigError if it is not set."""
     if variable is None:
         return None
     if not (password := os.environ.get(variable, "")):
         why = "is not set" if variable not in os.environ else "is empty"
-        raise ConfigError(f"{key}_password_variable", got=f"{variable}, which {why}", expected="a variable with the password")
+        raise ConfigError(f"{KEY}_password_variable", got=f"{variable}, which {why}", expected="a variable with the password")
     return password
 
 

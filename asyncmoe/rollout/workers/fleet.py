@@ -92,8 +92,7 @@ class WorkerFleet:
         before = self._workers.get(request.number)
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")
-        full_s = config.queue.lease_timeout_s if config.queue.payloads != "workers" else 0.0
-        worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left), full_s)
+        worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left))
         try:
             self._recorded |= dict.fromkeys(await worker.begin(await self._first()), request.number)
         except BaseException:

@@ -1,4 +1,4 @@
-"""The whole groups that a rollout worker holds: in memory or a store (queue.payloads) for the trainer's ranks, and in the journal."""
+"""The whole groups that a rollout worker holds: in memory, for the trainer's ranks, and in the journal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.journal import payload
 from asyncmoe.journal.journal import SEGMENTS
 from asyncmoe.journal.segments import Segments
-from asyncmoe.payloads.opening import open_store
-from asyncmoe.payloads.writer import GroupWriter
 from asyncmoe.queue.group_buffer import Group, whole
 from asyncmoe.rpc.worker_messages import WorkerFetch, WorkerPacked
 from asyncmoe.trajectory import Buffer, Recording, Trajectory, part
@@ -32,7 +30,6 @@ class HeldGroups:
     def __init__(self, config: Config, number: int, recording: Recording) -> None:
         self._config, self._number, self._recording = config, number, recording
         self._segments: Segments | None = None
-        self._writer: GroupWriter | None = None
         self._groups: dict[int, Group] = {}
         self._frames: dict[str, list[Buffer]] = {}
         self._writing: Counter[int] = Counter()
@@ -43,32 +40,18 @@ class HeldGroups:
         bounds = {"segment_bytes": section.segment_bytes, "max_bytes": section.max_bytes}
         self._segments = Segments.open(section.place(self._config.run.dir) / SEGMENTS, identity, writer=self._number, **bounds)
 
-    def use_store(self, prefix: str) -> None:
-        """Have the store of the run hold the groups. Blocks. Raises as `asyncmoe.payloads.opening.open_store`.
-
-        Args:
-            prefix: how their names begin.
-        """
-        store = open_store(self._config.queue, writes=True)
-        if store is None:
-            raise ProtocolError("WorkerBegin: got the names of groups in a store, expected none because queue.payloads is workers")
-        self._writer = GroupWriter(store, prefix)
-
     async def add(self, number: int, trajectories: Sequence[Trajectory], newest: int) -> WorkerPacked:
         """Check and hold a group; return once it is in the journal.
 
         Raises:
             TrajectoryRejected: it is unfit for training.
-            StorageError: the journal cannot be written, or a store has not taken the group.
+            StorageError: the journal cannot be written.
         """
         if number in self._groups:
             raise ProtocolError(f"WorkerPack: got group {number} twice")
         size = self._config.rollout.group_size
         group = await asyncio.to_thread(partial(whole, trajectories, size, self._recording, newest))
-        group = await self._journaled(group)
-        if self._writer is not None:
-            group = await self._writer.put(group)
-        self._groups[number] = group
+        group = self._groups[number] = await self._journaled(group)
         self._frames.update(group.frames)
         return WorkerPacked(tuple(msgspec.structs.replace(item, holder=self._number) for item in group.items), group.attempt, group.place)
 
@@ -82,7 +65,7 @@ class HeldGroups:
     def over(self, number: int) -> None:
         """Forget a group, if it is held."""
         if (group := self._groups.pop(number, None)) is not None:
-            for key in group.keys & self._frames.keys():
+            for key in group.keys:
                 del self._frames[key]
 
     async def retain(self, live: Iterable[int], below: int) -> None:
@@ -94,8 +77,6 @@ class HeldGroups:
 
     def close(self) -> None:
         """Write what was handed over, and close the segments. Blocks."""
-        if self._writer is not None:
-            self._writer.close()
         if self._segments is not None:
             self._segments.close()
 

@@ -54,7 +54,6 @@ class RemoteWorker:
     Args:
         lost: called once, when the worker is gone.
         sampled: called with what an episode leaves for readers of samples.
-        full_s: seconds for which a group may wait in the worker for room in a store.
 
     Attributes:
         joined: how it joined.
@@ -63,9 +62,8 @@ class RemoteWorker:
         groups: numbers of the groups that it runs or holds.
     """
 
-    def __init__(self, joined: WorkerJoin, lost: Callable[[RemoteWorker], None], sampled: Sampled, full_s: float = 0.0) -> None:
+    def __init__(self, joined: WorkerJoin, lost: Callable[[RemoteWorker], None], sampled: Sampled) -> None:
         self.joined, self.gone, self._lost, self._sampled = joined, "", lost, sampled
-        self._pack_s = _PACK_S + full_s
         self.name = f"rollout worker {joined.number}"
         self.engines: WorkerEngines | None = None
         self.groups: set[int] = set()
@@ -141,7 +139,7 @@ class RemoteWorker:
         begun = self._newest
         self._packing[begun] += 1
         try:
-            packed, _ = await self._client.ask(WorkerPack(group, members, newest), self._pack_s)
+            packed, _ = await self._client.ask(WorkerPack(group, members, newest), _PACK_S)
         except WaitTimeout as error:  # the connection is lost, or nobody answers
             self.lose(str(error))
             raise TrajectoryRejected(LOST, self.gone) from error

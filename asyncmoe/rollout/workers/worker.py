@@ -155,8 +155,6 @@ class RolloutWorker:
                 bounds = {"segment_bytes": section.segment_bytes, "max_bytes": section.max_bytes // OF_TURNS}
                 turns = Turns.open(folder, request.journal, request.under_way, writer=self._number, **bounds)
                 self._stage = replace(self._stage, turns=turns, piece=section.piece_tokens)
-        if request.payloads:
-            self._held.use_store(request.payloads)
         self._begun = True
         return () if self._stage.turns is None else tuple(sorted(self._stage.turns.groups))
 

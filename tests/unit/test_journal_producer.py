@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import sqlite3
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from asyncmoe.config import parse
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
+from asyncmoe.journal.in_redis.entries import pack, unpack
+from asyncmoe.journal.rows import Change
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
@@ -212,3 +215,23 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_refused_before_anything
     (newest / "asyncmoe.json").write_text('{"step": 2}')
     with pytest.raises(DataError, match="got a journal of step 0, expected step 2, where the checkpoint is"):
         Journaling.open(configured(tmp_path), HF, NOTHING)
+
+
+def test_a_journal_with_a_table_that_journals_had_once_opens(tmp_path: Path) -> None:
+    async def body() -> tuple[Start, ...]:
+        held = Journaling.open(configured(tmp_path), HF, NOTHING)
+        starts = (await held.resume(0)).starts
+        held.journal.begun(Start(0))
+        await held.close()
+        return tuple(starts)
+
+    asyncio.run(body())
+    with sqlite3.connect(tmp_path / "journal" / "states.sqlite") as connection:
+        connection.execute("CREATE TABLE draws (number INTEGER PRIMARY KEY)")
+    connection.close()
+    assert asyncio.run(body()) == (Start(0),)
+
+
+def test_changes_of_it_in_redis_are_passed_over() -> None:
+    written = pack([Change("drew", (1, "drawn", 0, 0, 0, 0, 0)), Change("fact", ("a", "b")), Change("forgotten draws", (1,))], "place")
+    assert unpack(written, "place") == [Change("fact", ("a", "b"))]

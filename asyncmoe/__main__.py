@@ -14,7 +14,6 @@ COMMANDS = {
     "engine": "one engine that joins a run",
     "worker": "one rollout worker of a run",
     "make-model": "a tiny random model",
-    "upcycle": "a mixture of experts from a dense model",
     "export": "a run's checkpoint in Hugging Face's format",
     "import-checkpoint": "a Hugging Face checkpoint from one of Megatron-LM or Megatron-Bridge",
     "doctor": "what on this machine would stop a run",

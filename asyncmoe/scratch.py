@@ -1,7 +1,7 @@
 """Folders for the temporary files of child processes, of which SGLang and torchrun leave some behind, most of all when they are killed.
 
 A folder is private to this user, and locked by the process that made it. Whoever makes the next one removes folders whose maker has
-ended, with the shared memory that has their name.
+ended.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import IO
 from asyncmoe.storage import writing
 
 VARIABLE = "ASYNCMOE_SCRATCH"
-"""Environment variable with the name of the folder, which names of shared memory contain."""
-SHARED = Path("/dev/shm")
+"""Environment variable with the name of the folder."""
 _PREFIX, _LOCK = "asyncmoe-", ".lock"
 _NAME = f"{_PREFIX}{'[a-z0-9_]' * 8}"
 """What `mkdtemp` makes of the prefix."""
@@ -61,8 +60,8 @@ class Scratch:
         return self.path / kept.name
 
     def remove(self) -> None:
-        """Remove the folder and its shared memory, after the processes that use them have ended. Idempotent."""
-        _remove(self.path)
+        """Remove the folder, after the processes that use it have ended. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
@@ -73,11 +72,4 @@ def _remove_if_left(folder: Path) -> None:
             return
         with (folder / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    for shared in SHARED.glob(f"*{folder.name}*"):
-        with suppress(OSError):
-            shared.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)

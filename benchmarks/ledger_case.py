@@ -126,7 +126,7 @@ async def controller(case: LedgerCase, folder: Path) -> dict[str, Any]:
     """Return {"cpu_us_per_trajectory", "per_s" (trajectories), "cores" (of the controller meanwhile), "idle_cores" (while it waits)}."""
     config, batch = configured(folder, case.workers, case.groups, _GROUP), case.groups * _GROUP
     pool = Pool([cast(EngineHandle, _Handle(f"engine.{n}")) for n in range(case.engines)], 1 << 16, 60.0, lambda *_: None)
-    journaling = Journaling.open(config, {"hidden_size": 8}, NOTHING, None)
+    journaling = Journaling.open(config, {"hidden_size": 8}, NOTHING)
     fleet = WorkerFleet(config, pool, lambda *_: None, journaling.for_workers, lambda _: ("http://10.0.0.1:30000", "k" * 40))
     journaling.settled, journaling.retain = fleet.settled, fleet.retain
     queue = BoundedQueue(

@@ -125,7 +125,7 @@ def refused(checkpoint: Path, fault: str) -> DataError:
 
 
 def listing(checkpoint: Path) -> manifest.Manifest | None:
-    """Return the manifest, without optional files that are deleted; None for a checkpoint of before manifests.
+    """Return the manifest; None for a checkpoint of before manifests.
 
     Raises:
         DataError: facts or manifest are damaged, or the manifest is missing although the facts say that it was written.
@@ -133,9 +133,7 @@ def listing(checkpoint: Path) -> manifest.Manifest | None:
     listed = manifest.read(checkpoint)
     if listed is None and "manifest" in facts(checkpoint):
         raise DataError(str(checkpoint / manifest.MANIFEST), got="no such file", expected="the manifest of the checkpoint")
-    if listed is None:
-        return None
-    return {name: one for name, one in listed.items() if name not in manifest.OPTIONAL or (checkpoint / name).exists()}
+    return listed
 
 
 def none_left(damaged: Sequence[Damaged]) -> DataError:

@@ -16,8 +16,6 @@ from typing import Any
 from asyncmoe.errors import DataError, UserError
 
 MANIFEST = "manifest.json"
-OPTIONAL = ("curriculum.npz",)
-"""Files that the user may delete: without it a run measures the difficulty of prompts anew."""
 _FORMAT = 1
 MOST_BYTES = 256 << 20
 """Largest manifest that is read: about two million files."""

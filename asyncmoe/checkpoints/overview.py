@@ -30,7 +30,7 @@ class CheckpointLine:
     Attributes:
         step: None if the name tells none.
         saved: Unix time; None if unknown.
-        parts: what it covers, such as "weights", "optimizer", "curriculum"; empty if unknown.
+        parts: what it covers, such as "weights", "optimizer"; empty if unknown.
         fault: the damaged file and how it differs; "" unless `state` is damaged.
     """
 
@@ -108,5 +108,5 @@ def _told(path: Path) -> tuple[float | None, tuple[str, ...]]:
     saved, parts = told.get("time", written), told.get("parts")
     if not isinstance(parts, list):
         trained = "adapter" if told.get("train") == "lora" else "weights"
-        parts = [trained, "optimizer", *(["curriculum"] if (path / "curriculum.npz").exists() else [])]
+        parts = [trained, "optimizer"]
     return float(saved) if isinstance(saved, int | float) else written, tuple(map(str, parts))

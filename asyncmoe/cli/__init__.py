@@ -48,7 +48,6 @@ for _command in (
     running.engine,
     running.worker,
     models.make_model,
-    models.upcycle,
     models.export,
     models.import_checkpoint,
     planning.doctor,

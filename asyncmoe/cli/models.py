@@ -29,50 +29,6 @@ def make_model(
     make.make_model(out, shape, seed=seed)
 
 
-def upcycle(
-    dense: Annotated[Path, typer.Argument(metavar="DENSE", help="Directory of a dense model: Llama or Qwen3.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    experts: Annotated[int, typer.Option(min=1, max=4096, help="Experts per layer.")],
-    top_k: Annotated[int, typer.Option(min=1, max=4096, help="Experts the router chooses for a token.")],
-    shared: Annotated[int, typer.Option(min=0, help="Further experts, which every token passes; --shared + 1 must divide the MLP.")] = 0,
-    kind: Annotated[str, typer.Option(help="mixtral, qwen3_moe or glm4_moe; auto: the simplest that computes what DENSE does.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the routers, of new neurons and of the text.")] = 0,
-    diversify: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of each expert's neurons that start anew, so that experts differ.")
-    ] = 0.0,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=0, help="With --diversify: steps of distillation from DENSE, on text that it writes.", show_default="100"),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 8,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
-    lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 1e-4,
-) -> None:
-    """Write a mixture of experts that starts as a dense model: each expert is a copy of its MLP (sparse upcycling, arXiv 2212.05055).
-
-    The mixture computes exactly what DENSE does. Equal experts learn equally, though: --diversify 0.02 has each start a part of its neurons
-    anew, and distils the mixture back to DENSE; the KL divergence that is left, on held-out text, is printed.
-
-        asyncmoe upcycle runs/models/smollm2 runs/models/smollm2-moe --experts 4 --top-k 2 --diversify 0.02
-    """
-    from asyncmoe.models import load_hf_config
-    from asyncmoe.models.upcycling.distil import Distillation
-    from asyncmoe.models.upcycling.mixture import Upcycling, counted, kind_named
-    from asyncmoe.models.upcycling.write import upcycle as made
-
-    wanted = Upcycling(experts, top_k, shared, kind_named(kind), seed)
-    if steps and not diversify:
-        raise UserError("--steps", got=f"{steps} without --diversify", expected="both, or neither", hint="equal experts need none")
-    steps = 100 if steps is None else steps
-    how = Distillation(steps, batch, tokens, lr, seed=seed) if diversify and steps else None
-    stopping = (signal.SIGTERM, signal.SIGHUP)
-    found = made(dense, out, wanted, diversify, how, lambda line: print(line, file=sys.stderr, flush=True), stopping)
-    print(f"{out}: {load_hf_config(out)['model_type']}, {counted(experts, 'expert')} in each layer, {top_k} of them for a token")
-    if found is not None:
-        print(f"KL to {dense} on held-out text: {found.kl_after:.4g} nats a token ({found.kl_before:.4g} before the distillation)")
-        print(f"mean relative difference between two experts' outputs: {found.difference:.3g}")
-
-
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncmoe import plugins
-from asyncmoe.config.curriculum import CurriculumSection
 from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section
 
 KINDS = ("arithmetic", "jsonl", "dataset")
@@ -87,7 +86,6 @@ class TaskSection(SourceSection):
         "arithmetic.",
     )
     system_prompt: str | None = Field(None, description="System message before every conversation that has none.")
-    curriculum: CurriculumSection = CurriculumSection()
 
     @property
     def chats(self) -> bool:
@@ -133,9 +131,6 @@ class TaskSection(SourceSection):
                 f"task.system_prompt: got {self.system_prompt!r}, expected null because task.chat_template is false; set that to true, "
                 "or write the text into the questions"
             )
-        if self.curriculum.enabled and (self.kind == "arithmetic" or any(one.streaming for one in self.mixture)):
-            asks = "arithmetic draws new questions without end" if self.kind == "arithmetic" else "a stream has no known prompts"
-            raise ValueError(f"task.curriculum.enabled: got true, expected false because {asks}; name a source of known length")
         return self
 
     def _allowed(self) -> dict[str, bool]:

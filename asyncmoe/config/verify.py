@@ -25,11 +25,6 @@ class VerifySection(Section):
     max_kl: PositiveFloat | None = Field(
         None, description="Stop if the mean KL(engine || trainer) over those tokens is larger, in nats per token; null: no limit."
     )
-    max_replay_drift: PositiveFloat = Field(
-        0.5,
-        description="Stop if the log-probabilities of a batch that is trained again after a restart (journal) differ by more from those of "
-        "the first time, on the mean over tokens of the step's version, in nats per token. It costs each such batch a forward pass.",
-    )
     probe_every: NonNegative = Field(
         10,
         description="Compare an engine with the trainer every n published versions on tokens that both score with the weights of that "

@@ -29,7 +29,7 @@ from asyncmoe.journal.recovery import (
     reopen,
     under_way,
 )
-from asyncmoe.journal.rows import Change, Draw
+from asyncmoe.journal.rows import Change
 from asyncmoe.journal.segments import Segments
 from asyncmoe.journal.states import States
 from asyncmoe.journal.states_file import FILE
@@ -69,8 +69,6 @@ class Journal(Unjournaled):
         needed: numbers of the segments that hold what is needed, by writer, since `forget`.
     """
 
-    keeps = True
-
     def __init__(self, name: str, belonging: Belonging, stores: Stores, recorded: JournalRows) -> None:
         """See `open`.
 
@@ -86,7 +84,6 @@ class Journal(Unjournaled):
         self._leases: dict[int, int] = {}
         self._newest_commit, self._settling = 0, asyncio.Lock()
         self.needed: Mapping[int, frozenset[int]] = {}
-        self._drawn: list[Change] = []
         self._writing: Counter[int] = Counter()
         places = [group.place for group in recorded.groups.values() if group.place is not None]
         self._newest = max((place.segment for place in places if place.writer == _WRITER), default=0)
@@ -199,10 +196,6 @@ class Journal(Unjournaled):
         self._leases.pop(step, None)
         self._write(rows.released(step))
 
-    def drew(self, draw: Draw) -> None:
-        # Written with the next change: a group that is drawn and not begun would never start.
-        self._drawn.append(rows.drew(draw))
-
     # ------------------------------------------------------------ after a restart
 
     async def now(self, step: int, base: int) -> Reopened:
@@ -247,17 +240,12 @@ class Journal(Unjournaled):
         """Return the attempts of the groups that are begun and not finished, by number."""
         return under_way(await self._states.ask(rows.read))
 
-    async def draws(self, after: int) -> list[Draw]:
-        """Return the events of the curriculum after the one of this number."""
-        return await self._states.ask(lambda connection: rows.draws(connection, after))
-
     # ------------------------------------------------------------ checkpoints
 
-    async def forget(self, floor: int, draws: int, writers: int = 0) -> int:
+    async def forget(self, floor: int, writers: int = 0) -> int:
         """Delete what no run needs that goes back no further than to the checkpoint of step `floor`.
 
         Args:
-            draws: events of the curriculum that this checkpoint holds.
             writers: rollout workers 1 to `writers` are part of the run, and delete segments of their own (`needed`).
 
         Returns:
@@ -268,7 +256,7 @@ class Journal(Unjournaled):
         """
         # Payloads that are being written have no row yet; those written from now on lie in the newest segment or later ones.
         writing, newest = [number for number, count in self._writing.items() if count], self._newest
-        self._states.write(rows.forgotten(floor, draws), urgent=True)
+        self._states.write(rows.forgotten(floor), urgent=True)
         self.needed = needed = await self._states.ask(rows.segments)
         await self._states.compact()
         self._writing = +self._writing  # without the zeros
@@ -282,16 +270,13 @@ class Journal(Unjournaled):
 
     def close(self) -> None:
         """Write what was handed over, and close all files. Blocks."""
-        with self._held:
-            if self._drawn:
-                self._write([])
+        self._held.close()
 
     # ------------------------------------------------------------ internals
 
     def _write(self, changes: Sequence[Change], *, urgent: bool = False) -> int:
         ledger = None if self._accounts is None else self._accounts()
-        drawn, self._drawn = self._drawn, []
-        return self._states.write([*drawn, *changes], ledger, urgent=urgent)
+        return self._states.write(changes, ledger, urgent=urgent)
 
     def _over(self, group: int) -> None:
         if self.turns is not None:

@@ -137,12 +137,6 @@ class Recovered:
     arrivals: int
     lineage: int
 
-    @property
-    def alive(self) -> frozenset[int]:
-        """Groups that have not ended."""
-        leased = (one.number for lease in self.replays.values() for one in lease.groups)
-        return frozenset({*leased, *(group.number for group in self.queued), *(start.number for start in self.starts)})
-
 
 @dataclass(frozen=True)
 class Reopened:

@@ -30,10 +30,6 @@ CREATE TABLE leases (
     step INTEGER PRIMARY KEY, count INTEGER NOT NULL, version INTEGER NOT NULL, lineage INTEGER NOT NULL,
     committed INTEGER NOT NULL DEFAULT 0, skipped TEXT NOT NULL DEFAULT '', groups TEXT NOT NULL
 );
-CREATE TABLE draws (
-    number INTEGER PRIMARY KEY, what TEXT NOT NULL CHECK (what IN ('drawn', 'measured', 'closed')), "group" INTEGER NOT NULL,
-    source INTEGER NOT NULL, example INTEGER NOT NULL, passed INTEGER NOT NULL, responses INTEGER NOT NULL
-);
 """
 
 
@@ -66,10 +62,8 @@ STATEMENTS: Mapping[str, tuple[str, int | None]] = {
     "reopened": ("UPDATE leases SET committed = 0, skipped = '' WHERE step >= ?", None),
     "requeued": ("UPDATE groups SET state = 'queued', step = NULL WHERE step = ?", None),
     "released": ("DELETE FROM leases WHERE step = ?", 1),
-    "drew": ("INSERT INTO draws VALUES (?, ?, ?, ?, ?, ?, ?)", 1),
     "forgotten groups": ("DELETE FROM groups WHERE step < ? OR state IN ('dropped', 'rejected')", None),
     "forgotten leases": ("DELETE FROM leases WHERE step < ?", None),
-    "forgotten draws": ("DELETE FROM draws WHERE number <= ?", None),
     "first": ("UPDATE facts SET value = CAST(max(CAST(value AS INTEGER), ?) AS TEXT) WHERE name = 'first'", None),
 }
 """By name, each statement that changes the tables, and the number of rows that it must change (None: any). Redis keeps the names."""
@@ -88,26 +82,6 @@ class Change:
         changed = connection.execute(sql, self.values).rowcount
         if expected is not None and changed != expected:
             raise InvariantBroken(f"journal: {sql} with {self.values} changed {changed} rows, expected {expected}")
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One event of the curriculum: a prompt was drawn for a group, the group was measured, or it was closed.
-
-    Attributes:
-        number: of the event, from 1.
-        what: "drawn", "measured" or "closed".
-        source, example: the prompt.
-        passed, responses: "measured": how many of how many responses passed.
-    """
-
-    number: int
-    what: str
-    group: int
-    source: int = 0
-    example: int = 0
-    passed: int = 0
-    responses: int = 0
 
 
 def fact(name: str, value: object) -> Change:
@@ -162,17 +136,11 @@ def released(step: int) -> list[Change]:
     return [Change("requeued", (step,)), Change("released", (step,))]
 
 
-def drew(draw: Draw) -> Change:
-    """An event of the curriculum."""
-    return Change("drew", (draw.number, draw.what, draw.group, draw.source, draw.example, draw.passed, draw.responses))
-
-
-def forgotten(floor: int, draws: int) -> list[Change]:
-    """Forget what no run needs that goes back no further than to the checkpoint of step `floor`, which holds the events up to `draws`."""
+def forgotten(floor: int) -> list[Change]:
+    """Forget what no run needs that goes back no further than to the checkpoint of step `floor`."""
     return [
         Change("forgotten groups", (floor,)),
         Change("forgotten leases", (floor,)),
-        Change("forgotten draws", (draws,)),
         Change("first", (floor,)),
     ]
 
@@ -229,11 +197,6 @@ def segments(connection: sqlite3.Connection) -> Mapping[int, frozenset[int]]:
     for writer, number in connection.execute("SELECT DISTINCT writer, segment FROM groups WHERE segment IS NOT NULL"):
         found[writer].add(number)
     return {writer: frozenset(numbers) for writer, numbers in found.items()}
-
-
-def draws(connection: sqlite3.Connection, after: int) -> list[Draw]:
-    """Return the events of the curriculum after the one of this number, in order."""
-    return [Draw(*row) for row in connection.execute("SELECT * FROM draws WHERE number > ? ORDER BY number", (after,))]
 
 
 def facts(connection: sqlite3.Connection) -> Mapping[str, str]:

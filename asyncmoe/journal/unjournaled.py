@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from asyncmoe.errors import DataError
 from asyncmoe.journal.recovery import Reopened
-from asyncmoe.journal.rows import Draw
 from asyncmoe.journal.turns import Turns
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.group_buffer import Group
@@ -18,12 +17,10 @@ class Unjournaled:
 
     Attributes:
         lineage: number of restarts after which steps were trained again.
-        keeps: whether anything is kept.
         turns: the answers to episodes under way, if they are kept.
     """
 
     lineage = 0
-    keeps = False
     turns: Turns | None = None
 
     def follow(self, accounts: Callable[[], Accounts]) -> None:
@@ -73,6 +70,3 @@ class Unjournaled:
 
     def reopened(self, found: Reopened) -> None:
         """The trainer goes back to a checkpoint, and is answered with its leases since then; follows `Journal.now`."""
-
-    def drew(self, draw: Draw) -> None:
-        """The curriculum changed."""

@@ -12,7 +12,7 @@ from asyncmoe.models.sglang import VOCAB_MULTIPLE, EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, rope
 from asyncmoe.models.shards import padded
 
-CPU_WIDTH_MULTIPLE = 32
+_CPU_WIDTH_MULTIPLE = 32
 """Without CUDA, SGLang pads the width of MLPs to a multiple of this times tp (configs/update_config.py, DEFAULT_MOE_PADDING_SIZE); with
 weights of float8, to a multiple of the block's size times tp."""
 
@@ -134,7 +134,7 @@ def check_cpu_engine(m: Shape, tp: int, block: int | None = None) -> None:
     if m.kv_heads % tp:
         expected = f"a divisor of the model's num_key_value_heads = {m.kv_heads} on a CPU, where SGLang pads fewer key heads than ranks"
         raise ConfigError("engines.tp", got=tp, expected=expected, hint=_possible(_divisors(m.kv_heads)))
-    multiple = (block or CPU_WIDTH_MULTIPLE) * tp
+    multiple = (block or _CPU_WIDTH_MULTIPLE) * tp
     for name, width in (
         ("moe_intermediate_size", m.expert_width * bool(m.experts)),
         ("intermediate_size", m.dense_width * bool(m.dense_layers)),

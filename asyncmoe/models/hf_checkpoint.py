@@ -65,14 +65,6 @@ class HFCheckpoint:
         else:
             raise DataError(str(path), got="no safetensors", expected=f"{SINGLE} or {INDEX}")
 
-    def names(self) -> set[str]:
-        """Return the names of all tensors.
-
-        Raises:
-            DataError: a file is missing or broken.
-        """
-        return set().union(*(self._open(file).keys() for file in sorted(set(self._file_of.values()))))
-
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous copy of a tensor, cast to `dtype`; a float8 tensor in blocks is multiplied by its scales.
 
@@ -83,17 +75,6 @@ class HFCheckpoint:
         if tensor.dtype == torch.float8_e4m3fn:
             tensor = dequantised(tensor, self._tensor(name + SCALES, scales_shape(shape)), dtype)
         return tensor.to(dtype).contiguous()
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a tensor is stored.
-
-        Raises:
-            DataError: the tensor is missing.
-        """
-        if name not in self._file_of:
-            raise DataError(f"{self._path}: tensor {name}", got="nothing", expected="a tensor")
-        tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
-        return tensor.dtype
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._file_of:

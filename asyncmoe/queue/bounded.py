@@ -55,7 +55,6 @@ class BoundedQueue:
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         recording: data that sampled trajectories must carry.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
-        on_trained: called with the groups of a committed step.
         on_freed: called with groups of which nothing is kept any more.
         journal: learns of every change.
         resumed: what an earlier process left in the journal.
@@ -82,7 +81,6 @@ class BoundedQueue:
         downweight: float = 1.0,
         drop_above: int | None = None,
         on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
-        on_trained: Callable[[Sequence[Group]], None] | None = None,
         on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
         journal: Unjournaled | None = None,
         resumed: Resumption = UNDISTURBED,
@@ -95,7 +93,7 @@ class BoundedQueue:
         trained = max(0, trained_steps - base_version) * batch
         self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
-        self._recording, self._on_stale, self._on_trained = recording, on_stale, on_trained
+        self._recording, self._on_stale = recording, on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
         self.holders: Callable[[], Mapping[int, Rendezvous]] = dict
@@ -322,8 +320,6 @@ class BoundedQueue:
             else:
                 self._count(self.ledger.train(count))
             self._journal.committed(step, dropped)
-            if self._on_trained is not None:
-                self._on_trained(groups)
         else:
             self._journal.warmed_up(step)
         self._changes.wake()

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from asyncmoe import checkpoints, models
+from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
@@ -37,7 +37,6 @@ from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring.stages import write_log
-from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rollout.workers.figures import added, figures_of
@@ -56,7 +55,6 @@ from asyncmoe.rpc.messages import (
     Reply,
     Request,
     Saved,
-    Saving,
     TrainerMessage,
 )
 from asyncmoe.rpc.server import Server
@@ -91,7 +89,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     at = given()
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
-    journaling = Journaling.open(config, hf, models.recording(config, hf), parts.curriculum_of(loaded))
+    journaling = Journaling.open(config, hf, models.recording(config, hf))
     keeper = kept.take_over(config, run_dir, memory)  # after the journal, which refuses a second controller
     keep_files()
     uvloop.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
@@ -170,7 +168,6 @@ class Controller:
         self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
         self._advice = Advice()
         self._task, self._scorer, self._loaded = loaded.task, loaded.scorer, loaded
-        self._curriculum = parts.curriculum_of(loaded)
         recording = models.recording(config, models.hf_config_of(config))
         self._pool, left = parts.pool_of(config, engines, recorder.generated), keeper or succession
         self._stage = parts.context_of(config, loaded, self._pool, recording)
@@ -232,8 +229,6 @@ class Controller:
             await self._session.greet(request)
         if (service := self._session.service) is None:
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
-        if isinstance(request, Saving):
-            return await self._save(request.step)
         if isinstance(request, Evaluations):
             return await self._evaluated(request)
         reply = await service(request)
@@ -361,14 +356,6 @@ class Controller:
             return Evaluated(known, ended=True)
         return Evaluated(known, ended=False)
 
-    async def _save(self, step: int) -> Reply:
-        """Write the controller's part of a checkpoint, which is whole but for it."""
-        if self._curriculum is None:
-            raise ProtocolError(f"Saving: step {step} has no part of the controller, because task.curriculum is off")
-        self._journaling.saving(step)
-        await asyncio.to_thread(curriculum_file.write, self._curriculum.state(), checkpoints.temporary(self._config.run.dir, step))
-        return Done()
-
     async def _record(self) -> None:
         while True:
             await asyncio.sleep(_RECORD_S)
@@ -387,7 +374,6 @@ class Controller:
                 self._pool,
                 figures.scoring,
                 figures.tools,
-                self._curriculum,
                 self._lifecycle.prober.totals,
                 len(self._pool.serving),
                 self._lifecycle.lost(),

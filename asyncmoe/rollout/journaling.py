@@ -20,12 +20,12 @@ from asyncmoe.journal.recovery import Recovered, recover
 from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
-from asyncmoe.queue.start_order import Start
-from asyncmoe.rollout.tasks import Curriculum
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
 log = logging.getLogger(__name__)
+_FORMER: Mapping[str, object] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}}
+"""A key that `task` had once, as journals of then have it in their digest of the section."""
 
 
 class Journaling:
@@ -37,16 +37,15 @@ class Journaling:
         settled, retain: the rollout workers' (`asyncmoe.rollout.workers.fleet`), called before the rows are read, and after.
     """
 
-    def __init__(self, config: Config, journal: Journal | None, curriculum: Curriculum | None) -> None:
-        self._config, self._held, self._curriculum = config, journal, curriculum
+    def __init__(self, config: Config, journal: Journal | None) -> None:
+        self._config, self._held = config, journal
         self.journal = journal or Unjournaled()
         self.first_group = 0
         self.settled: Callable[[], Any] = dict
         self.retain: Callable[[Mapping[int, frozenset[int]], Any], None] = lambda live, settled: None
-        self._events: dict[int, int] = {}
 
     @classmethod
-    def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording, curriculum: Curriculum | None) -> Journaling:
+    def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording) -> Journaling:
         """Open the journal of a run, if it has one. Blocks.
 
         Args:
@@ -60,7 +59,7 @@ class Journaling:
         section = config.journal
         if not section.enabled:
             belonging.refuse_without(config.run.dir, section.place(config.run.dir))
-            return cls(config, None, curriculum)
+            return cls(config, None)
         ours = belonging_of(config, hf, recording)
         if section.redis is not None:
             installed.need("redis", "journal.redis")
@@ -78,7 +77,7 @@ class Journaling:
         except BaseException:
             held.close()
             raise
-        return cls(config, held, curriculum)
+        return cls(config, held)
 
     async def for_workers(self) -> WorkerBegin:
         """Return what a rollout worker must know of the journal that joins now."""
@@ -112,24 +111,12 @@ class Journaling:
         self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
         if journal is None:
             return UNDISTURBED
-        new = self.is_new
         found = journal.begin(step, config.warmup.steps, config.rollout.batch, self.first_group, goes_on=goes_on)
         self.first_group = found.next
-        starts = found.starts
-        if (curriculum := self._curriculum) is not None:
-            if not goes_on:  # else the curriculum is that of the newest checkpoint, which need not be of this step
-                self._events[step] = curriculum.events
-            for draw in await journal.draws(curriculum.events):
-                curriculum.apply(draw)
-            curriculum.drew = journal.drew
-            if new:
-                starts = tuple(map(Start, curriculum.open))
-            for group in () if new else sorted(set(curriculum.open) - found.alive):
-                curriculum.closed(group)  # it ended just before the run did
         queued = await journal.groups([group.number for group in found.queued])
-        if found.replays or queued or starts:
+        if found.replays or queued or found.starts:
             log.info("journal: %s", told(found, goes_on))
-        return Resumption(found.accounts, queued, starts, found.arrivals, journal, served=max(found.replays, default=-1) + 1)
+        return Resumption(found.accounts, queued, found.starts, found.arrivals, journal, served=max(found.replays, default=-1) + 1)
 
     def check_reopen(self, step: int, queue: BoundedQueue) -> None:
         """Refuse a trainer that was started again in place and has taken `step` steps, if it cannot be given the steps since then.
@@ -159,11 +146,6 @@ class Journaling:
         log.info("journal: lineage %d, %s", found.lineage, steps)
         return found.lineage
 
-    def saving(self, step: int) -> None:
-        """Note that a checkpoint holds the curriculum as it is now."""
-        if self._curriculum is not None:
-            self._events[step] = self._curriculum.events
-
     async def saved(self) -> None:
         """Delete what no checkpoint needs that the run may go back to.
 
@@ -173,9 +155,8 @@ class Journaling:
         if self._held is None or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
             return
         settled = self.settled()
-        freed = await self._held.forget(floor, self._events.get(floor, 0), self._config.rollout.workers)
+        freed = await self._held.forget(floor, self._config.rollout.workers)
         self.retain(self._held.needed, settled)
-        self._events = {step: events for step, events in self._events.items() if step >= floor}
         log.info("journal: %d bytes freed, %d kept", freed, self._held.size)
 
     async def close(self) -> None:
@@ -200,7 +181,7 @@ def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dic
     return {
         "run.seed": str(config.run.seed),
         "model": f"{config.model.path.name} {_digest(hf)}",
-        "task": f"{config.task.kind} {_digest(config.task.model_dump())}",
+        "task": f"{config.task.kind} {_digest({**config.task.model_dump(), **_FORMER})}",
         "rollout.groups_per_step": str(config.rollout.groups_per_step),
         "rollout.group_size": str(config.rollout.group_size),
         "warmup.steps": str(config.warmup.steps),

@@ -23,7 +23,7 @@ from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.scoring import loading, trial
 from asyncmoe.rollout.scoring.types import Scorer
-from asyncmoe.rollout.tasks import Curriculum, EvaluationQuestions, Task, curriculum_file
+from asyncmoe.rollout.tasks import EvaluationQuestions, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory.recording import Recording
 
@@ -52,11 +52,6 @@ class RolloutParts:
         await asyncio.gather(self.scorer.close(), *([] if closing is None else [closing()]))
 
 
-def curriculum_of(parts: RolloutParts) -> Curriculum | None:
-    """Return the curriculum, if training's prompts are drawn by one."""
-    return parts.task if isinstance(parts.task, Curriculum) else None
-
-
 def load(config: Config) -> RolloutParts:
     """Load the parts.
 
@@ -65,8 +60,6 @@ def load(config: Config) -> RolloutParts:
     """
     tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
     loaded, environment = tasks.load(config, tokenizer), environments.load(config, tokenizer)
-    if isinstance(loaded.training, Curriculum):
-        curriculum_file.resume(loaded.training, config.run.dir)
     scorer = loading.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     return RolloutParts(tokenizer, loaded.training, loaded.sets, scorer, environment)
 
@@ -139,7 +132,6 @@ def queue_of(
     recording: Recording,
     trained_steps: int,
     on_stale: Callable[[Sequence[Group], bool, int], None],
-    on_trained: Callable[[Sequence[Group]], None],
     journal: Unjournaled | None = None,
     resumed: Resumption = UNDISTURBED,
     on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
@@ -159,7 +151,6 @@ def queue_of(
         demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
         recording=recording,
         on_stale=on_stale,
-        on_trained=on_trained,
         on_freed=on_freed,
         journal=journal,
         resumed=resumed,

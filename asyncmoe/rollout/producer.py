@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from statistics import fmean
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
@@ -28,7 +27,7 @@ from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.flights import Elsewhere, Flight, FlightRounds, Members, PutOff
 from asyncmoe.rollout.samples import Samples
-from asyncmoe.rollout.tasks import Curriculum, Prompt, Task
+from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rollout.workers.outcome import LOST
 from asyncmoe.telemetry.samples.records import Fate
 from asyncmoe.trajectory import Trajectory
@@ -54,7 +53,6 @@ class Producer:
     Args:
         episode: runs and scores one episode.
         group_size: number of responses to each prompt.
-        task: a `Curriculum` also learns what the groups scored; without a journal, its open groups are started before the first.
         first_group: number of the first group; the same number asks the same question.
         oversample: number of additional responses to each prompt; the first `group_size` that finish form the group, the others are
             cancelled and counted as dropped under "oversampled". Short responses finish first, so training is biased towards them.
@@ -90,11 +88,7 @@ class Producer:
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
         self._filter_equal, self._samples, self._journal = filter_equal, samples, journal or Unjournaled()
         self._start_over = _ENGINE | start_over
-        self._curriculum = task if isinstance(task, Curriculum) else None
         self._line = Line(first_group, unit, group_size, oversample)
-        if self._curriculum is not None:
-            line = Line(self._curriculum.first(first_group), unit, group_size, oversample)
-            self._line = line if self._journal.keeps else line.again(*map(Start, self._curriculum.open))
         self._flights: dict[Start, Flight] = {}
         self._rounds = FlightRounds(rounds or Rounds(1))
         self._in_a_row = self._equal_in_a_row = 0
@@ -150,8 +144,6 @@ class Producer:
     def _start(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
         flight = self._flights.get(admit.group)
         if flight is None:
-            if self._curriculum is not None:
-                self._curriculum.draw(admit.group.number)
             self._journal.begun(admit.group)
             flight = Flight(admit.group, self._task.prompt(admit.group.number), Gathering(self._size))
             self._flights[admit.group] = flight
@@ -178,12 +170,9 @@ class Producer:
             if flight.round_end == "put_off":
                 raise PutOff
             trajectories = [trajectory for episode in episodes for trajectory in episode]
-            if self._curriculum is not None:
-                rewards = [fmean(trajectory.reward for trajectory in episode) for episode in episodes]
-                self._curriculum.measured(flight.group.number, rewards)
             if self._filter_equal and nothing_to_learn(trajectories):
                 self._queue.discarded(self._size, EQUAL, spare=self._rounds.lose(flight))
-                self._close(flight, "dropped", EQUAL)
+                self._journal.ended(flight.group.number, "dropped", EQUAL)
                 self._drop(flight)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
@@ -200,7 +189,7 @@ class Producer:
             places, spare = (0, places + spare) if self._rounds.lose(flight) else (places, spare)
             self._queue.rejected(places, rejected.reason, spare)
             if not flight.restarted:
-                self._close(flight, "rejected", rejected.reason)
+                self._journal.ended(flight.group.number, "rejected", rejected.reason)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             if not (flight.restarted and rejected.reason in _TAKES_MANY):
                 self._note(rejected)
@@ -248,12 +237,6 @@ class Producer:
         if self._elsewhere is not None and not flight.dropped:
             self._elsewhere.drop(flight.places)
         flight.dropped = True
-
-    def _close(self, flight: Flight, state: str, reason: str) -> None:
-        """Give up a group. Groups in the queue are closed by whoever trains or drops them."""
-        self._journal.ended(flight.group.number, state, reason)
-        if self._curriculum is not None:
-            self._curriculum.closed(flight.group.number)
 
     async def _sample(self, flight: Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
         if self._samples is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.engines.probes import ProbeTotals
-from asyncmoe.rollout.tasks import Curriculum
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines, Spans
@@ -46,7 +45,6 @@ class Recorder:
         pool: object,
         scoring: Mapping[str, Scoring] | None = None,
         tools: Mapping[str, Calls] | None = None,
-        curriculum: Curriculum | None = None,
         probes: ProbeTotals | None = None,
         serving: int = 0,
         lost: int = 0,
@@ -61,7 +59,6 @@ class Recorder:
         probes = probes or ProbeTotals()
         last = None if probes.last is None or probes.versions == self._probed else probes.last
         self._probed = probes.versions
-        measured = None if curriculum is None else curriculum.figures()
         now = unix()
         seconds = max(now - self._last, 1e-6)
         sources = {"queue": stats, "pool": pool}
@@ -75,10 +72,6 @@ class Recorder:
                 tools=tools or {},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
-                prompts_measured=None if measured is None else measured.measured,
-                prompts_by_passed={} if measured is None else measured.by_passed,
-                prompts_difficulty=None if measured is None else measured.difficulty,
-                prompts_passed_over=None if measured is None else measured.passed_over,
                 engines_serving=serving,
                 engines_lost=lost,
                 engines_missing=missing,

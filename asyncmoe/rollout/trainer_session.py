@@ -23,7 +23,6 @@ from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.samples import Samples, samples_of
-from asyncmoe.rollout.tasks import curriculum_file
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
@@ -70,7 +69,6 @@ class TrainerSession:
     ) -> None:
         self._fleet = fleet
         self._config, self._tokenizer, self._recording, self._journaling = config, loaded.tokenizer, recording, journaling
-        self._curriculum = parts.curriculum_of(loaded)
         self._pool, self._coordinator, self._taken_over = pool, coordinator, taken_over
         self.queue: BoundedQueue | None = None
         self.service: QueueService | None = None
@@ -115,11 +113,9 @@ class TrainerSession:
         config, journaling, taken_over = self._config, self._journaling, self._taken_over
         check_digest(hello.config_digest, config.digest)
         step = journaling.committed() if hello.goes_on else hello.step
-        if self._curriculum is not None:
-            curriculum_file.follow(self._curriculum, config.run.dir, step)
         await taken_over.known.wait()
         resumed = await journaling.resume(step, goes_on=hello.goes_on)
-        queue = parts.queue_of(config, self._recording, step, self._stale, self._trained, journaling.journal, resumed, self._freed)
+        queue = parts.queue_of(config, self._recording, step, self._stale, journaling.journal, resumed, self._freed)
         if self._fleet is not None:
             queue.holders = self._fleet.holders
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
@@ -153,13 +149,6 @@ class TrainerSession:
         if self._fleet is not None:
             self._fleet.over(groups)
 
-    def _trained(self, groups: Sequence[Group]) -> None:
-        if self._curriculum is not None:
-            for group in groups:
-                self._curriculum.closed(group.number)
-
     def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
-        if not requeued:
-            self._trained(groups)
         if self.samples is not None:
             self.samples.stale(groups, requeued, version)

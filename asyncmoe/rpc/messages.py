@@ -119,12 +119,6 @@ class Probe(TrainerMessage, frozen=True):
     """Of each token given those before it, at temperature 1 over the whole vocabulary; of the first token 0."""
 
 
-class Saving(TrainerMessage, frozen=True):
-    """A checkpoint of every step up to and including `step` is complete but for the controller's part, which it writes now."""
-
-    step: int
-
-
 class Saved(TrainerMessage, frozen=True):
     """A checkpoint covers every step up to and including `step`."""
 
@@ -392,7 +386,6 @@ Request = (
     | Fetch
     | Commit
     | Probe
-    | Saving
     | Saved
     | Evaluations
     | Goodbye

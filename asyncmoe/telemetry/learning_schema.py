@@ -21,14 +21,6 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Metric("Number of restarts so far that trained steps again from the journal: a step of another lineage has other weights."),
     ] = None
-    replay_drift: Annotated[
-        float | None,
-        Metric(
-            "Mean |difference| between the trainer's log-probabilities when it trains the batch again and the engines' of the first time, "
-            "over tokens of the step's version.",
-            "nats a token",
-        ),
-    ] = None
 
     # Learning
     reward_mean: Annotated[

@@ -125,28 +125,6 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     probe_divergence: Annotated[
         float | None, Metric("Mean of e^d - 1 - d with d = trainer - engine over them; 0 if both compute the same.", "nats a token")
     ] = None
-    # Curriculum
-    prompts_measured: Annotated[int | None, Metric("Prompts that have had a group, with task.curriculum.", "prompts")] = None
-    prompts_by_passed: Annotated[
-        Mapping[str, float],
-        Metric(
-            "Share of the measured prompts by how many responses of their last group passed: none, some or all.",
-            "share of prompts",
-            key="passed",
-            plot=Plot("Learning", "Measured prompts, by what passed"),
-        ),
-    ] = {}
-    prompts_difficulty: Annotated[
-        float | None,
-        Metric(
-            "Mean estimated failure rate of the measured prompts.",
-            "failure rate",
-            plot=Plot("Learning", "Difficulty of the measured prompts", from_zero=True),
-        ),
-    ] = None
-    prompts_passed_over: Annotated[
-        int | None, Metric("Turns of prompts that were passed over since the run began, because of their difficulty.", "turns")
-    ] = None
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

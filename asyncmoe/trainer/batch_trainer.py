@@ -18,7 +18,7 @@ from asyncmoe.platform import megatron
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase, Probe
-from asyncmoe.trainer import logprob_mismatch, probe, replay_drift
+from asyncmoe.trainer import logprob_mismatch, probe
 from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
 from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data import batch_client
@@ -57,13 +57,11 @@ class Learned:
         updates: metrics of each optimizer update, also of one that was refused.
         anomalies: by broken rule of `verify.anomalies`, the value that broke it.
         skipped: the rules that refused the batch, joined by commas; "" if none did.
-        replay_drift: see `asyncmoe.trainer.replay_drift`; None: not trained again, or nothing to compare.
     """
 
     updates: Sequence[StepMetrics]
     anomalies: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""
-    replay_drift: float | None = None
 
     @property
     def untrained(self) -> str:
@@ -101,7 +99,6 @@ class Learner:
         self._plugins, self._samples, self._watch = plugins, samples, watch
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh, self._width = model.mesh, attention_width(family_of(model.hf).shape_of(model.hf))
-        self._drift: float | None = None
         self._ahead = (
             None
             if ahead is None
@@ -135,12 +132,11 @@ class Learner:
         if probe.due(self._config, step) and not leased.replayed:  # engines serve no version of a step that is trained again
             self._probe(leased, step)
         guard = None if self._watch is None else self._watch.batch(leased.items, trajectories, step)
-        self._drift = None
         metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard)
         if guard is None:
-            return Learned(metrics, replay_drift=self._drift)
+            return Learned(metrics)
         guard.end()
-        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, guard.skipped, self._drift)
+        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, guard.skipped)
 
     def close(self) -> None:
         """Fetch nothing ahead any more."""
@@ -247,7 +243,7 @@ class Learner:
         config = self._config
         every = config.verify.logprobs_every
         # Of a batch that is trained again, engines sampled with the weights of the first time.
-        verify = leased.replayed or (every > 0 and (step - config.warmup.steps) % every == 0)
+        verify = not leased.replayed and every > 0 and (step - config.warmup.steps) % every == 0
         recompute = len(updates) > 1 and config.objective.proximal == "recompute"
         before: LogProbs = {}
         reference: LogProbs = {}
@@ -264,16 +260,9 @@ class Learner:
                 with self._reference.in_place():
                     found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
                 reference |= {update.members[i]: values for i, values in found.items()}
-        if leased.replayed:
-            self._drift = self._drifted(trajectories, before, step)
-        elif verify:
+        if verify:
             self._verify(trajectories, before, step)
         return before if recompute else None, reference if self._reference is not None else None
-
-    def _drifted(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, step: int) -> float | None:
-        mine = trajectories if self._mesh.reports_trajectories else {}
-        part = replay_drift.measure(list(mine.values()), [ours[i] for i in mine], step)
-        return replay_drift.judge(collectives.everyones(part), step, self._config.verify.max_replay_drift)
 
     def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
         limits = self._config.verify

@@ -19,7 +19,7 @@ from asyncmoe.process import freeze
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello, Leased, Phase, Saved, Saving, Welcome
+from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello, Leased, Phase, Saved, Welcome
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.clock import unix
@@ -254,7 +254,7 @@ class Trainer:
     def _save(self) -> None:
         heartbeats.beat(f"the checkpoint of step {self._step}")
         with mark("save checkpoint"):
-            self._saver.save(self._step, self._controllers_part)
+            self._saver.save(self._step)
         self._saved = self._step
         self._tell_saved()
 
@@ -264,10 +264,6 @@ class Trainer:
             if self._first:
                 self._client.ask(Saved(step), ANSWER_S)
                 log.info("saved %s in %.1f s", checkpoints.directory(self._config.run.dir, step), seconds)
-
-    def _controllers_part(self) -> None:
-        if self._config.task.curriculum.enabled:
-            self._client.ask(Saving(self._step), ANSWER_S)
 
     def _span(self, what: str, begin: float, end: float) -> None:
         if self._spans is not None:
@@ -279,7 +275,7 @@ class Trainer:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)
             refused = sum(update.refused for update in learned.updates)
-            said = (learned.anomalies, refused, learned.replay_drift, self._saver.stood())
+            said = (learned.anomalies, refused, self._saver.stood())
             record = step_record(self._step, leased, phase, learned.updates, published, waited, times, *said)
             self._metrics.write(record)
 

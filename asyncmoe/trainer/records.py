@@ -36,7 +36,6 @@ def step_record(
     times: tuple[float, float, float],
     anomalies: Mapping[str, float] | None = None,
     refused: int = 0,
-    replay_drift: float | None = None,
     stood: Stood | None = None,
 ) -> Step:
     """Build the metrics.jsonl record of a step.
@@ -48,7 +47,6 @@ def step_record(
         waited: seconds the step waited for weight sync.
         anomalies: by broken rule of `verify.anomalies`, the value that broke it.
         refused: updates that the rules refused.
-        replay_drift: see `asyncmoe.trainer.replay_drift`.
         stood: how long training has stood still for checkpoints since the step before was recorded; None: not at all.
         times: Unix times at which the step began, received its batch and finished training.
 
@@ -74,7 +72,6 @@ def step_record(
         sync_changed=published.traffic.changed if published and published.traffic else None,
         version=step,
         lineage=leased.lineage,
-        replay_drift=replay_drift,
         loss=sum(u.loss for u in updates) / len(updates),
         grad_norm=last.grad_norm,
         lr=last.lr,

@@ -22,7 +22,7 @@ from benchmarks.provenance import here
 
 ROOT = Path(__file__).parents[2]
 RUNS, TRL = ROOT / "build" / "learning", ROOT / ".venv-peers" / "trl"
-MADE_BY = {DENSE: "make real-model", MIXTURE: "docs/guides/upcycling.md has the command"}
+MADE_BY = {DENSE: "make real-model", MIXTURE: f"python examples/real/make_mixture.py {DENSE} {MIXTURE}"}
 _LIMIT_S = 7200.0
 """Of one run, from one start to its end."""
 

@@ -256,9 +256,8 @@ class World:
             return []
 
     def leftovers(self) -> list[str]:
-        """Return temporary files and shared memory of processes that have ended."""
-        found = [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
-        return found + [path.name for path in Path("/dev/shm").iterdir() if any(name in path.name for name in found)]
+        """Return temporary files of processes that have ended."""
+        return [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def sizes(folder: Path, pattern: str) -> list[tuple[str, int, int]]:

@@ -88,7 +88,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The page of a run, and of two runs."""
     folder = tmp_path_factory.mktemp("runs")
     for number, name in enumerate(("first", "second")):
-        write_run(folder / name, warmup=20, rl=60 - 20 * number, wait=0.4 + number, curriculum=number == 0)
+        write_run(folder / name, warmup=20, rl=60 - 20 * number, wait=0.4 + number)
         write_samples(folder / name, 6)
         with JsonLines(folder / name / ROLLOUT) as rollout:
             rollout.write(msgspec.structs.replace(read_rollout(rollout.path)[-1], rejected={"scorer_<b>": 1, "a&amp;b": 2}))

@@ -219,14 +219,17 @@ def main() -> None:
     read: dict[str, str] = {}
     sockets = [name.replace("@", "\0", 1) if name.startswith("@") else name for name in targets["unix"]]
     opened = open_to_us([tuple(place) for place in targets["tcp"]], socket.AF_INET)
+    told = ask_all(opened, socket.AF_INET, socket.SOCK_STREAM)
+    # A port that never answers, as gloo's, would hold torch for ever.
+    answering = [place for place in opened if any(answer and not answer.startswith("!") for answer in told.get(repr(place), []))]
     result = {
         "opened": opened,
-        "tcp": ask_all(opened, socket.AF_INET, socket.SOCK_STREAM),
+        "tcp": told,
         "udp": ask_all([tuple(place) for place in targets["udp"]], socket.AF_INET, socket.SOCK_DGRAM),
         "unix": ask_all(sockets, socket.AF_UNIX, socket.SOCK_STREAM),
         "files": try_files(targets["files"], read),
         "processes": [done for pid in targets["pids"] for done in try_process(pid, read)],
-        "stores": stores(opened),
+        "stores": stores(answering),
         "read": read,
     }
     print(json.dumps(result), flush=True)

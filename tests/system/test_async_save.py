@@ -7,12 +7,10 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import intact
-from asyncmoe.rollout.tasks import curriculum_file
 from tests.system.runs import ONE_RANK, metrics, run, start, wait_for
 
 pytestmark = pytest.mark.system
@@ -20,12 +18,8 @@ pytestmark = pytest.mark.system
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_waits_for_the_checkpoint_and_the_run_resumes_from_it(tmp_path: Path) -> None:
-    """With a curriculum, whose state the checkpoint has."""
     directory = tmp_path / "run"
-    rows = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(6) for b in range(4)]
-    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
-    task = ("task.kind=jsonl", f"task.path={tmp_path / 'sums.jsonl'}", "task.chat_template=false", "scoring.scorer=exact")
-    saving = (*task, *ONE_RANK, "task.curriculum.enabled=true", "trainer.async_save=true", "trainer.checkpoint_every=1")
+    saving = (*ONE_RANK, "trainer.async_save=true", "trainer.checkpoint_every=1")
     command = start(directory, "run.steps=200", *saving)
     assert wait_for(lambda: any(s["phase"] == "rl" for s in metrics(directory)), 120), command.process.poll()
     os.kill(command.process.pid, signal.SIGINT)
@@ -40,18 +34,12 @@ def test_ctrl_c_waits_for_the_checkpoint_and_the_run_resumes_from_it(tmp_path: P
     assert newest == checkpoints.directory(directory, stopped)
     assert intact.fault_in_share(newest, 0, 1) is None
     assert not list(newest.parent.glob("*.writing"))
-    with np.load(newest / curriculum_file.FILE) as arrays:  # the controller's part is of the same step
-        told, known = json.loads(arrays["told"].tobytes()), int((arrays["last0"] > 0).sum())
-    assert told["next"] >= 4 * (stopped - 4)
-    assert known > 0
     stood = [s["checkpoint_s"] for s in metrics(directory) if s.get("checkpoint_s") is not None]
     assert len(stood) >= stopped - 2, "a save after each step but the last"
     again = len((directory / "rollout.jsonl").read_text().splitlines())
     summary = run(directory, f"run.steps={stopped - 4 + 2}", *saving)
     records = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines()]
     assert records[again]["started"] >= records[again - 1]["started"], "the ledger goes on"
-    assert records[again]["prompts_measured"] >= known
-    assert sum(records[-1]["prompts_by_passed"].values()) == pytest.approx(1)
     assert summary["steps"] == stopped - 4 + 2
     assert [s["step"] for s in metrics(directory)][-3:] == [stopped, stopped + 1, stopped + 2]
     assert checkpoints.newest(directory) == checkpoints.directory(directory, stopped + 2)

@@ -115,6 +115,5 @@ def test_engines_that_are_lost_are_replaced_and_the_run_goes_on(
     assert "resumes from" in error or status == 0
     assert command.gone(), command.alive()
     assert len(scratch) > 2, "one of each engine and each restart"
-    assert not [path for path in Path("/dev/shm").iterdir() if any(name in path.name for name in scratch)]
     assert {path.name for path in temporary.iterdir()} <= {f"torchinductor_{getpass.getuser()}"}, "a cache, which is kept"
     shutil.rmtree(temporary)

@@ -19,7 +19,6 @@ from reshard_ranks import filled
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
-from asyncmoe.platform import gloo
 from asyncmoe.receiver import command, handshake, hosting, protocol, transfer_plan, worker
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.control_store import Store
@@ -174,7 +173,7 @@ class Rig:
 
 @contextmanager
 def meetings() -> Iterator[Callable[..., Rig]]:
-    """Yield `meet`, and end what it began. Ranks are threads here: none has a place in an engine, and none shuts another's ports."""
+    """Yield `meet`, and end what it began. Ranks are threads here: none has a place in an engine."""
     rigs: list[Rig] = []
 
     def make(**how: Any) -> Rig:
@@ -184,7 +183,6 @@ def meetings() -> Iterator[Callable[..., Rig]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "places", lambda: {"tp_rank": 0, "moe_ep_rank": 0})
         patch.setattr(handshake, "obstacles", lambda _: [])
-        patch.setattr(gloo, "shut", lambda listeners: None)
         yield make
         for rig in rigs:
             rig.end()

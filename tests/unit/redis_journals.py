@@ -114,7 +114,7 @@ async def work(section: JournalSection, folder: Path, seed: int) -> None:
             queue.commit(number)
             queue.set_version(number + 1)
             if number % 4 == 3 and number - 3 > step:
-                await journal.forget(number - 3, 0)
+                await journal.forget(number - 3)
                 print("forgot", number - 3, flush=True)
 
     tasks = [asyncio.create_task(one) for one in (*(sample() for _ in range(4)), train())]

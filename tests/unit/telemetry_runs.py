@@ -22,7 +22,6 @@ def write_run(
     first: int = 1,
     start: float = START,
     wait: float = 0.4,
-    curriculum: bool = False,
 ) -> float:
     """A run that learns: steps `first` to `warmup + rl`, about two seconds each. Returns when it ended; appends if there is a run."""
     draw = random.Random(first)
@@ -46,7 +45,7 @@ def write_run(
             now = edges[-1]
             metrics.write(_rl_step(draw, step, warmup, rl, edges, pause))
         _generate(rollout, draw, engines, rl_begins, now)
-    _rollout(run_dir, draw, engines, rl_begins, now, warmup, curriculum)
+    _rollout(run_dir, draw, engines, rl_begins, now, warmup)
     with JsonLines(run_dir / EVALUATION) as evaluations:
         for version in range(max(first - 1, warmup), warmup + rl, 10):
             evaluations.write(evaluation(version, 0.2 + 0.01 * (version - warmup)))
@@ -122,14 +121,7 @@ def _generate(spans: Spans, draw: random.Random, engines: int, begin: float, end
             now += busy + draw.choice((0.0, 0.05, 0.3))
 
 
-def _drawn_again(share: float) -> dict[str, object]:
-    """What a curriculum has measured after a share of a run."""
-    shares = {"none": 0.6 * (1 - share), "some": 0.4 - 0.2 * share, "all": 0.8 * share}
-    measured = {"prompts_measured": round(500 * share), "prompts_passed_over": round(900 * share**2)}
-    return {**measured, "prompts_by_passed": shares, "prompts_difficulty": 0.7 - 0.4 * share}
-
-
-def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end: float, version: int, curriculum: bool) -> None:
+def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end: float, version: int) -> None:
     with JsonLines(run_dir / ROLLOUT) as lines:
         started = 0
         for second in range(1, int(end - begin)):
@@ -146,6 +138,5 @@ def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end
                     dropped={"stale": 2},
                     tokens_per_s=draw.uniform(700, 1100),
                     engine_utilization={f"engine.{engine}": draw.uniform(0.85, 1.0) for engine in range(engines)},
-                    **(_drawn_again(second / (end - begin)) if curriculum else {}),  # type: ignore[arg-type]
                 )
             )

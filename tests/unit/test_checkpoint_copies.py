@@ -57,16 +57,6 @@ def test_a_copy_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     assert (path.parent / "step-00000007.damaged").is_dir()
 
 
-def test_a_copy_is_without_what_the_user_deleted(url: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    path = saved(run, 7, files={**FILES, "curriculum.npz": b"1234"})
-    (path / "curriculum.npz").unlink()
-    copies.send(path, copies.place_of(url, run), {})
-    path.rename(tmp_path / "lost")
-    assert intact.fault(copies.restore(url, run)) is None
-    assert not (path / "curriculum.npz").exists()
-
-
 @pytest.mark.parametrize("lost", ["manifest.json", "common.pt"])
 def test_a_copy_that_is_not_whole_is_never_brought_back(lost: str, url: str, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,22 +62,8 @@ def test_rows_are_filtered_and_mixed(here: Path, tokenizer: Tokenizer) -> None:
     assert len(texts) == 13
 
 
-def test_the_curriculum_asks_what_always_passes_less_often(here: Path, tokenizer: Tokenizer) -> None:
-    task = tasks.load(config(3), tokenizer).training
-    assert isinstance(task, tasks.Curriculum)
-    asked = Counter[str]()
-    for group in range(400):
-        task.draw(group)
-        text = task.prompt(group).text
-        asked[text] += 1
-        task.measured(group, [1.0, 1.0] if text.endswith("1?") else [1.0, 0.0])
-        task.closed(group)
-    assert len(asked) == 10
-    assert asked["train 1?"] < 0.5 * min(count for text, count in asked.items() if text != "train 1?")
-
-
 def test_evaluation_sets(here: Path, tokenizer: Tokenizer) -> None:
-    loaded = tasks.load(config(4), tokenizer)
+    loaded = tasks.load(config(3), tokenizer)
     assert {one.name: (one.count, one.section.samples) for one in loaded.sets} == {
         "held_out": (2, 1),
         "hard": (9, 8),

@@ -26,9 +26,9 @@ def test_every_small_model_is_tried_in_layouts_and_on_ranks() -> None:
 
 
 def test_nothing_asks_for_a_family_by_its_name() -> None:
-    """Only its own file has it, what makes models and mixtures, and what knows SGLang's parsers, one of which is named like a family."""
+    """Only its own file has it, what makes models, and what knows SGLang's parsers, one of which is named like a family."""
     package = Path(asyncmoe.__file__).parent
-    made = [package / "models" / "make.py", package / "models" / "upcycling" / "mixture.py", package / "config" / "tool_parsers.py"]
+    made = [package / "models" / "make.py", package / "config" / "tool_parsers.py"]
     made.append(package / "rollout" / "episodes" / "openai_endpoint" / "answers.py")
     said = {
         (path.name, node.value)

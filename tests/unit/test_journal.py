@@ -257,7 +257,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(tmp_path: Path) -
             answers.append(await life.lease(step))
             life.queue.commit(step)
             life.queue.set_version(step + 1)
-        assert await life.journal.forget(2, 0) > 0
+        assert await life.journal.forget(2) > 0
         size = life.journal.size
         kill(life, run, tmp_path / "again")
         kill(life, run, tmp_path / "far")
@@ -290,7 +290,7 @@ def test_space_is_bounded(tmp_path: Path) -> None:
             life.queue.commit(step)
             life.queue.set_version(step + 1)
             if step % 5 == 4:
-                await life.journal.forget(step - 4, 0)
+                await life.journal.forget(step - 4)
                 sizes.append(life.journal.size)
         assert max(sizes) < 6 * (1 << 12)
         life.journal.close()

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import sqlite3
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.config import parse
 from asyncmoe.config.schema import Config
-from asyncmoe.errors import ConfigError, DataError, InvariantBroken, TrajectoryRejected
-from asyncmoe.journal.rows import Draw
+from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
+from asyncmoe.journal.in_redis.entries import pack, unpack
+from asyncmoe.journal.rows import Change
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout import journaling
@@ -29,9 +28,8 @@ from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.tasks import Curriculum, Prompt
+from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.trajectory import NOTHING, Recording, Trajectory
-from tests.unit.test_curriculum import curriculum
 from tests.unit.test_producer import Numbers
 
 HF: dict[str, Any] = {"hidden_size": 8}
@@ -62,7 +60,6 @@ class Case:
     """
 
     draw: random.Random
-    curriculum: bool
     unit: Any
     oversample: int
     tail: float
@@ -74,8 +71,7 @@ class Case:
 
     async def life(self, folder: Path, until: float | None) -> None:
         """Go on from step `self.step`; after `until` leave the files as a kill does, or without it end after `STEPS` steps."""
-        drawn: Curriculum | None = curriculum(12) if self.curriculum else None
-        held = Journaling.open(configured(folder), HF, NOTHING, drawn)
+        held = Journaling.open(configured(folder), HF, NOTHING)
         resumed = await held.resume(self.step)
         queue = self.queue = BoundedQueue(
             capacity=4 * BATCH,
@@ -83,22 +79,17 @@ class Case:
             group_size=SIZE,
             max_staleness=1,
             trained_steps=self.step,
-            on_trained=lambda groups: self._closed(drawn, groups),
             journal=held.journal,
             resumed=resumed,
         )
         queue.set_version(self.step)
         options: Any = {"oversample": self.oversample, "unit": self.unit, "filter_equal": True, "journal": held.journal}
         options["rounds"] = Rounds(GROUPS, self.tail)
-        task: Any = drawn or Numbers()
-        producer = Producer(queue, task, self._episode, SIZE, held.first_group, **options)
+        producer = Producer(queue, Numbers(), self._episode, SIZE, held.first_group, **options)
         tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
         await asyncio.wait(tasks, timeout=until, return_when=asyncio.FIRST_COMPLETED)
         if until is not None:
-            if self.draw.random() < 0.5:  # else the newest events of the curriculum are lost, as in a kill
-                held.journal._write([])  # type: ignore[attr-defined]
             held.journal._states.read(lambda connection: None)  # type: ignore[attr-defined]  # nothing else runs meanwhile
-            state = None if drawn is None or held.journal._drawn else drawn.state()  # type: ignore[attr-defined]
             shutil.copytree(folder, folder.with_name(f"{folder.name}+"))
         for task in tasks:
             task.cancel()
@@ -106,27 +97,6 @@ class Case:
             if isinstance(result, Exception):
                 raise result
         await held.close()
-        if until is not None and state is not None:
-            await self._same_curriculum(folder.with_name(f"{folder.name}+"), state)
-
-    async def _same_curriculum(self, folder: Path, state: Any) -> None:
-        """The journal alone, from a checkpoint before the first draw, gives the state at the kill."""
-        again = curriculum(12)
-        copy = folder.with_name(f"{folder.name}c")
-        shutil.copytree(folder, copy)
-        held = Journaling.open(configured(copy), HF, NOTHING, None)
-        journal: Any = held.journal
-        for draw in await journal.draws(0):
-            again.apply(draw)
-        found = again.state()
-        assert (found.next, found.open, found.events) == (state.next, state.open, state.events)
-        np.testing.assert_array_equal(found.parts[0].counts, state.parts[0].counts)
-        await held.close()
-
-    def _closed(self, drawn: Curriculum | None, groups: Sequence[Group]) -> None:
-        for group in groups:
-            if drawn is not None:
-                drawn.closed(group.number)
 
     async def _episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
         if place.episode == 0:
@@ -158,16 +128,13 @@ class Case:
 @given(
     seed=st.integers(0, 1 << 30),
     kills=st.integers(1, 3),
-    drawn=st.booleans(),
     unit=st.sampled_from(["group", "trajectory"]),
     spare=st.integers(0, 1),
     tail=st.sampled_from([1.0, 1.0, 1.5]),
 )
-def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(
-    seed: int, kills: int, drawn: bool, unit: str, spare: int, tail: float
-) -> None:
+def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(seed: int, kills: int, unit: str, spare: int, tail: float) -> None:
     draw = random.Random(seed)
-    case = Case(draw, drawn, unit if tail == 1 else "group", spare, tail)
+    case = Case(draw, unit if tail == 1 else "group", spare, tail)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "run"
         for _ in range(kills):
@@ -191,7 +158,7 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(
 
 def test_without_a_journal_nothing_is_kept_and_a_run_that_has_one_needs_it(tmp_path: Path) -> None:
     async def body(**journal: Any) -> Path:
-        held = Journaling.open(configured(tmp_path, **journal), HF, NOTHING, None)
+        held = Journaling.open(configured(tmp_path, **journal), HF, NOTHING)
         resumed = await held.resume(3)
         assert held.first_group == 3 * GROUPS
         assert not resumed.queued
@@ -237,7 +204,7 @@ def test_the_newest_checkpoints_decide_what_is_kept(tmp_path: Path) -> None:
 
 def test_a_journal_that_does_not_reach_the_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
     async def body() -> None:
-        held = Journaling.open(configured(tmp_path), HF, NOTHING, None)
+        held = Journaling.open(configured(tmp_path), HF, NOTHING)
         await held.resume(0)
         held.journal.begun(Start(0))
         await held.close()
@@ -247,26 +214,24 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_refused_before_anything
     newest.mkdir(parents=True)
     (newest / "asyncmoe.json").write_text('{"step": 2}')
     with pytest.raises(DataError, match="got a journal of step 0, expected step 2, where the checkpoint is"):
-        Journaling.open(configured(tmp_path), HF, NOTHING, None)
+        Journaling.open(configured(tmp_path), HF, NOTHING)
 
 
-def test_a_group_is_drawn_and_begun_in_one_go(tmp_path: Path) -> None:
-    async def body() -> None:
-        held = Journaling.open(configured(tmp_path), HF, NOTHING, None)
-        await held.resume(0)
-        journal: Any = held.journal
-        journal.drew(Draw(1, "drawn", 0))
-        assert await journal.draws(0) == []
-        journal.begun(Start(0))
-        assert await journal.draws(0) == [Draw(1, "drawn", 0)]
+def test_a_journal_with_a_table_that_journals_had_once_opens(tmp_path: Path) -> None:
+    async def body() -> tuple[Start, ...]:
+        held = Journaling.open(configured(tmp_path), HF, NOTHING)
+        starts = (await held.resume(0)).starts
+        held.journal.begun(Start(0))
         await held.close()
+        return tuple(starts)
 
     asyncio.run(body())
+    with sqlite3.connect(tmp_path / "journal" / "states.sqlite") as connection:
+        connection.execute("CREATE TABLE draws (number INTEGER PRIMARY KEY)")
+    connection.close()
+    assert asyncio.run(body()) == (Start(0),)
 
 
-def test_an_event_of_another_curriculum_stops_the_run() -> None:
-    drawn = curriculum()
-    with pytest.raises(InvariantBroken, match="event 5 after 0"):
-        drawn.apply(Draw(5, "drawn", 0))
-    with pytest.raises(InvariantBroken, match="group 0 asks"):
-        drawn.apply(Draw(1, "drawn", 0, 0, 10_000))
+def test_changes_of_it_in_redis_are_passed_over() -> None:
+    written = pack([Change("drew", (1, "drawn", 0, 0, 0, 0, 0)), Change("fact", ("a", "b")), Change("forgotten draws", (1,))], "place")
+    assert unpack(written, "place") == [Change("fact", ("a", "b"))]

@@ -148,7 +148,7 @@ class Program:
     async def save(self) -> None:
         if self.model.step > self.model.saved[-1]:
             self.model.saved = [*self.model.saved, self.model.step][-2:]
-            await self.life.journal.forget(self.model.saved[0], 0)
+            await self.life.journal.forget(self.model.saved[0])
 
     async def killed(self) -> None:
         model, old = self.model, self.life

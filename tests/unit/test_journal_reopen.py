@@ -111,7 +111,7 @@ def test_a_batch_that_is_read_for_a_trainer_that_is_lost_is_read_again_for_the_n
 def test_a_checkpoint_that_the_journal_does_not_reach_changes_nothing(tmp_path: Path) -> None:
     async def body() -> None:
         life, leases = await trained(tmp_path / "run", 3)
-        await life.journal.forget(2, 0)
+        await life.journal.forget(2)
         before = life.queue.stats()
         with pytest.raises(DataError, match="got a journal of steps 2 to 3, expected step 1"):
             await back_to(life, 1)

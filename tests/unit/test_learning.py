@@ -337,7 +337,7 @@ def test_what_cannot_be_kept_or_run_is_refused_before_anything_runs(models: Path
         runner.run(arms.chosen(["dense-trl"]), [0], 5, models / "a.json", 1e9, lambda _: None)
     (models / arms.MIXTURE / "config.json").unlink()
     runner.run(arms.chosen([]), [0], 5, models / "a.json", 0.0, lambda _: None)
-    with pytest.raises(UserError, match=r"smollm2-moe: got no model, expected one for moe; docs/guides/upcycling.md"):
+    with pytest.raises(UserError, match=r"smollm2-moe: got no model, expected one for moe; python examples/real/make_mixture.py"):
         changes.of_arm("moe")
     with pytest.raises(UserError, match=r"--page: got .*, which is --json too"):
         learning_(models / "a.json", page=models / "a.json", minutes=0.0)

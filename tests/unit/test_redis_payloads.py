@@ -164,7 +164,7 @@ def test_the_user_of_the_guide_may_do_all_that_a_run_does(server: LocalRedis, tm
             journal.begin(0, 0, 4, 0)
             journal.begun(Start(journal.recorded.next))
             await keep(journal._segments, [b"payload"])
-            await journal.forget(0, 0)
+            await journal.forget(0)
             await asyncio.sleep(1.2)  # the hold is heard of
             journal.close()
 

@@ -73,7 +73,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
         scorer = loading.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
         loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
-        await controller._serve(made, run_dir, None, loaded, Journaling(made, None, None), ())
+        await controller._serve(made, run_dir, None, loaded, Journaling(made, None), ())
 
     monkeypatch.setattr(controller.backend, "start", start)
     run_dir.mkdir(exist_ok=True)

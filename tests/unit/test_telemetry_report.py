@@ -154,18 +154,6 @@ def test_rewards_are_a_heat_map_of_those_there_are(tmp_path: Path) -> None:
     assert learning["Distribution of rewards, all steps"]["heights"] == pytest.approx([100 / 12, 25, 200 / 3], rel=1e-5)
 
 
-def test_a_curriculum_is_drawn(tmp_path: Path) -> None:
-    write_run(tmp_path / "with", warmup=1, rl=10, curriculum=True)
-    write_run(tmp_path / "without", warmup=1, rl=10)
-    drawn = figures_of(_page(tmp_path / "with"))
-    shares = {curve["name"]: curve["y"] for curve in drawn["Learning"]["Measured prompts, by what passed"]["curves"]}
-    assert set(shares) == {"none", "some", "all"}
-    assert all(sum(at) == pytest.approx(100, abs=1e-3) for at in zip(*shares.values(), strict=True))
-    assert "Difficulty of the measured prompts" in drawn["Learning"]
-    assert {"rollout: prompts measured", "rollout: prompts passed over"} <= set(drawn[figures.REST])
-    assert not [title for part in figures_of(_page(tmp_path / "without")).values() for title in part if "prompts" in title.lower()]
-
-
 def test_only_warmup(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=3, rl=0)
     page = _page(tmp_path)

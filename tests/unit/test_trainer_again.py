@@ -168,7 +168,7 @@ class StandIn:
 async def controller(config: Config) -> AsyncIterator[Running]:
     hf, loaded = models.hf_config_of(config), parts.load(config)
     config.run.dir.mkdir(parents=True, exist_ok=True)
-    journaling = Journaling.open(config, hf, models.recording(config, hf), None)
+    journaling = Journaling.open(config, hf, models.recording(config, hf))
     engines: list[EngineProcess] = [Process(f"engine.{index}") for index in range(config.engines.count)]
     made = Controller(config, engines, lambda index, attempt: Process(f"engine.{index}"), Recorder(config.run.dir), loaded, journaling)
     async with Server(made.answer) as server:

@@ -101,7 +101,7 @@ class Cluster:
         for handle in self.handles:
             handle.client = SlowEngine(handle.name, self.draw)
         self.pool = Pool(self.handles, 64, 30.0, lambda *_: None)
-        self.journaling = Journaling.open(self.config, HF, NOTHING, None)
+        self.journaling = Journaling.open(self.config, HF, NOTHING)
         self.fleet: WorkerFleet
         self.queue: BoundedQueue
         self.lent: dict[int, Lent] = {}

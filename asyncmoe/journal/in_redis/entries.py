@@ -19,8 +19,10 @@ from asyncmoe.trajectory.native import crc32c
 
 CRC = struct.Struct("<I")
 _Value = int | str | None
-_TABLES = {"facts": 2, "groups": 13, "leases": 7, "draws": 7}
+_TABLES = {"facts": 2, "groups": 13, "leases": 7}
 """Columns of each."""
+_FORMER = {"drew", "forgotten draws"}
+"""Changes of a table that journals had once; nothing depends on it."""
 
 
 def seal(parts: Sequence[Buffer], place: str) -> bytes:
@@ -56,9 +58,9 @@ def unpack(data: Buffer | None, place: str) -> list[Change]:
         found = msgspec.msgpack.decode(opened(data, place), type=list[tuple[str, tuple[_Value, ...]]])
     except msgspec.MsgspecError as error:
         raise DataError(place, got=str(error), expected="changes of the journal's tables") from error
-    if unknown := {name for name, _ in found} - set(STATEMENTS):
+    if unknown := {name for name, _ in found} - set(STATEMENTS) - _FORMER:
         raise DataError(place, got=f"the change {min(unknown)!r}", expected="changes that this version knows")
-    return [Change(name, values) for name, values in found]
+    return [Change(name, values) for name, values in found if name in STATEMENTS]
 
 
 def snapshot(connection: sqlite3.Connection, place: str) -> bytes:

@@ -14,19 +14,17 @@ end_with_parent()  # before the imports: they take seconds, during which the par
 with uncollected():
     import torch
 
-    from asyncmoe.platform import file_store, gloo, tcp_store
-    from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, private_meeting, shared_names
+    from asyncmoe.platform import file_store, tcp_store
+    from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, private_meeting
 
 _CUDA = torch.cuda.is_available()
 file_store.install()
-gloo.install()
 access.install()
 commands.install()
 overlap.install()
 packed_answers.install()
 packed_routes.install()
 private_meeting.install()
-shared_names.install()
 tcp_store.install()
 if not _CUDA:
     from asyncmoe.platform.sglang import cpu

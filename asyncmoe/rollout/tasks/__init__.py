@@ -6,12 +6,10 @@ of a user's own task.
 
 from __future__ import annotations
 
-from asyncmoe.rollout.tasks.curriculum import Curriculum
 from asyncmoe.rollout.tasks.load import EvaluationQuestions, Tasks, load
 from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Message, Prompt, Task
 
 __all__ = [
-    "Curriculum",
     "Demonstration",
     "Endless",
     "EvaluationQuestions",

@@ -13,7 +13,6 @@ from asyncmoe.config.task import READ, TaskSection, WeightedSource
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
-from asyncmoe.rollout.tasks.curriculum import Curriculum
 from asyncmoe.rollout.tasks.encode import Encoder, identity
 from asyncmoe.rollout.tasks.held_out import Share, identities, quotas, split
 from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
@@ -77,8 +76,6 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
     held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
     parts = _divided(parts, held, _common(sets, of_their_own), seed)
     training = _task(config.task, parts, tokenizer, seed)
-    if config.task.curriculum.enabled:
-        training = Curriculum(training, config.task.curriculum, seed)
     _check_room(config, tokenizer, training.prompt(0))
     if config.warmup.steps and config.environment.kind == "single_turn":
         training.demonstration(0)

@@ -68,20 +68,6 @@ class ListedTask:
         source = self._held if stream == EVALUATION else self._source
         return self._encoder.prompt(source[index], self._where(source, index))
 
-    @property
-    def source(self) -> Finite:
-        """The source itself, evaluation questions included."""
-        return self._source
-
-    @property
-    def epoch(self) -> int:
-        """Number of examples that training visits in an epoch."""
-        return len(self._trained)
-
-    def asking(self, index: int) -> Prompt:
-        """Return the prompt of the source's example `index`. Raises as `prompt`."""
-        return self._encoder.prompt(self._source[index], self._where(self._source, index))
-
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
         at = self.index("demonstration", index)
@@ -115,21 +101,21 @@ class MixedTask:
     """
 
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int) -> None:
-        self.tasks, self.draws = tasks, MixedDraws(weights, seed)
+        self._tasks, self._draws = tasks, MixedDraws(weights, seed)
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
-        part, number = self.draws.at(stream, group)
-        return self.tasks[part].prompt(number, stream)
+        part, number = self._draws.at(stream, group)
+        return self._tasks[part].prompt(number, stream)
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        part, number = self.draws.at("demonstration", index)
-        return self.tasks[part].demonstration(number)
+        part, number = self._draws.at("demonstration", index)
+        return self._tasks[part].demonstration(number)
 
     def golds(self) -> Iterable[Gold]:
         """See `HasGolds`; of the tasks that know theirs."""
-        return chain.from_iterable(task.golds() for task in self.tasks if isinstance(task, HasGolds))
+        return chain.from_iterable(task.golds() for task in self._tasks if isinstance(task, HasGolds))
 
 
 class MixedDraws:

@@ -7,7 +7,6 @@ Every rank writes its own shards. A checkpoint can be loaded in any other layout
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,8 @@ reader.install()
 writer.install()
 
 
-def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, others_part: Callable[[], None] = lambda: None) -> Path:
+def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
     """Write the checkpoint of `step` and return its final path. Collective over all ranks.
-
-    Args:
-        others_part: has other processes write their files into the temporary directory; called on rank 0, before the checkpoint is whole.
 
     Raises:
         StorageError: a rank could not write its part; every rank that learns of it raises the same error. The failed checkpoint is removed,
@@ -50,7 +46,7 @@ def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, 
     writer.results.failure = None
     gather_weights(model)
     try:
-        return _write(config, step, model, optimizer, others_part)
+        return _write(config, step, model, optimizer)
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         failure = _explain(config, step, error)
         if model.mesh.rank == 0:
@@ -69,7 +65,7 @@ def _explain(config: Config, step: int, error: BaseException) -> StorageError | 
     return StorageError(line) if line else None
 
 
-def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer, others_part: Callable[[], None]) -> Path:
+def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
     directory, section = config.run.dir, config.trainer
     first = model.mesh.rank == 0
     if first:
@@ -80,7 +76,6 @@ def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer
     dist_checkpointing.save(sharded_state(model, optimizer, loading=False), str(written))
     sealed = _everyones_files(written)
     if first:
-        others_part()
         checkpoints.finish(directory, step, facts_now(config, step, model), section.keep_checkpoints, section.keep_every, sealed)
     collectives.barrier()
     return checkpoints.directory(directory, step)
@@ -109,7 +104,6 @@ def _everyones_files(written: Path) -> Manifest:
 
 def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
     """Return what a checkpoint of `step` says of the run, to be stored with it."""
-    parts = ["adapter" if model.adapter is not None else "weights", "optimizer"]
     return {
         "step": step,
         "family": family_of(model.hf).name,
@@ -118,7 +112,7 @@ def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
         **facts_of(config, model.hf),
         "dtype": str(model.dtype).removeprefix("torch."),
         "time": time.time(),
-        "parts": [*parts, *(["curriculum"] if config.task.curriculum.enabled else [])],
+        "parts": ["adapter" if model.adapter is not None else "weights", "optimizer"],
     }
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,11 +76,8 @@ class Saver:
         """Host memory of this rank's second copy; 0 before the first asynchronous save."""
         return 0 if self._buffers is None else self._buffers.nbytes
 
-    def save(self, step: int, others_part: Callable[[], None] = lambda: None) -> None:
+    def save(self, step: int) -> None:
         """Save the state as it is now as the checkpoint of `step`. Collective over all ranks.
-
-        Args:
-            others_part: as for `checkpoint.save`.
 
         Raises:
             StorageError: this save, or the one before, could not be written.
@@ -89,13 +85,13 @@ class Saver:
         begin = time.monotonic()
         waited = 0.0
         if not self._config.trainer.async_save:
-            checkpoint.save(self._config, step, self._model, self._optimizer, others_part)
+            checkpoint.save(self._config, step, self._model, self._optimizer)
             self._saved.append((step, time.monotonic() - begin))
         else:
             if self._under_way is not None:
                 self.settle()
                 waited = time.monotonic() - begin
-            self._begin(step, others_part)
+            self._begin(step)
         self._stood = Stood(self._stood.seconds + time.monotonic() - begin, self._stood.waited + waited)
 
     def before_update(self) -> None:
@@ -142,7 +138,7 @@ class Saver:
                 raise AsyncmoeError(f"checkpoint of step {self._under_way.step}: nothing was written for {limit:g} s; does its disk hang?")
         self._saved = self.saved()
 
-    def _begin(self, step: int, others_part: Callable[[], None]) -> None:
+    def _begin(self, step: int) -> None:
         """Copy, and start the thread that writes the copy."""
         config, model, first = self._config, self._model, self._model.mesh.rank == 0
         gather_weights(model)
@@ -153,8 +149,6 @@ class Saver:
                 checkpoints.start(config.run.dir, step)
             board.begin()
         buffers.copy()
-        if first:
-            others_part()
         common = snapshot.refreshed(planned.common, self._optimizer) if first else {}
         facts = checkpoint.facts_now(config, step, model) if first else {}
         task = SaveTask(config, step, model.mesh.rank, model.mesh.world, planned, buffers.copies, buffers.wait, common, facts)

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
-from asyncmoe.platform import gloo, megatron
+from asyncmoe.platform import megatron
 from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.model import collectives, gpu_settings
 
 megatron.prepare()
-gloo.install()
 
 from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402

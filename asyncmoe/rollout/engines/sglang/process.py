@@ -242,7 +242,7 @@ def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:
     """Return what the ranks of several nodes need to meet.
 
     SGLang's queue for requests would open a port on every interface, whose readers unpickle what they receive; without it, requests travel
-    over the ranks' gloo group, which takes nobody more once it has met. Gloo and NCCL would choose an interface by themselves.
+    over the ranks' gloo group. Gloo and NCCL would choose an interface by themselves.
     """
     given = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     if not place.meeting.startswith(_TCP):

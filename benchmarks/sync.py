@@ -39,7 +39,6 @@ SIZES = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "reshard": {"method": "reshard"},
-    "in place": {"method": "reshard", "staging": "none"},
     "broadcast": {"method": "broadcast"},
 }
 STREAMS = 4
@@ -147,11 +146,11 @@ async def _publish(config: Config, engines: Sequence[EngineProcess], key: str, s
 
     async def answer(request: Request) -> Reply:
         nonlocal staged, ended
-        if isinstance(request, WeightsStage) and config.sync.staging in ("auto", "full"):
+        if isinstance(request, WeightsStage):
             staged = time.monotonic()
             if ended:
                 seen.calm.append((ended, staged))
-        if isinstance(request, WeightsCommit) and ended and config.sync.method == "reshard" and config.sync.staging in ("auto", "full"):
+        if isinstance(request, WeightsCommit) and ended and config.sync.method == "reshard":
             seen.staging.append((staged, time.monotonic()))
         reply = await coordinator.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
         if isinstance(request, WeightsCommit):

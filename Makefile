@@ -39,14 +39,10 @@ hashed     = $(if $(filter 0,$(GPU)),$(wildcard requirements/hashed/$(1)-cpu-$(T
 resolved   = $(if $(filter 1,$(GPU)),$(addprefix -c ,$(wildcard requirements/resolved/$(1)-gpu-$(TAG).txt)))
 emptied    = $(if $(wildcard $(1)-gpu$(OTHER)),--clear )
 
-.PHONY: setup transformer-engine bench-peers bench-trl demo real-model docs docs-site test test-thorough test-unit test-python test-integrations test-chaos test-megatron-next sanitize audit fuzz lint clean
+.PHONY: setup transformer-engine bench-trl demo real-model docs docs-site test test-thorough test-unit test-python test-integrations test-chaos test-megatron-next sanitize audit fuzz lint clean
 .DELETE_ON_ERROR:
 
 setup: $(TRAIN)/$(INSTALLED) $(BUILT) $(ENGINE)/$(INSTALLED) $(if $(filter 1,$(GPU)),$(TE))
-
-# Redis (the server is the system's redis-server) and Ray, for PYTHONPATH=.venv-peers/site .venv/bin/asyncmoe bench queue
-bench-peers: setup
-	$(TRAIN)/bin/python $(PIP) --no-deps --upgrade --target $(PEERS)/site -r requirements/bench.txt
 
 # TRL, for .venv/bin/asyncmoe bench learning --arms dense-trl
 bench-trl: setup

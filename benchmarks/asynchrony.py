@@ -93,7 +93,7 @@ def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
             "simulated_over_live": simulated / figures["step_s"],
         }
     measured_rates = {"before": asdict(first), "after": asdict(last)}
-    found: dict[str, Any] = rounded({"drawn": WORKLOADS[name], "scale": SCALES[name], "engine_rates": measured_rates, "modes": modes})
+    found: dict[str, Any] = _rounded({"drawn": WORKLOADS[name], "scale": SCALES[name], "engine_rates": measured_rates, "modes": modes})
     return found
 
 
@@ -103,7 +103,7 @@ def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: f
         {
             "engines.count": 1,
             "engines.max_running": sizes.slots,
-            **engine_keys(rates, sizes.slots),
+            **_engine_keys(rates, sizes.slots),
             "trainer.gpus": 1,
             "groups_per_step": sizes.groups,
             "group_size": sizes.group_size,
@@ -119,7 +119,7 @@ def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: f
     return simulate(plant, scaled, mode, sizes.skip).step_s
 
 
-def engine_keys(rates: Rates, slots: int) -> dict[str, float]:
+def _engine_keys(rates: Rates, slots: int) -> dict[str, float]:
     """Return the times of an engine with so many slots as keys of a plant."""
     few = slots // 8
     t_few, t_all = few / rates.few, slots / rates.decoding
@@ -135,11 +135,11 @@ def _scaled(tokens: Quantile, name: str) -> Quantile:
     return lambda z: np.minimum(MOST_TOKENS, tokens(z) * SCALES[name])
 
 
-def rounded(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """Return nested values with floats of four decimals."""
     if isinstance(value, float):
         return round(value, 4)
-    return {key: rounded(v) for key, v in value.items()} if isinstance(value, dict) else value
+    return {key: _rounded(v) for key, v in value.items()} if isinstance(value, dict) else value
 
 
 def table(found: dict[str, Any]) -> str:

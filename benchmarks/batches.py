@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.queue.bounded import BoundedQueue
@@ -20,11 +21,12 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Commit, Fetch, Reply
 from asyncmoe.rpc.server import Server
 from asyncmoe.trainer.data.schedule import BatchGrid, schedule
-from asyncmoe.trajectory import Recording, encode
+from asyncmoe.trajectory import Recording, Trajectory, encode, encode_routes
 from benchmarks.batches_rank import DP, GROUP, QWEN3_30B, TOKENS_PER_MICROBATCH, WIDTH, BatchJob, RankTook
 from benchmarks.provenance import here
-from benchmarks.queue import trajectories
 
+DISTINCT = 32
+"""Trajectories made; the queue holds each several times under different names, so that sources are larger than a cache."""
 SCHEDULED = 65_536
 WORK_S = 600.0
 
@@ -65,7 +67,7 @@ def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tu
     for _ in range(rounds):
         for way in ways:
             found[way].append(asyncio.run(_measure(case, *WAYS[way])))
-    share = case.batch // DP * sum(memoryview(part).nbytes for part in encode(trajectories(QWEN3_30B, case.tokens)[0]))
+    share = case.batch // DP * sum(memoryview(part).nbytes for part in encode(trajectories(case.tokens)[0]))
     results["share_MB"] = round(share / 1e6, 1)
     for way, measured in found.items():
         results["ways"][way] = figures(case, measured, share)
@@ -100,11 +102,37 @@ def scheduled(count: int = SCHEDULED) -> dict[str, float]:
     return {"trajectories": count, "s": round(time.monotonic() - begin, 3), "cpu_s": round(time.process_time() - cpu, 3)}
 
 
+def trajectories(tokens: int) -> list[Trajectory]:
+    """`DISTINCT` trajectories with random contents and the routes of Qwen3-30B-A3B."""
+    routing = QWEN3_30B
+    random = np.random.default_rng(0)
+    made = []
+    mask = np.arange(tokens) >= tokens // 8
+    for number in range(DISTINCT):
+        first = random.integers(0, routing.experts, (tokens - 1, routing.all_layers, 1))
+        routes = ((first + np.arange(routing.top_k)) % routing.experts).astype(np.int32)
+        made.append(
+            Trajectory(
+                key=str(number),
+                group=0,
+                episode=number,
+                tokens=random.integers(0, 150_000, tokens).astype(np.int32),
+                loss_mask=mask,
+                logprobs=np.where(mask, -random.random(tokens), 0).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                reward=float(number % 2),
+                finish="stop",
+                routes=encode_routes(routes, routing, str(number)),
+            )
+        )
+    return made
+
+
 async def _measure(case: BatchCase, tp: int, ahead: bool) -> tuple[list[RankTook], int]:
     """Return what the ranks took, and the bytes of trajectories that were sent."""
     total, sent = case.batch * case.steps, 0
     queue = BoundedQueue(capacity=total, batch=case.batch, group_size=GROUP, max_staleness=case.steps, recording=Recording(QWEN3_30B))
-    made = trajectories(QWEN3_30B, case.tokens)
+    made = trajectories(case.tokens)
     for group in range(total // GROUP):
         queue.started(GROUP)
         members = [made[(group * GROUP + i) % len(made)] for i in range(GROUP)]

@@ -11,6 +11,7 @@ import typer
 from asyncmoe.errors import UserError
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+Results = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")]
 
 
 @bench.callback()
@@ -21,9 +22,7 @@ def prepare() -> None:
 
 
 @bench.command("reshard")
-def reshard_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-) -> None:
+def reshard_(json_path: Results = None) -> None:
     """Weights from four trainer ranks to two engine ranks, in real processes: shard to shard against gather-and-broadcast."""
     from benchmarks import reshard
 
@@ -32,7 +31,7 @@ def reshard_(
 
 @bench.command("delta")
 def delta_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 5,
 ) -> None:
     """Sparse deltas of one rank's weights on this CPU: bytes of a changed element; compared, applied and digested, next to memcpy."""
@@ -43,22 +42,8 @@ def delta_(
     typer.echo(delta.table(results))
 
 
-@bench.command("store")
-def store_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-) -> None:
-    """Weight versions in a directory, whole and as deltas: bytes written and read."""
-    from benchmarks import store
-
-    results = store.run()
-    _show(results, json_path)
-    typer.echo(store.table(results))
-
-
 @bench.command("plan")
-def plan_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-) -> None:
+def plan_(json_path: Results = None) -> None:
     """Plans of published models, from 256 trainer ranks to 128 engine ranks: seconds and memory of a rank that plans its part."""
     from benchmarks import plans
 
@@ -67,59 +52,35 @@ def plan_(
     typer.echo(plans.table(results))
 
 
-@bench.command("context")
-def context_(
-    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
-) -> None:
-    """What is gained if context-parallel ranks leave short sequences whole: computed, in seconds."""
-    from benchmarks import context
-
-    found = context.run()
-    typer.echo(context.table(found))
-    _show(found, results)
-
-
 @bench.command("head")
 def head_(
-    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
+    json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 7,
 ) -> None:
     """The output layer with log-probabilities: all logits against blocks of rows that count; seconds and bytes. Minutes."""
     from benchmarks import head
 
-    found = head.run(rounds)
-    typer.echo(head.table(found))
-    _show(found, results)
+    results = head.run(rounds)
+    _show(results, json_path)
+    typer.echo(head.table(results))
 
 
 @bench.command("memory")
 def memory_(
-    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
+    json_path: Results = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the micro-batch.", min=64)] = 32_768,
 ) -> None:
     """Memory of trainer ranks in a step of a long micro-batch with trainer.cp 1, 2 and 4: tensors, resident, as planned. Minutes."""
     from benchmarks import step_memory
 
-    found = step_memory.run(tokens)
-    typer.echo(step_memory.table(found))
-    _show(found, results)
-
-
-@bench.command("staging")
-def staging_(
-    results: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")] = None,
-) -> None:
-    """What engines of large models have room for with every sync.staging, and what their updates take: computed, in seconds."""
-    from benchmarks import staging
-
-    found = staging.run()
-    typer.echo(staging.table(found))
-    _show(found, results)
+    results = step_memory.run(tokens)
+    _show(results, json_path)
+    typer.echo(step_memory.table(results))
 
 
 @bench.command("sync")
 def sync_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     updates: Annotated[int, typer.Option(help="Weight updates of each case.", min=3)] = 30,
 ) -> None:
     """Weight updates of a real engine while it generates: how long it stands still, and how fast it is while it stages."""
@@ -129,9 +90,7 @@ def sync_(
 
 
 @bench.command("checkpoint")
-def checkpoint_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-) -> None:
+def checkpoint_(json_path: Results = None) -> None:
     """How long training stands still for a checkpoint, asynchronous and not, next to a plain copy of the same state."""
     from benchmarks import checkpoint
 
@@ -140,7 +99,7 @@ def checkpoint_(
 
 @bench.command("lora")
 def lora_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=3)] = 20,
 ) -> None:
     """What an update of the adapters costs an engine that generates, next to one of all weights of the same model."""
@@ -226,7 +185,7 @@ def gpu_(
 
 @bench.command("routes")
 def routes_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     tokens: Annotated[int, typer.Option(help="Of the trajectory.", min=1)] = 8192,
 ) -> None:
     """Expert routes of Qwen3-30B-A3B's shape: bit-packed against base64 in JSON; what recording costs an engine and replay a trainer."""
@@ -239,7 +198,7 @@ def routes_(
 
 @bench.command("intake")
 def intake_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each case; the best counts.", min=1)] = 3,
     shrink: Annotated[int, typer.Option(help="Divides the numbers of trajectories, for a trial.", min=1)] = 1,
 ) -> None:
@@ -251,25 +210,9 @@ def intake_(
     typer.echo(intake.table(results))
 
 
-@bench.command("queue")
-def queue_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    steps: Annotated[int, typer.Option(help="Of 256 trajectories, in each measurement.", min=1)] = 4,
-    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 3,
-    peers: Annotated[bool, typer.Option(help="Redis and Ray too, where they are installed (make bench-peers).")] = True,
-) -> None:
-    """Trajectories with routes from the controller to two trainer ranks: its Unix socket and TCP with CURVE, next to Redis and Ray."""
-    from benchmarks import queue
-    from benchmarks.queue_case import QueueCase
-
-    results = queue.run(QueueCase(steps=steps), rounds, peers=peers)
-    _show(results, json_path)
-    typer.echo(queue.table(results))
-
-
 @bench.command("batches")
 def batches_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Of a measurement; the first is not counted.", min=2)] = 5,
     compute_s: Annotated[float, typer.Option(help="What a rank sleeps in each step in place of computing.", min=0.0)] = 4.0,
@@ -280,75 +223,6 @@ def batches_(
     results = batches.run(batches.BatchCase(steps=steps, compute_s=compute_s), rounds)
     _show(results, json_path)
     typer.echo(batches.table(results))
-
-
-@bench.command("segments")
-def segments_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    folder: Annotated[Path, typer.Option(help="On the disk to be measured.", exists=True, file_okay=False, writable=True)] = Path(),
-    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 7,
-) -> None:
-    """Payloads of the journal, from append to durable, next to the disk's own speed for the same bytes."""
-    from benchmarks import segments
-
-    results = segments.run(folder, rounds)
-    _show(results, json_path)
-    typer.echo(segments.table(results))
-
-
-@bench.command("redis")
-def redis_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    folder: Annotated[Path, typer.Option(help="On the disk to be measured.", exists=True, file_okay=False, writable=True)] = Path(),
-    rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 5,
-) -> None:
-    """The queue with its journal in Redis, in a folder, and without one: groups put, and batches leased."""
-    from benchmarks import redis_journal
-
-    results = redis_journal.run(folder, rounds)
-    _show(results, json_path)
-    typer.echo(redis_journal.table(results))
-
-
-@bench.command("samples")
-def samples_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    pairs: Annotated[int, typer.Option(help="Stretches of a run with and without samples, in turn.", min=10)] = 60,
-) -> None:
-    """What keeping samples (telemetry.samples) costs controller and trainer, in CPU seconds a token."""
-    from benchmarks import samples
-
-    results = samples.run(pairs)
-    _show(results, json_path)
-    typer.echo(samples.table(results))
-
-
-@bench.command("peers")
-def peers_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="short or long, answers of 6 or of 64 tokens; default: both.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="ours_1, ours_2 (ranks), trl_1 or trl_2 (threads); default: all.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of each arm; default: 60.", min=5)] = None,
-) -> None:
-    """CPU time of a sample on a tiny model, by role, next to the engine alone and to TRL (make bench-trl); seconds to a reward."""
-    from benchmarks.small_scale import run
-
-    results = run.run(case or (), arm or (), steps)
-    _show(results, json_path)
-    typer.echo(run.table(results))
-
-
-@bench.command("sandbox")
-def sandbox_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    rounds: Annotated[int, typer.Option(help="Programs in each way, in turn.", min=3)] = 40,
-) -> None:
-    """What confining a program of the tool python costs a call, in each way that this machine offers."""
-    from benchmarks import sandbox
-
-    results = sandbox.run(rounds)
-    _show(results, json_path)
-    typer.echo(sandbox.table(results))
 
 
 @bench.command("journal")
@@ -366,7 +240,7 @@ def journal_(
 
 @bench.command("async")
 def async_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     workload: Annotated[list[str] | None, typer.Option(help="lognormal, math or search; default: all.")] = None,
     max_staleness: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.", min=0)] = 4,
     step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 75.0,
@@ -381,22 +255,9 @@ def async_(
     typer.echo(asynchrony.table(results))
 
 
-@bench.command("policies")
-def policies_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Names of cases; default: all.")] = None,
-) -> None:
-    """Runs with and without each scheduling policy: tokens/s and staleness, next to the simulator with each run's records."""
-    from benchmarks import policies
-
-    results = policies.run(case or tuple(policies.CASES), done=lambda found: _write(found, json_path))
-    _show(results, json_path)
-    typer.echo(policies.table(results))
-
-
 @bench.command("interruption")
 def interruption_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=5)] = 20,
 ) -> None:
     """What becomes of responses when a version lands, in each way: how long an engine stands still, tokens lost and computed again."""
@@ -409,7 +270,7 @@ def interruption_(
 
 @bench.command("recovery")
 def recovery_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Kills in each way, in turn.", min=3)] = 3,
 ) -> None:
     """How long a run stands after a rank is killed: its trainer started again in place, next to everything started again; and after the
@@ -423,7 +284,7 @@ def recovery_(
 
 @bench.command("network")
 def network_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     hosts: Annotated[list[str] | None, typer.Option(help="4+2: trainers and an engine of two; 2+4x2: four such; default: three.")] = None,
     rate: Annotated[float, typer.Option(help="Of every link in each direction, in Mbit/s.", min=1.0)] = 50.0,
     megabytes: Annotated[
@@ -447,7 +308,7 @@ def network_(
 
 @bench.command("hosts")
 def hosts_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     rate: Annotated[float, typer.Option(help="Of every link in each direction, in Mbit/s.", min=1.0)] = 1000.0,
     steps: Annotated[int, typer.Option(help="Of 16 trajectories.", min=1)] = 8,
     tokens: Annotated[int, typer.Option(help="Most tokens of a response; the context has room for 1,900.", min=1, max=1900)] = 400,
@@ -463,7 +324,7 @@ def hosts_(
 
 @bench.command("ledger")
 def ledger_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each case; the best counts.", min=1)] = 3,
     shrink: Annotated[int, typer.Option(help="Divides the numbers of trajectories, for a trial.", min=1)] = 1,
 ) -> None:
@@ -493,7 +354,7 @@ def hang_(
 
 @bench.command("soak")
 def soak_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_path: Results = None,
     seconds: Annotated[float, typer.Option(help="How long the run takes.", min=1200.0)] = 7200.0,
     folder: Annotated[Path | None, typer.Option(help="New folder for the run and its samples; default: a temporary one.")] = None,
 ) -> None:
@@ -514,14 +375,10 @@ def _earlier(path: Path | None) -> dict[str, Any] | None:
 
 def _show(results: dict[str, Any], path: Path | None) -> None:
     """Print results, and write them where they are wanted."""
-    from rich.console import Console
-
-    _write(results, path)
-    Console().print_json(data=results)
-
-
-def _write(results: dict[str, Any], path: Path | None) -> None:
     import json
+
+    from rich.console import Console
 
     if path is not None:
         path.write_text(json.dumps(results, indent=1) + "\n")
+    Console().print_json(data=results)

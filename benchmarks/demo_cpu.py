@@ -1,10 +1,11 @@
-"""CPU time of the processes of a real run of the demo's sizes, which keeps samples."""
+"""CPU time of the processes of a real run of the demo's sizes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,20 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.rpc.environment import STAND_BY
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
-from benchmarks.small_scale.ours import ROLES, role
 
+ROLES = ("controller", "trainer", "launcher", "stand_by", "engine")
+"""Of processes. "launcher": the supervisor, the keeper of engines, torchrun. "stand_by": processes that load their programs once and wait,
+in case another is lost; what that takes belongs to no step."""
+_PARTS = (
+    ("sglang", "engine"),
+    ("torchrun", "launcher"),
+    ("torch.distributed", "launcher"),
+    ("asyncmoe.trainer", "trainer"),
+    (" rollout ", "controller"),
+)
 _LIMIT_S = 500.0
 _LEAST = 10
 """Observed steps that a figure needs."""
@@ -24,7 +35,7 @@ _SETTLE = 2
 
 
 def demo(folder: Path, steps: int = 40) -> dict[str, Any]:
-    """CPU time of a step in a real run of the demo's sizes, with samples: an engine, two trainer ranks, responses of up to 6 tokens.
+    """CPU time of a step in a real run of the demo's sizes: an engine, two trainer ranks, responses of up to 6 tokens.
 
     Returns:
         "controller_ms", "trainer_ms" (both ranks), "engine_ms", "all_ms": of a step; "tokens" sampled in a step.
@@ -58,10 +69,16 @@ def demo(folder: Path, steps: int = 40) -> dict[str, Any]:
             process.terminate()
             process.wait(60)
     if process.returncode or len(seen) < _LEAST:
-        raise InvariantBroken(f"bench samples: the demo ended with status {process.returncode}: {log.read_text()[-2000:]}")
+        raise InvariantBroken(f"bench journal: the demo ended with status {process.returncode}: {log.read_text()[-2000:]}")
     (first, before, begin), (last, after, end) = seen[_SETTLE], seen[-2]
     spent = {f"{role}_ms": round(1e3 * (last[role] - first[role]) / (end - begin), 2) for role in ("controller", "trainer", "engine")}
     return {**spent, "all_ms": round(sum(spent.values()), 2), "tokens": round((after - before) / (end - begin))}
+
+
+def role(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the role of a process of a run, from its command and the environment it was started with."""
+    found = next((role for part, role in _PARTS if part in " ".join(words)), "launcher")
+    return "stand_by" if STAND_BY in environment and found != "engine" else found
 
 
 def _cpu(pid: int) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """What the journal of the queue costs the controller and the trainer, in CPU seconds a token: both of them whole, around a scripted engine.
 
-A program of its own (`python -m benchmarks.journal FILE PAIRS`), as `benchmarks.samples`, whose parts it runs. The time of the journal's
-threads counts too, because it is the process's; what the disk takes without the CPU does not.
+A program of its own (`python -m benchmarks.journal FILE PAIRS`), because Megatron is prepared in it (`benchmarks.rig`). The time of the
+journal's threads counts too, because it is the process's; what the disk takes without the CPU does not. Engine, transport, weight sync and
+records are left out: what a real run spends on them makes the share smaller.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from asyncmoe.errors import InvariantBroken, UserError
 from benchmarks.demo_cpu import demo
 from benchmarks.provenance import here
 from benchmarks.rig import SIZES, Rig
-from benchmarks.samples import CASES
 from benchmarks.stretches import HEAD, LEAST_PAIRS, Pairs, in_whole_run, line, steps
 
+CASES = {"short": 6, "long": 128}
+"""Longest response in tokens."""
 _LIMIT_S, _WARM, _COUNTED_STEPS = 3600.0, 3, 12
 
 
@@ -71,10 +73,10 @@ def measure(folder: Path, pairs: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     rig, found = Rig(folder), []
-    for name, (most, _) in CASES.items():
-        rig.run(most, _WARM, 0, journaled=True)
-        figures = Pairs.of(rig.run(most, steps(pairs), 0, journaled=True, alternating=True).each, pairs).figures()
-        kept = rig.run(most, _COUNTED_STEPS, 0, journaled=True)
+    for name, most in CASES.items():
+        rig.run(most, _WARM)
+        figures = Pairs.of(rig.run(most, steps(pairs), alternating=True).each, pairs).figures()
+        kept = rig.run(most, _COUNTED_STEPS)
         found.append({"name": name, "longest_response": most, **figures, "bytes_per_token": round(kept.size / kept.tokens, 2)})
     return found
 

@@ -11,17 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from asyncmoe.process import freeze
-from asyncmoe.telemetry.samples.choice import Choice, choice_of
 from benchmarks.journal_switched import JournalInStretches
-from benchmarks.samples_accounts import Accounts
-from benchmarks.stretches import SETTLE, on
 
 SIZES = {"groups_per_step": 16, "group_size": 8}
 SHAPE = {"layers": 2, "hidden": 64, "experts": 8, "experts_per_token": 2, "expert_hidden": 64}
@@ -54,31 +49,16 @@ class Scripted:
 
 
 @dataclass(frozen=True)
-class InStretches(Choice):
-    """Keeps samples in some stretches of a run (`benchmarks.stretches`)."""
-
-    def takes(self, group: int) -> bool:
-        return on(group, self.of) and super().takes(group)
-
-
-@dataclass(frozen=True)
 class Measured:
     """A run.
 
     Attributes:
         each: CPU seconds and sampled tokens of each step.
-        size: bytes written.
-        accounted: CPU seconds a step within counted calls.
+        size: bytes of the journal.
     """
 
     each: Sequence[tuple[float, int]]
     size: int
-    accounted: float
-
-    @property
-    def per_token(self) -> float:
-        """CPU seconds a token, median over the steps."""
-        return median(seconds / tokens for seconds, tokens in self.each[SETTLE:])
 
     @property
     def tokens(self) -> int:
@@ -98,17 +78,19 @@ class Rig:
         from asyncmoe.trainer import loop
         from asyncmoe.trainer.model import gpt, mesh, optimizer
 
-        self._folder, path = folder, folder / "model"
+        path = folder / "model"
         make_model(path, MadeModel(**SHAPE), seed=0)
-        self._values = {
+        values = {
             "run": {"dir": str(folder / "run"), "steps": 1000},
             "model": {"path": str(path)},
             "task": {"kind": "arithmetic"},
             "rollout": {**SIZES, "max_concurrent": 64},
             "trainer": {"dtype": "float32"},
             "objective": {"correction": {"weight": "token", "cap": 2.0}},
+            "telemetry": {"samples": {"groups": 0}},
+            "verify": {"probe_every": 0},
         }
-        config = parse(self._values)
+        self._config = config = parse(values)
         self._mesh = mesh.start(config.trainer)
         self._model = gpt.build(load_hf_config(path), config, self._mesh)
         gpt.load_hf(self._model, path)
@@ -117,32 +99,21 @@ class Rig:
         self._tokenizer = Tokenizer(path)
         freeze()  # as controller and trainer do
 
-    def run(
-        self, most: int, steps: int, groups: int, calls: Accounts | None = None, *, journaled: bool = False, alternating: bool = False
-    ) -> Measured:
-        """Train `steps` steps.
+    def run(self, most: int, steps: int, *, alternating: bool = False) -> Measured:
+        """Train `steps` steps with a journal.
 
         Args:
             most: longest response, in tokens.
-            groups: as telemetry.samples.groups.
-            calls: what they count is reported too.
-            journaled: keep a journal.
-            alternating: keep samples, or the journal, only in some stretches.
+            alternating: keep the journal only in some stretches.
         """
-        from asyncmoe.config import parse
+        shutil.rmtree(self._config.run.dir, ignore_errors=True)
+        return asyncio.run(self._run(most, steps, alternating))
 
-        shutil.rmtree(self._folder / "run", ignore_errors=True)
-        values = {**self._values, "telemetry": {"samples": {"groups": groups}}, "verify": {"probe_every": 0}}
-        config = parse(values)
-        per_step = config.rollout.groups_per_step
-        choice = InStretches(config.run.seed, groups, per_step) if alternating and groups else choice_of(config)
-        with patch("asyncmoe.rollout.samples.choice_of", lambda _: choice), patch("asyncmoe.trainer.samples.choice_of", lambda _: choice):
-            return asyncio.run(self._run(config, most, steps, calls or Accounts(), journaled, alternating))
-
-    def _journal(self, config: Any) -> Any:
+    def _journal(self) -> Any:
         from asyncmoe.journal.belonging import Belonging
         from asyncmoe.journal.journal import Journal
 
+        config = self._config
         section, run_dir = config.journal, config.run.dir
         run_dir.mkdir(parents=True, exist_ok=True)
         belonging = Belonging.of_run(run_dir, {"run.seed": "0"})
@@ -150,28 +121,23 @@ class Rig:
         made.begin(0, 0, config.rollout.batch, 0)
         return made
 
-    async def _run(self, config: Any, most: int, steps: int, calls: Accounts, journaled: bool, alternating: bool) -> Measured:
+    async def _run(self, most: int, steps: int, alternating: bool) -> Measured:
         from asyncmoe import models
-        from asyncmoe.journal.unjournaled import Unjournaled
         from asyncmoe.queue.bounded import BoundedQueue
         from asyncmoe.rollout import tasks
         from asyncmoe.rollout.engines.types import Sampling
         from asyncmoe.rollout.episodes import episode
         from asyncmoe.rollout.episodes.episode import RolloutContext
-        from asyncmoe.rollout.pieces import Pieces
         from asyncmoe.rollout.producer import Producer
-        from asyncmoe.rollout.samples import samples_of
         from asyncmoe.rollout.scoring.exact import Exact
         from asyncmoe.trainer.batch_trainer import Learner
         from asyncmoe.trainer.objective import NO_PLUGINS
         from asyncmoe.trainer.samples import TrainerSamples
 
+        config = self._config
         recording = models.recording(config, self._model.hf)
-        batch = config.rollout.batch
-        written = self._journal(config) if journaled else None
-        journal: Any = written or Unjournaled()
-        if written is not None and alternating:
-            journal = JournalInStretches(written, config.rollout.groups_per_step)
+        batch, written = config.rollout.batch, self._journal()
+        journal: Any = JournalInStretches(written, config.rollout.groups_per_step) if alternating else written
         queue = BoundedQueue(
             capacity=config.queue_capacity,
             batch=batch,
@@ -181,20 +147,17 @@ class Rig:
             journal=journal,
         )
         pool = Scripted(most, recording.routing, Random(1))
-        samples = samples_of(config, Pieces(self._tokenizer), 0)
         sampling = Sampling(1.0, most, (self._tokenizer.eos,), recording=recording)
         stage: Any = RolloutContext(pool, sampling, self._tokenizer, Exact())  # type: ignore[arg-type]
-        stage = replace(stage, opened=None if samples is None else samples.opened, turns=journal.turns)
+        stage = replace(stage, turns=journal.turns)
         task = tasks.load(config, self._tokenizer).training
-        producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, samples=samples, journal=journal)
+        producer = Producer(queue, task, partial(episode.run, stage), config.rollout.group_size, journal=journal)
         kept = TrainerSamples(config, self._mesh, 0, 0 if recording.routing is None else len(recording.routing.layers))
         client: Any = _Local(queue)
         learner = Learner(config, self._model, self._adam, client, self._replay, NO_PLUGINS, kept)
         producing = asyncio.create_task(producer.run())
         each, begin = [], time.process_time()
         for step in range(steps):
-            if step == SETTLE:
-                calls.seconds = 0.0
             leased = await queue.lease(step, "rl", batch, step, 60.0)
             learner.learn(leased, "rl", step, lambda: None)
             queue.commit(step)
@@ -203,14 +166,11 @@ class Rig:
             tokens, now = sum(item.sampled for item in leased.items), time.process_time()
             each.append((now - begin, tokens))
             begin = now
-        accounted = calls.seconds / (steps - SETTLE)
         producing.cancel()
         await asyncio.gather(producing, return_exceptions=True)
-        size = sum(path.stat().st_size for path in (config.run.dir / "samples").glob("*")) if samples is not None else 0
-        if written is not None:
-            size = written.size + written.turns.size
-            written.close()
-        return Measured(each, size, accounted)
+        size = written.size + written.turns.size
+        written.close()
+        return Measured(each, size)
 
 
 @dataclass(frozen=True)

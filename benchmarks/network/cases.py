@@ -12,7 +12,7 @@ import numpy as np
 from asyncmoe.errors import InvariantBroken, UserError
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.reshard import Plan, RankLayout, plan, relay
+from asyncmoe.reshard import Plan, RankLayout, plan
 from benchmarks.network.hosts import Wire
 from benchmarks.published import REAL
 
@@ -59,11 +59,6 @@ class Case:
     def trainer(self) -> MegatronParallel:
         tp = 2 - self.trainers % 2
         return MegatronParallel(tp=tp, ep=max(tp, self.trainers // 2), dp=self.trainers // tp)
-
-    @property
-    def replicated(self) -> bool:
-        """Whether a relay is faster (`asyncmoe.reshard.relay`)."""
-        return self.engines > 1 and self.engines * self.tp > self.trainers
 
 
 @dataclass(frozen=True)
@@ -128,19 +123,17 @@ def layouts(case: Case) -> tuple[list[RankLayout], list[RankLayout]]:
     return source, [shards[rank].at(first + rank) for first in firsts for rank in range(case.tp)]
 
 
-def plans(case: Case, relayed: bool, ranks: Iterable[int] | None = None) -> tuple[Plan, ...]:
-    """Return the plan of `case`, or the part of `ranks`; of a relay both rounds."""
-    shapes, made = family_of(case.hf).tensors(case.hf), layouts(case)
-    return relay(shapes, *made, ranks=ranks) if relayed else (plan(shapes, *made, ranks=ranks),)
+def planned(case: Case, ranks: Iterable[int] | None = None) -> Plan:
+    """Return the plan of `case`, or the part of `ranks`."""
+    return plan(family_of(case.hf).tensors(case.hf), *layouts(case), ranks=ranks)
 
 
-def traffic(planned: Iterable[Plan], world: int) -> Traffic:
-    """Return what all rounds of a plan move; each may be a part."""
+def traffic(made: Plan, world: int) -> Traffic:
+    """Return what a plan, or a part of it, moves."""
     sent, received = [0] * world, [0] * world
-    for made in planned:
-        for source, destination, count in made.match.traffic().tolist():
-            sent[source] += count
-            received[destination] += count
+    for source, destination, count in made.match.traffic().tolist():
+        sent[source] += count
+        received[destination] += count
     return Traffic(tuple(sent), tuple(received))
 
 

@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from asyncmoe.models import family_of
 from asyncmoe.receiver.control_store import Store
-from asyncmoe.reshard import Exchanger, Moved, Plan, RelayExchanger, digest
+from asyncmoe.reshard import Moved, Plan, digest
 from asyncmoe.reshard.torch_transport import TorchTransport
-from benchmarks.network.cases import DTYPE, Case, layouts, plans
+from benchmarks.network.cases import DTYPE, Case, layouts, planned
 from benchmarks.network.counters import timed
 from benchmarks.network.deltas import ClockedExchanger, DeltaRank
 from benchmarks.network.hosts import INTERFACE
 from benchmarks.peers import GatherAndBroadcast
 from benchmarks.reshard import BASELINES, numbered
 
-DIRECT, RELAY = "shard_to_shard", "shard_to_shard_relay"
+DIRECT = "shard_to_shard"
 _UNWRITTEN = 0xFFFF
 _PORT = 29500
 
@@ -40,7 +40,7 @@ class Job:
     Attributes:
         case: fields of the `Case`.
         first: address of rank 0.
-        ways: `DIRECT`, `RELAY` or one of `benchmarks.reshard.BASELINES`, in order.
+        ways: `DIRECT` or one of `benchmarks.reshard.BASELINES`, in order.
         rounds: turns of each.
         changed: percents of the weights that change from version to version, for deltas; empty: none are measured.
     """
@@ -72,7 +72,6 @@ class Rank:
         self._held = numbered(self._mine) if self._sends else {}
         self._wanted = {} if self._sends else {n: np.zeros(s.size, np.uint16) for n, s in self._mine.storages.items()}
         self._expected = [] if self._sends else self._digests(numbered(self._mine))
-        self._groups = 0
         self._direct: tuple[Plan, ClockedExchanger] | None = None
 
     def run(self) -> dict[str, Any]:
@@ -82,8 +81,8 @@ class Rank:
             return found
         weights, self._wanted = self._wanted, {}  # the deltas' memory from here on
         assert self._direct is not None
-        planned, exchanger = self._direct
-        deltas = DeltaRank(self._case, planned, exchanger, self._store, self._mine, self._held, weights, self._job.timeout_s)
+        made, exchanger = self._direct
+        deltas = DeltaRank(self._case, made, exchanger, self._store, self._mine, self._held, weights, self._job.timeout_s)
         del weights
         return {**found, "deltas": deltas.run(self._job.changed, self._job.rounds)}
 
@@ -108,22 +107,14 @@ class Rank:
             shapes, whole = family_of(self._case.hf).tensors(self._case.hf), family_of(self._case.hf).hf_layout(self._case.hf, DTYPE)
             sides = (self._source, self._destination, self._held, self._wanted)
             return GatherAndBroadcast(shapes, whole, *sides, *BASELINES[way], job.timeout_s).run
-        planned = plans(self._case, way == RELAY, ranks=[job.rank])
-        transports = [self._transport() for _ in planned]
-        numbers: dict[str, Any] = {"bucket_bytes": job.bucket_bytes, "timeout_s": job.timeout_s, "threads": 1}
-        if way == RELAY:
-            made: Exchanger | RelayExchanger = RelayExchanger(planned, transports, **numbers)
-        else:
-            made = direct = ClockedExchanger(planned[0], transports[0], **numbers)
-            direct.open_carrier()
-            self._direct = planned[0], direct
-        made.bind(self._held, self._wanted)
-        return made.run
-
-    def _transport(self) -> TorchTransport:
-        """As `asyncmoe.receiver.channel_end.open_gloo` makes it."""
-        self._groups += 1
-        return TorchTransport(self._store.connect(self._case.world, self._groups, self._job.timeout_s))
+        made = planned(self._case, ranks=[job.rank])
+        # As `asyncmoe.receiver.channel_end.open_gloo` makes it.
+        transport = TorchTransport(self._store.connect(self._case.world, 1, job.timeout_s))
+        exchanger = ClockedExchanger(made, transport, bucket_bytes=job.bucket_bytes, timeout_s=job.timeout_s, threads=1)
+        exchanger.open_carrier()
+        exchanger.bind(self._held, self._wanted)
+        self._direct = made, exchanger
+        return exchanger.run
 
     def _digests(self, arrays: dict[str, np.ndarray]) -> list[int]:
         return [digest(arrays[name], threads=1) for name in self._mine.storages] if not self._sends else []

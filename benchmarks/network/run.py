@@ -16,11 +16,11 @@ from subprocess import Popen
 from typing import Any
 
 from asyncmoe.errors import TransferError, WaitTimeout
-from benchmarks.network.cases import Case, Traffic, case, check, nbytes, plans, traffic
+from benchmarks.network.cases import Case, Traffic, case, check, nbytes, planned, traffic
 from benchmarks.network.delta_summary import summary
 from benchmarks.network.delta_summary import table as delta_table
 from benchmarks.network.hosts import Host, Wire, missing, network
-from benchmarks.network.rank import DIRECT, RELAY, Job
+from benchmarks.network.rank import DIRECT, Job
 from benchmarks.provenance import here
 from benchmarks.reshard import BASELINES
 
@@ -55,13 +55,9 @@ def run(
     at, wanted = here(), [case(one, size) for size in megabytes for one in hosts]
     if why := missing():
         return {**at, "skipped": why}
-    found = [measured(one, wire, ways(one, baselines), rounds, changed=changed) for one in wanted]
+    ways = (DIRECT, *(BASELINES if baselines else ()))
+    found = [measured(one, wire, ways, rounds, changed=changed) for one in wanted]
     return {**at, "skipped": "", "wire": asdict(wire), "rounds": rounds, "bucket_bytes": BUCKET_BYTES, "cases": found}
-
-
-def ways(one: Case, baselines: bool) -> tuple[str, ...]:
-    """Return what is measured of a case."""
-    return (DIRECT, *([RELAY] if one.replicated else []), *(BASELINES if baselines else ()))
 
 
 def measured(
@@ -71,7 +67,7 @@ def measured(
 
     Returns:
         {"name", "trainers", "engines", "engine_tp", "bytes" (of the model), "load" (before), "ways"}; each way as `_summary` returns it.
-        With `changed`, which wants `DIRECT` among the ways, also "deltas", as `delta_summary.summary` returns them. `run` has the errors.
+        `DIRECT` must be among the ways. With `changed` also "deltas", as `delta_summary.summary` returns them. `run` has the errors.
     """
     load = os.getloadavg()[0]
     with network(one.world, wire) as made, tempfile.TemporaryDirectory() as folder:
@@ -79,14 +75,12 @@ def measured(
         limits = {"bucket_bytes": bucket_bytes, "timeout_s": _TIMEOUT_S}
         jobs = [Job(rank=rank, **job, **limits) for rank in range(one.world)]  # type: ignore[arg-type]
         ranks = _ranks(made, jobs, Path(folder))
-    planned = {way: traffic(plans(one, way == RELAY), one.world) for way in ways if way not in BASELINES}
-    least = min(made.seconds(wire.rate) for made in planned.values())
-    found = {}
+    direct, found = traffic(planned(one), one.world), {}
     for way in ways:
         turns = [[rank["turns"][way][number] for rank in ranks] for number in range(rounds)]
-        found[way] = _summary(one, way, turns, planned.get(way), least, wire)
+        found[way] = _summary(one, way, turns, direct, wire)
     head = {"name": one.name, "trainers": one.trainers, "engines": one.engines, "engine_tp": one.tp, "bytes": nbytes(one.hf)}
-    deltas = {"deltas": summary(one, [rank["deltas"] for rank in ranks], planned[DIRECT], wire)} if changed else {}
+    deltas = {"deltas": summary(one, [rank["deltas"] for rank in ranks], direct, wire)} if changed else {}
     return {**head, "load": load, "ways": found, **deltas}
 
 
@@ -117,22 +111,19 @@ def _wait(started: Sequence[Popen[bytes]], folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _summary(
-    one: Case, way: str, turns: Sequence[Sequence[Mapping[str, Any]]], planned: Traffic | None, least: float, wire: Wire
-) -> dict[str, Any]:
+def _summary(one: Case, way: str, turns: Sequence[Sequence[Mapping[str, Any]]], direct: Traffic, wire: Wire) -> dict[str, Any]:
     """Put together what the ranks measured of a way.
 
     Args:
         turns: of every round, what every rank measured.
-        planned: bytes of weights; None: the way has no plan of ours.
-        least: seconds of the bound of the best plan.
+        direct: bytes of weights that a transfer from shard to shard moves.
 
     Returns:
-        "seconds" {"best", "median", "all"}, from barrier to barrier; "share" {"best", "median"}, the bound of the best plan divided by
-        them; "bytes" that all hosts sent by their interfaces, in the median; "trainer_copies": bytes that left the trainers' interfaces,
-        divided by the model's, of all together; "busiest_nic_copies": of the one that sent most; "retransmitted" segments; "cpu_share": CPU
-        seconds of all ranks, of the machine's cores; and with a plan "planned_bytes", "bound_s" of this plan, "over_plan": bytes on the
-        wire divided by planned ones, of the host where that is most; "phases", of the slowest rank, as `Moved.seconds`.
+        "seconds" {"best", "median", "all"}, from barrier to barrier; "share" {"best", "median"}, the bound of a transfer from shard to
+        shard divided by them; "bytes" that all hosts sent by their interfaces, in the median; "trainer_copies": bytes that left the
+        trainers' interfaces, divided by the model's, of all together; "busiest_nic_copies": of the one that sent most; "retransmitted"
+        segments; "cpu_share": CPU seconds of all ranks, of the machine's cores; and of `DIRECT` "planned_bytes", "bound_s", "over_plan":
+        bytes on the wire divided by planned ones, of the host where that is most; "phases", of the slowest rank, as `Moved.seconds`.
 
     Raises:
         InvariantBroken: see `run`.
@@ -141,8 +132,8 @@ def _summary(
     cores = os.cpu_count() or 1
     middle = turns[seconds.index(sorted(seconds)[len(seconds) // 2])]
     for ranks in turns:
-        check(one, way, ranks, planned, wire)
-    sent = [rank["sent"] for rank in middle]
+        check(one, way, ranks, direct if way == DIRECT else None, wire)
+    least, sent = direct.seconds(wire.rate), [rank["sent"] for rank in middle]
     found = {
         "seconds": {"best": min(seconds), "median": median(seconds), "all": seconds},
         "share": {"best": least / min(seconds), "median": least / median(seconds)},
@@ -152,11 +143,11 @@ def _summary(
         "retransmitted": sum(rank["retransmitted"] for rank in middle),
         "cpu_share": sum(rank["cpu_s"] for rank in middle) / max(rank["seconds"] for rank in middle) / cores,
     }
-    if planned is None:
+    if way != DIRECT:
         return found
-    over = [rank[kind] / count for kind, counts in asdict(planned).items() for rank, count in zip(middle, counts, strict=True) if count]
+    over = [rank[kind] / count for kind, counts in asdict(direct).items() for rank, count in zip(middle, counts, strict=True) if count]
     phases = {name: max(rank["phases"][name] for rank in middle) for name in middle[0]["phases"]}
-    return {**found, "planned_bytes": planned.total, "bound_s": planned.seconds(wire.rate), "over_plan": max(over), "phases": phases}
+    return {**found, "planned_bytes": direct.total, "bound_s": least, "over_plan": max(over), "phases": phases}
 
 
 def table(results: Mapping[str, Any]) -> str:

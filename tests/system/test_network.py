@@ -14,7 +14,7 @@ from asyncmoe.errors import InvariantBroken, TransferError
 from benchmarks.network import run
 from benchmarks.network.cases import HEADERS, Case, sized
 from benchmarks.network.hosts import INTERFACE, Host, Wire, missing, network
-from benchmarks.network.rank import DIRECT, RELAY
+from benchmarks.network.rank import DIRECT
 from tests.system.runs import REPOSITORY, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(why := missing()), reason=why)]
@@ -112,16 +112,13 @@ def test_the_kernel_removes_a_network_whose_owner_was_killed() -> None:
 
 def test_weights_travel_as_planned() -> None:
     """Every host's counters are compared with the plan, and every destination with what it should hold, in `measured`."""
-    found = run.measured(Case(SMALL, trainers=1, engines=2, tp=1), WIRE, (DIRECT, RELAY, "per_tensor"), rounds=1, bucket_bytes=1 << 18)
-    direct, relayed, others = (found["ways"][way] for way in (DIRECT, RELAY, "per_tensor"))
-    assert direct["planned_bytes"] == relayed["planned_bytes"] == 2 * found["bytes"]
+    found = run.measured(Case(SMALL, trainers=1, engines=2, tp=1), WIRE, (DIRECT, "per_tensor"), rounds=1, bucket_bytes=1 << 18)
+    direct, others = (found["ways"][way] for way in (DIRECT, "per_tensor"))
+    assert direct["planned_bytes"] == 2 * found["bytes"]
     assert 2 <= direct["trainer_copies"] < 2.2
-    assert 1 <= relayed["trainer_copies"] < 1.1, "a trainer's NIC sends one copy"
     assert others["trainer_copies"] >= 1
-    assert direct["bound_s"] == pytest.approx(2 * relayed["bound_s"], rel=0.01)
-    for way in (direct, relayed):
-        assert 1 <= way["over_plan"] < 1.2
-        assert 0 < way["share"]["best"] < relayed["bound_s"] / way["bound_s"] * 1.5
+    assert 1 <= direct["over_plan"] < 1.2
+    assert 0 < direct["share"]["best"] < 1.5
     assert DIRECT in run.table({"skipped": "", "cases": [found]})
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncmoe.errors import InvariantBroken, UserError
 from asyncmoe.models import family_of
 from asyncmoe.reshard import RankLayout
-from benchmarks.network.cases import Case, Traffic, layouts, nbytes, plans, sized, traffic
+from benchmarks.network.cases import Case, Traffic, layouts, nbytes, planned, sized, traffic
 from benchmarks.network.changes import change, percents
 from benchmarks.network.delta_summary import summary, table
 from benchmarks.network.hosts import Wire
@@ -87,10 +87,10 @@ CODED, FRAMES = 60_000, 5_000
 
 def ranks(**wrong: Any) -> list[dict[str, Any]]:
     """What three ranks would say of two pairs."""
-    dense = traffic(plans(CASE, False), CASE.world)
+    dense = traffic(planned(CASE), CASE.world)
 
-    def turn(rank: int, planned: tuple[int, int], seconds: float, **more: Any) -> dict[str, Any]:
-        sent, received = (count + FRAMES for count in planned)
+    def turn(rank: int, moved: tuple[int, int], seconds: float, **more: Any) -> dict[str, Any]:
+        sent, received = (count + FRAMES for count in moved)
         spent = {"seconds": seconds, "sent": sent, "received": received, "retransmitted": 0, "cpu_s": 0.1}
         return {**spent, "right": True, "phases": {}, **(more if rank else {}), **(wrong if rank == 2 else {})}
 
@@ -108,7 +108,7 @@ def ranks(**wrong: Any) -> list[dict[str, Any]]:
 
 
 def dense() -> Traffic:
-    return traffic(plans(CASE, False), CASE.world)
+    return traffic(planned(CASE), CASE.world)
 
 
 def test_pairs_are_put_together() -> None:

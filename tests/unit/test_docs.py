@@ -31,8 +31,6 @@ from tests.unit.doc_pages import PAGES, ROOT, blocks, prose, read, spans, tables
 BY_NAME = {"evaluation.sets", "environment.tools.mcp"}
 """Mappings from names to sections."""
 USAGE: Any = typer.BadParameter.__base__
-COMING: set[str] = set()
-"""Commands, keys and folders that docs/cluster.md names and that are built beside it."""
 pages = pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 
 
@@ -60,16 +58,6 @@ def code(page: Path, *words: str) -> str:
     """All that is set as code on a page: spans, and the blocks of some words."""
     text = page.read_text()
     return "\n".join([*spans(text), *(block.text for block in blocks(text) if block.word in words)])
-
-
-def coming(name: str) -> bool:
-    return name in COMING or name.split(".")[0] in COMING
-
-
-def test_what_was_coming_has_not_come() -> None:
-    commanded = whole()
-    names = {*commanded.commands, *sections(), *keys(), *(path.name for path in ROOT.iterdir())}
-    assert not COMING & names, "it is there now: take it out of COMING, so that the pages are held to it"
 
 
 # ---------------------------------------------------------------- the configuration
@@ -102,8 +90,6 @@ def test_bounds_are_in_words() -> None:
 
 def accepts(key: str, value: Any, schema: type[BaseModel] = Config) -> None:
     """Raises unless the key exists and takes the value."""
-    if coming(key):
-        return
     field = keys(schema)[key]
     TypeAdapter(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation).validate_python(value)
 
@@ -115,7 +101,7 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
         if isinstance(inner, list) and full in sections():
             for section in inner:
                 yield from leaves(section, full)
-        elif isinstance(value, dict) and full not in keys() and not coming(full):
+        elif isinstance(value, dict) and full not in keys():
             yield from leaves(value, full)
         else:
             yield full, value
@@ -128,7 +114,7 @@ def test_keys_exist_and_take_their_values(page: Path) -> None:
     for key, value in re.findall(r"(?<![\w./:-])([a-z_]+(?:\.[a-z_]+)+|train|launch)(?:=([^\s'`]+))?", text):
         if key.split(".")[0] not in schema.model_fields or key.rpartition(".")[2] in ("jsonl", "json", "yaml"):
             continue
-        assert coming(key) or key in keys(schema) or key in sections(schema), f"{key} is no key"
+        assert key in keys(schema) or key in sections(schema), f"{key} is no key"
         if value and value[0] not in "[{" and key in keys(schema):  # lists and mappings: with the commands
             accepts(key, yaml.safe_load(value.rstrip(":.,;")), schema)
     for block in blocks(page.read_text(), "yaml"):
@@ -163,9 +149,7 @@ def check(arguments: Sequence[str]) -> None:
             return
         name = rest.pop(0)
         command = command.get_command(context, name)
-        assert command is not None or name in COMING, f"asyncmoe has no command {name}"
-        if command is None:
-            return
+        assert command is not None, f"asyncmoe has no command {name}"
     try:
         made = command.make_context(name, list(rest), parent=context)
     except USAGE as error:
@@ -209,10 +193,9 @@ def test_the_check_of_commands_finds_what_is_wrong() -> None:
 
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
-    folders = "asyncmoe|docs|examples|tests|slurm|csrc|requirements"
+    folders = "asyncmoe|benchmarks|docs|examples|tests|slurm|csrc|requirements"
     for name in re.findall(rf"(?<![\w:./*-])((?:{folders})/[\w./*-]*)", code(page, "", "sh")):
-        if name.split("/")[0] not in COMING:
-            assert list(ROOT.glob(name.rstrip("./"))), name
+        assert list(ROOT.glob(name.rstrip("./"))), name
 
 
 @pages
@@ -299,15 +282,6 @@ def test_figures_are_those_of_the_results() -> None:
             found = at(document, place.strip("`")) / units.get(unit, 1.0)
             digits = len(shown.partition(".")[2])
             assert round(found, digits) == float(shown), f"{file}: {what}: {figure}, but the file says {found}"
-
-
-def test_the_comparison_cites_results_and_commands() -> None:
-    rows = [row for table in tables(read("comparison.md")) for row in table if row[0] == "asyncmoe"]
-    assert len(rows) == 9
-    for row in rows:
-        measured = re.findall(r"benchmarks/results/[\w.-]+", row[-1])
-        assert bool(measured) == ("asyncmoe bench" in row[-1]), row
-        assert measured or "measured" in " ".join(row) or "no test of a GPU" in row[1], row
 
 
 def test_the_page_on_gpus_names_tests_there_are() -> None:

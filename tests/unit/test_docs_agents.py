@@ -1,11 +1,10 @@
-"""docs/guides/agents.md: its table counts the lines of its functions, and its YAML is configuration.
+"""The YAML of docs/guides/agents.md is configuration.
 
 The functions themselves run with the real packages: tests/integrations/test_frameworks.py and test_coding.py.
 """
 
 from __future__ import annotations
 
-import ast
 from importlib.util import find_spec
 
 import pytest
@@ -17,23 +16,6 @@ from asyncmoe.rollout.tasks import own
 from tests.unit import doc_pages
 
 PAGE = doc_pages.read("guides/agents.md")
-
-
-def lines(function: ast.AsyncFunctionDef) -> int:
-    """Lines of a function's body without its docstring and empty lines."""
-    body = function.body[1:]
-    assert isinstance(function.body[0], ast.Expr)
-    return len([line for line in ast.unparse(body).splitlines() if line.strip()])
-
-
-@pytest.mark.parametrize("name", ["solve", "graph", "codex"])
-def test_the_table_counts_lines(name: str) -> None:
-    functions = [
-        one for text in doc_pages.files(PAGE).values() for one in ast.walk(ast.parse(text)) if isinstance(one, ast.AsyncFunctionDef)
-    ]
-    (found,) = [one for one in functions if one.name == name]
-    (row,) = [row for row in doc_pages.tables(PAGE)[0] if row[-1] == f"`{name}`"]
-    assert row[1] == str(lines(found))
 
 
 def test_an_environment_of_verifiers_is_configured() -> None:

@@ -231,9 +231,18 @@ class Child:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._process.poll()
-            try:
-                os.killpg(self._process.pid, 0)
-            except ProcessLookupError:
+            if not _lives(self._process.pid):
                 return True
             time.sleep(0.05)
         return False
+
+
+def _lives(group: int) -> bool:
+    """Return whether a process group has a process that has not ended. Zombies have: process 1 of a container may reap orphans late or
+    never."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            state, _, of = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                return True
+    return False

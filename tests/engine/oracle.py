@@ -87,6 +87,25 @@ def gaps(model: Any, tokens: np.ndarray) -> np.ndarray:
     return np.stack([(logits[:, top_k - 1] - logits[:, top_k]).numpy() for logits, top_k in ranked])
 
 
+TIE = 1e-5
+"""Difference of two router logits that rounding may reverse: a near tie."""
+
+
+def comparable(model: Any, tokens: np.ndarray, recorded: np.ndarray) -> int:
+    """How many tokens, from the first on, can have the probability that a transformers model gives them: all, or those up to the first for
+    which a router decided a near tie the other way. Those before that one have the model's experts.
+
+    Args:
+        recorded: the experts of each token but the last, [layers, tokens - 1, top_k].
+    """
+    other = (np.sort(recorded) != np.sort(routes(model, tokens))).any(-1)
+    if other.any():
+        place = int(np.flatnonzero(other.any(0))[0])
+        if gaps(model, tokens)[np.flatnonzero(other[:, place])[0], place] < TIE:
+            return place + 1
+    return len(tokens)
+
+
 def _routed(model: Any, tokens: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each layer with experts: the router's logits, [tokens - 1, experts], and what it chose, [tokens - 1, top_k]. In a forward pass
     like that of `Oracle.logprobs`: a near tie that is decided one way there is decided the same way here."""

@@ -26,7 +26,7 @@ from asyncmoe.rollout.engines.types import Generation, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import settings
-from tests.engine.oracle import Merged, gaps, routes
+from tests.engine.oracle import TIE, Merged, gaps, routes
 from tests.unit.adapters import ALL, random_adapter
 
 pytestmark = pytest.mark.engine
@@ -34,8 +34,6 @@ pytestmark = pytest.mark.engine
 LIMIT = 6
 """Of the rank; adapters have less, so that what a slot holds besides them is seen."""
 WORKERS = 8
-TIE = 1e-5
-"""Difference of two router logits that rounding may reverse, as in test_adapter_sync."""
 
 
 @dataclass

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncmoe import models
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.engines.pool import PooledGeneration
@@ -125,40 +127,51 @@ class Stage:
         return found
 
 
-@dataclass
 class Stages:
-    one: Stage
-    two: Stage
-    pair: Stage
+    """One engine of one rank, one of two ranks, and two engines; each is started when a test first asks for it."""
+
+    def __init__(self, model: Path, folder: Path, runner: asyncio.Runner) -> None:
+        self._model, self._folder, self._runner = model, folder, runner
+        self._started: list[SGLangProcess] = []
+        first = Oracle(model)
+        self._checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
+
+    @cached_property
+    def one(self) -> Stage:
+        return self._stage("one")
+
+    @cached_property
+    def two(self) -> Stage:
+        return self._stage("two", tp=2)
+
+    @cached_property
+    def pair(self) -> Stage:
+        return self._stage("pair", count=2)
+
+    def _stage(self, name: str, **sizes: int) -> Stage:
+        config = settings(self._model, self._folder / f"run-{name}", max_total_tokens=8192, **sizes)
+        engines = [SGLangProcess(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+        self._started.extend(engines)
+        rig = self._runner.run(started(config, engines, self._runner))
+        return Stage(rig, self._checkpoints, self._folder, self._runner.run(rig.engine.client.checksums(30.0)))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(engine.stop() for engine in self._started))
+
+
+async def started(config: Config, engines: list[SGLangProcess], runner: asyncio.Runner) -> Rig:
+    """A rig of engines, once they are ready."""
+    rig = await make(config, engines, runner.run)
+    await asyncio.gather(*(engine.wait_ready() for engine in engines))
+    rig.coordinator.engines_started()
+    return rig
 
 
 @pytest.fixture(scope="module")
 def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    """One engine of one rank, one of two ranks, and two engines; all started at once."""
-    folder = tmp_path_factory.mktemp("direct")
-    first = Oracle(model)
-    checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
-    rigs: list[Rig] = []
-    started: list[SGLangProcess] = []
-
-    async def start() -> None:
-        for name, sizes in (("one", {}), ("two", {"tp": 2}), ("pair", {"count": 2})):
-            config = settings(model, folder / f"run-{name}", max_total_tokens=8192, **sizes)
-            engines = [SGLangProcess(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
-            started.extend(engines)
-            rigs.append(await make(config, engines, runner.run))
-        await asyncio.gather(*(engine.wait_ready() for engine in started))
-        for rig in rigs:
-            rig.coordinator.engines_started()
-
-    async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for engine in started))
-
-    try:
-        runner.run(start())
-        yield Stages(*(Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0))) for rig in rigs))
-    finally:
-        runner.run(stop())
+    made = Stages(model, tmp_path_factory.mktemp("direct"), runner)
+    yield made
+    runner.run(made.stop())
 
 
 @pytest.fixture(scope="module")
@@ -172,13 +185,7 @@ def dense(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> I
     first = Oracle(folder / "first")
     config = settings(first.path, folder / "run", max_total_tokens=8192, tp=2, dtype="bfloat16")
 
-    async def start() -> Rig:
-        rig = await make(config, [SGLangProcess("engine.0", config, 0, config.run.dir)], runner.run)
-        await rig.engine.wait_ready()
-        rig.coordinator.engines_started()
-        return rig
-
-    rig = runner.run(start())
+    rig = runner.run(started(config, [SGLangProcess("engine.0", config, 0, config.run.dir)], runner))
     try:
         checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
         yield Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))
@@ -200,8 +207,8 @@ def wrong(found: Checksums, expected: Checksums) -> list[list[str]]:
 
 
 def pairings() -> list[Any]:
-    """Engines and ranks that send to them: between them every engine and every layout, and in a thorough test all of both."""
-    few = {("one", 1), ("two", 2), ("pair", 4)}
+    """Engines and ranks that send to them; to an engine of two ranks by default the whole run of tests/system/test_second_user.py sends."""
+    few = {("one", 1), ("pair", 4)}
     every = [(engine, ranks) for engine in ("one", "two", "pair") for ranks in LAYOUTS]
     return [pytest.param(*one, marks=() if one in few else pytest.mark.thorough) for one in every]
 
@@ -225,6 +232,7 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(stages: 
     print(f"{ranks} ranks to {engine}: pause median {statistics.median(pauses):.0f} ms, all {[round(p) for p in pauses]}")
 
 
+@pytest.mark.thorough  # dense models: tests/ranks/test_parity.py; tied and rounded: tests/unit/test_reshard*.py
 def test_a_dense_model_with_tied_embeddings_is_rounded_on_its_way(dense: Stage) -> None:
     _, a, b = dense.checkpoints
     publications = {layout: list(zip((a, b), dense.versions(2), strict=True)) for layout in ("tp=2", "pp=2")}
@@ -237,7 +245,7 @@ def test_a_dense_model_with_tied_embeddings_is_rounded_on_its_way(dense: Stage) 
 
 
 WAYS: list[Any] = [
-    ("gloo", False),
+    pytest.param("gloo", False, marks=pytest.mark.thorough),
     ("shm", True),
     pytest.param("gloo", True, marks=pytest.mark.thorough),
 ]
@@ -321,7 +329,7 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
 
 
 def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_every_rank(stages: Stages) -> None:
-    stage = stages.two
+    stage = stages.one
     _, a, b = stage.checkpoints
     versions = stage.versions(4)
     timeout_s = 4.0
@@ -334,8 +342,8 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     fine, stall, corrupt, again = [outcome["error"] for outcome in zero]
     assert fine is None
     assert re.fullmatch(
-        r"from trainer rank 1 to engine\.0 (rank [01]): message 1 of \d+ arrived with another digest than it was sent with "
-        r"\(engine\.0 \1 on .+, cpu\)",
+        r"from trainer rank 1 to engine\.0 rank 0: message 1 of \d+ arrived with another digest than it was sent with "
+        r"\(engine\.0 rank 0 on .+, cpu\)",
         corrupt,
     )
     assert stall.startswith("waited")

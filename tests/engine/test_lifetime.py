@@ -60,6 +60,7 @@ def test_no_engine_outlives_its_controller(model: Path, tmp_path: Path, number: 
     assert controller.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 
+@pytest.mark.thorough  # an engine that cannot start: tests/system/test_bad_input.py
 def test_a_model_that_cannot_be_loaded_is_one_line(model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)

@@ -22,7 +22,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from tests.engine.conftest import Rig
 from tests.engine.openai_agent import LETTERS
-from tests.engine.oracle import Oracle
+from tests.engine.oracle import Oracle, comparable, routes
 
 pytestmark = pytest.mark.engine
 
@@ -101,28 +101,15 @@ def play(rig: Rig, tokenizer: Tokenizer, agent: str, episodes: int) -> list[tupl
 
 
 def check_record(oracle: Oracle, record: Trajectory) -> None:
-    """Compare routes of all tokens, and masks and log-probabilities of those that count as sampled, with transformers."""
-    logprobs, experts = forward(oracle, record)
+    """Compare routes of all tokens, and masks and log-probabilities of those that count as sampled, with transformers; up to a near tie."""
     assert record.routes is not None
-    np.testing.assert_array_equal(decode_routes(record.routes, record.key), experts)
+    recorded = decode_routes(record.routes, record.key)
+    count = comparable(oracle.model, record.tokens, recorded)
+    np.testing.assert_array_equal(np.sort(recorded)[:, : count - 1], np.sort(routes(oracle.model, record.tokens))[:, : count - 1])
+    with torch.no_grad():
+        logprobs = (oracle.model(torch.from_numpy(record.tokens).long()[None]).logits[0] / 0.7).log_softmax(-1)
     assert record.masks is not None
     masks = decode_masks(record.masks, record.key)
-    for t in np.flatnonzero(record.loss_mask).tolist():
+    for t in np.flatnonzero(record.loss_mask[:count]).tolist():
         support = logprobs[t - 1, masks.ids[masks.offsets[t] : masks.offsets[t + 1]].tolist()]
         assert abs(record.logprobs[t] - float(logprobs[t - 1, record.tokens[t]] - support.logsumexp(0))) < 1e-4
-
-
-def forward(oracle: Oracle, record: Trajectory) -> tuple[torch.Tensor, np.ndarray]:
-    """Log-probabilities [T, vocabulary] at temperature 0.7 and the chosen experts [layers, T - 1, 2] by transformers."""
-    chosen: list[np.ndarray] = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(
-            lambda gate, inputs, _: chosen.append((inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T).topk(2).indices.numpy())
-        )
-        for layer in oracle.model.model.layers
-    ]
-    with torch.no_grad():
-        logits = oracle.model(torch.from_numpy(record.tokens).long()[None]).logits[0]
-    for hook in hooks:
-        hook.remove()
-    return (logits / 0.7).log_softmax(-1), np.stack(chosen)[:, :-1]

@@ -79,6 +79,11 @@ class Rig:
                 if agent.done():
                     agent.result()
 
+    def heard(self, node: int) -> float:
+        """When a node was last heard of, monotonic; 0 if it has not come."""
+        found = self.membership._gatherings._now.get(NAME)
+        return found.seats[node].heard if found is not None and node in found.seats else 0.0
+
     def running(self) -> list[int]:
         return [process.place.node for process in self.started if not process.stopped]
 
@@ -118,9 +123,10 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
                 async with asyncio.timeout(60):
                     await scene(made)
             finally:
-                for task in (*made.agents, watching, serving):
-                    task.cancel()
-                await asyncio.gather(*made.agents, watching, serving, return_exceptions=True)
+                for ending in (made.agents, (watching, serving)):  # agents wait for the answer to what they asked last
+                    for task in ending:
+                        task.cancel()
+                    await asyncio.gather(*ending, return_exceptions=True)
                 await made.end_controller()
 
     return lambda *asked: asyncio.run(play(*asked))
@@ -162,7 +168,7 @@ def test_one_that_never_comes_is_named_after_a_while(rig: Play) -> None:
 def test_a_run_that_ends_while_one_is_missing_ends_those_that_wait(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         agent = it.agent(1)
-        await asyncio.sleep(0.3)
+        await it.until(lambda: it.heard(1))
         await it.membership.end(EngineOrder(finished=True))
         await agent
         assert not it.started
@@ -174,15 +180,16 @@ def test_one_that_waits_goes_on_at_the_next_controller(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         await it.next_controller()
         it.agent(1)
-        await it.until(lambda: it.membership._gatherings._now)
-        await asyncio.sleep(0.5)
+        await it.until(lambda: it.heard(1))
+        first = it.heard(1)
+        await it.until(lambda: it.heard(1) > first)  # it asks again once it was answered
         await it.next_controller()
         it.agent(0)
         await it.until(lambda: it.pool.present and len(it.running()) == 2)
         await it.membership.end(EngineOrder(finished=True))
         await asyncio.gather(*it.agents)
 
-    rig(scene, "cluster.heartbeat_timeout_s=1")
+    rig(scene, "cluster.heartbeat_timeout_s=3")
 
 
 def test_one_whose_server_dies_while_there_is_no_controller_comes_again(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +213,7 @@ def test_one_whose_server_dies_while_there_is_no_controller_comes_again(rig: Pla
 def test_a_second_of_one_number_is_refused(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         it.agent(1)
-        await asyncio.sleep(0.3)
+        await it.until(lambda: it.heard(1))
         with pytest.raises(AsyncmoeError, match=r"node 1 of engine engine\.a: got another on .*, expected one, on .*; set another --node"):
             await it.agent(1)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,3 +69,19 @@ def test_a_killed_child_is_reaped_without_waiting_for_it(tmp_path: Path) -> None
         time.sleep(0.01)
     assert not Path(f"/proc/{child.pid}").exists(), "no zombie stays"
     child.end(0.0)
+
+
+def test_what_has_ended_and_nobody_reaps_is_not_waited_for(tmp_path: Path) -> None:
+    """Orphans of the child become this process's own, as they become those of a container's first process."""
+    adopt, pids = partial(ctypes.CDLL(None).prctl, 36), tmp_path / "log"  # PR_SET_CHILD_SUBREAPER
+    adopt(1, 0, 0, 0, 0)
+    try:
+        child = Child("parent", ["sh", "-c", "sleep 600 & echo $!; wait"], pids)
+        while not pids.read_text().strip():
+            time.sleep(0.01)
+        began = time.monotonic()
+        child.end(5.0)
+        assert time.monotonic() - began < 4
+        assert os.waitpid(int(pids.read_text()), os.WNOHANG)[1] == signal.SIGTERM
+    finally:
+        adopt(0, 0, 0, 0, 0)

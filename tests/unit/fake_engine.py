@@ -123,6 +123,12 @@ class FakeEngine:
     async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
         await self._called()
 
+    async def load_files(self, folder: str, timeout_s: float) -> None:
+        self._check(self.paused and not self.updating, "loaded files outside a pause, or in an update")
+        self.partial = True
+        await self._called()
+        self.partial = False
+
     async def load_bucket(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
     ) -> None:

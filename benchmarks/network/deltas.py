@@ -53,8 +53,9 @@ class DeltaRank:
     """What a rank does for deltas, once its full updates are measured: a full update, from which deltas start, then pairs of a full update
     and a delta of the same version.
 
-    An engine host holds its weights and memory for a second copy. A full update goes there, the delta of the same version into the weights; then both are compared. So there are never more copies of a shard than these two on an engine host, and
-    two on a trainer host: its weights, and what it published last.
+    An engine host holds its weights and memory for a second copy. A full update goes there, the delta of the same version into the weights;
+    then both are compared. So there are never more copies of a shard than these two on an engine host, and two on a trainer host: its
+    weights, and what it published last.
 
     Args:
         exchanger: made for `plan`, with a carrier.

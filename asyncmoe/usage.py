@@ -59,6 +59,11 @@ def user_error(error: Any) -> UserError:
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
         return UserError(at, got=extra[1], expected="no further arguments", hint=see)
     if (unknown := _COMMAND.match(error.message)) is not None:
+        from asyncmoe.config import gone  # imports pydantic, which takes a second
+
+        if (instead := gone.COMMANDS.get(f"{at} {unknown[1]}".partition(" ")[2])) is not None:
+            hint = f"asyncmoe at commit {gone.LAST} still has it"
+            return UserError(at, got=f"{unknown[1]}, which was removed", expected=instead, hint=hint)
         commands = list(error.ctx.command.commands)
         near = get_close_matches(unknown[1], commands, 1)
         meant = f"did you mean {at} {near[0]}?" if near else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
     with interrupts.stopping(interrupts.NO_RUN_YET):
         moved.check_place(config, overrides or ())
-        read = moved.of_run if moved.is_run(config) else configuration.load
+        read = partial(moved.of_run, idle=False) if moved.is_run(config) else configuration.load
         loaded = read(config, overrides or ())  # before the imports below, which need the compiled extension
     with interrupts.leaving(interrupts.NO_RUN_YET), uncollected():
         from rich.console import Console

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from asyncmoe.config import gone
 from asyncmoe.config.refusals import COMMAND_LINE, Source, explain
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, together
@@ -24,8 +25,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_as(Config, path, overrides)
 
 
-def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
+def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), *, idle: bool = False) -> Schema:
     """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML. Without a file the overrides are all.
+
+    Args:
+        idle: nothing is started: what an older version could do besides (`asyncmoe.config.gone`) is passed over.
 
     Raises:
         ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
@@ -38,7 +42,16 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
     for override in overrides:
         _override(values, override)
         given[tuple(override.partition("=")[0].split("."))] = " ".join(override.split())
-    return _validated(schema, values, Source(str(path or COMMAND_LINE), lines, given))
+    source = Source(str(path or COMMAND_LINE), lines, given)
+    removed = gone.take(values) if schema is Config else {}
+    refused = [] if idle else [_removed(source, key, *one) for key, one in removed.items()]
+    if refused:
+        refused[-1].args = (f"{refused[-1]}; asyncmoe at commit {gone.LAST} still has it",)
+    return _validated(schema, values, source, refused)
+
+
+def _removed(source: Source, key: Sequence[str], value: object, instead: str) -> ConfigError:
+    return ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{value}, which was removed", expected=instead)
 
 
 PLANT_KEYS = ("workload", "groups_per_step", "group_size", "max_staleness")
@@ -105,11 +118,15 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
         raise together([ConfigError(what, got=one.got, expected=one.expected, hint=one.hint) for what, one in named]) from None
 
 
-def _validated(schema: type[Schema], values: dict[str, Any], source: Source) -> Schema:
+def _validated(schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = ()) -> Schema:
+    """Raises ConfigError for what is refused already and what the schema refuses, a line each."""
     try:
-        return schema.model_validate(values)
+        found = schema.model_validate(values)
     except ValidationError as error:
-        raise together(explain(error, source, schema)) from None
+        raise together([*refused, *explain(error, source, schema)]) from None
+    if refused:
+        raise together(refused)
+    return found
 
 
 def _lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -23,11 +23,14 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and (path / FILE).is_file() and any((path / name).exists() for name in _SIGNS)
 
 
-def of_run(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -> Config:
     """Return the configuration with which a run was last started, for the directory in which it is now.
 
     `run.dir` is `run_dir`, unless an override names another one. Every path below the former `run.dir`, as of a model that the run made,
     is the same path below `run_dir`.
+
+    Args:
+        idle: as for `asyncmoe.config.loading.load_as`; False if the run is to go on.
 
     Raises:
         UserError: the directory is not a run's.
@@ -36,8 +39,8 @@ def of_run(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     file = run_dir / FILE
     if not file.is_file():
         raise UserError("RUN", got=f"{run_dir}, which has no {FILE}", expected="the directory of a run")
-    former = load_as(Config, file).run.dir
-    config = load_as(Config, file, overrides)
+    former = load_as(Config, file, idle=True).run.dir
+    config = load_as(Config, file, overrides, idle=idle)
     moved: Config = _moved(config, former, run_dir)
     return config if _names_dir(overrides) else moved
 
@@ -51,7 +54,7 @@ def check_place(file: Path, overrides: Sequence[str]) -> None:
     place = file.parent
     if file.name != FILE or not is_run(place) or _names_dir(overrides):
         return
-    named = load_as(Config, file).run.dir
+    named = load_as(Config, file, idle=True).run.dir
     if named.resolve() != place.resolve():
         hint = f"the run was moved or copied: give {place} instead of the file, or name a directory with run.dir="
         raise ConfigError(f"{file}: run.dir", got=named, expected=place, hint=hint)

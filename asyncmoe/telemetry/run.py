@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.config.loading import load_as
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.telemetry.overlap import Interval
 from asyncmoe.telemetry.records import (
@@ -88,7 +89,7 @@ def broken_configuration(run_dir: Path) -> str | None:
     try:
         if not file.exists():
             return f"the run has no {file.name}, so its configuration is not known"
-        configuration.load(file)
+        load_as(Config, file, idle=True)
     except ConfigError as error:
         return f"the configuration of the run cannot be read: {str(error).splitlines()[0]}"
     return None

@@ -1,0 +1,118 @@
+"""What configurations and commands of before had, and what to do instead: the one table of it.
+
+A key with a value that asks for nothing is passed over, so that the configuration of an older run, which has every key, is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LAST = "64a8fbaf"
+"""Commit that still has all of it."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A removed key.
+
+    Attributes:
+        instead: what to do instead, after "expected".
+        idle: values that ask for nothing that is gone.
+    """
+
+    instead: str
+    idle: tuple[Any, ...] = ()
+
+
+_MEMORY = "nothing: trajectories stay in the memory of the process that sampled them, and in the journal"
+_STORE = "nothing: sync.method disk writes versions to sync.directory"
+_VERIFY = "nothing: sync.verify_every compares the checksums of every engine"
+_ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
+
+KEYS: Mapping[str, Gone] = {
+    "queue.mooncake.master": Gone(_MEMORY, (None,)),
+    "queue.mooncake.metadata": Gone(_MEMORY, ("P2PHANDSHAKE",)),
+    "queue.mooncake.patience_s": Gone(_MEMORY, (30,)),
+    "queue.mooncake.protocol": Gone(_MEMORY, ("tcp",)),
+    "queue.mooncake.segment_bytes": Gone(_MEMORY, (0,)),
+    "queue.payload_bytes": Gone("nothing: queue.capacity bounds what is queued", (64 << 30,)),
+    "queue.payloads": Gone(_MEMORY, ("workers",)),
+    "queue.redis": Gone(_MEMORY + "; journal.redis keeps the journal in Redis", (None,)),
+    "queue.redis_password_variable": Gone(_MEMORY, (None,)),
+    "queue.redis_patience_s": Gone(_MEMORY, (30,)),
+    "sync.audit_every": Gone(_VERIFY, (0, 20)),
+    "sync.relay": Gone("nothing: the trainer sends to every engine", (False, True, "auto", "off")),
+    "sync.spot_check_every": Gone(_VERIFY, (0, 50)),
+    "sync.staging": Gone("nothing: a whole version is staged where memory allows, else engines pause for it", (True, "auto", "full")),
+    "sync.store.full_every": Gone(_STORE, (20,)),
+    "sync.store.grace_s": Gone(_STORE, (600,)),
+    "sync.store.keep": Gone(_STORE, (2,)),
+    "sync.store.url": Gone(_STORE, (None,)),
+    "task.curriculum.enabled": Gone(_ORDER, (False,)),
+    "task.curriculum.floor": Gone(_ORDER, (0.1,)),
+    "task.curriculum.memory": Gone(_ORDER, (0.8,)),
+    "task.curriculum.pass_reward": Gone(_ORDER, (1,)),
+    "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
+}
+VALUES: Mapping[tuple[str, str], str] = {
+    ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
+}
+"""(Key, removed value of it) -> what to do instead."""
+
+_CITED = "nothing: no page cites it"
+COMMANDS: Mapping[str, str] = {
+    "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",
+    "bench context": _CITED,
+    "bench peers": "asyncmoe bench learning --arms dense-trl, which trains next to TRL",
+    "bench policies": "asyncmoe bench interruption",
+    "bench queue": "asyncmoe bench intake",
+    "bench redis": "asyncmoe bench journal",
+    "bench samples": _CITED,
+    "bench sandbox": _CITED,
+    "bench segments": "asyncmoe bench journal",
+    "bench staging": "asyncmoe plan --config FILE",
+    "bench store": "asyncmoe bench sync",
+}
+"""Removed command of `asyncmoe` -> what to do instead."""
+
+
+def take(values: dict[str, Any]) -> dict[tuple[str, ...], tuple[Any, str]]:
+    """Remove what is gone from the values of a configuration.
+
+    Returns:
+        The path of every key that asked for it -> its value, and what to do instead.
+    """
+    found: dict[tuple[str, ...], tuple[Any, str]] = {}
+    for path, value in list(_leaves(values)):
+        key = ".".join(path)
+        gone = KEYS.get(key)
+        instead = VALUES.get((key, value)) if isinstance(value, str) else None
+        if gone is None and instead is None:
+            continue
+        _remove(values, path)
+        if instead is not None:
+            found[path] = value, instead
+        elif gone is not None and not any(value == idle and isinstance(value, bool) == isinstance(idle, bool) for idle in gone.idle):
+            found[path] = value, gone.instead
+    return found
+
+
+def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path and value of every key that is no section."""
+    for name, value in values.items():
+        path = (*above, str(name))
+        if isinstance(value, Mapping):
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _remove(values: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Remove a key, and the sections that have nothing else."""
+    name, *rest = path
+    if rest:
+        _remove(values[name], tuple(rest))
+    if not rest or not values[name]:
+        del values[name]

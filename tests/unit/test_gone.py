@@ -1,0 +1,85 @@
+"""What older configurations and commands had: passed over where it asks for nothing, else answered with all that applies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from asyncmoe import config as configuration
+from asyncmoe.cli import app
+from asyncmoe.config import gone
+from asyncmoe.config.refusals import _keys
+from asyncmoe.config.schema import Config
+from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.usage import invoke
+
+NEEDED: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+DEFAULTS: dict[str, Any] = {
+    "task": {"kind": "arithmetic", "curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}},
+    "queue": {
+        "payloads": "workers",
+        "redis": None,
+        "redis_password_variable": None,
+        "redis_patience_s": 30.0,
+        "payload_bytes": 64 << 30,
+        "mooncake": {"master": None, "metadata": "P2PHANDSHAKE", "protocol": "tcp", "segment_bytes": 0, "patience_s": 30.0},
+    },
+    "sync": {
+        "method": "reshard",
+        "staging": "auto",
+        "relay": "auto",
+        "audit_every": 20,
+        "spot_check_every": 50,
+        "store": {"url": None, "keep": 2, "grace_s": 600.0, "full_every": 20},
+    },
+    "verify": {"max_replay_drift": 0.5},
+}
+"""What the last version that had these keys wrote into a run's config.yaml."""
+
+
+def written(folder: Path, values: dict[str, Any]) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(NEEDED | values))
+    return file
+
+
+def test_the_defaults_of_an_older_run_are_read(tmp_path: Path) -> None:
+    assert configuration.load(written(tmp_path, DEFAULTS)) == configuration.parse(NEEDED)
+
+
+def test_all_that_an_older_configuration_asks_for_is_answered_at_once(tmp_path: Path) -> None:
+    sync = {"method": "store", "store": {"url": "/x"}, "staging": False, "relay": "off"}
+    file = written(tmp_path, {"sync": sync, "queue": {"payloads": "ray", "capacity": -1}})
+    with pytest.raises(ConfigError) as caught:
+        configuration.load(file)
+    told = [line.partition("config.yaml:")[2].split(": ")[1] for line in str(caught.value).splitlines()]
+    assert told == ["queue.payloads", "sync.method", "sync.staging", "sync.store.url", "queue.capacity"]
+    assert gone.LAST in str(caught.value)
+
+
+def test_what_starts_nothing_reads_it_all_the_same(tmp_path: Path) -> None:
+    written(tmp_path, {"run": {"dir": str(tmp_path), "steps": 1}, "sync": {"method": "store", "store": {"url": "/x"}}})
+    assert configuration.of_run(tmp_path).sync.method == "reshard"
+    with pytest.raises(ConfigError, match=r"sync\.method"):
+        configuration.of_run(tmp_path, idle=False)
+
+
+def test_nothing_in_the_table_is_there() -> None:
+    assert not set(_keys(Config)) & gone.KEYS.keys()
+    for key, value in gone.VALUES:
+        section, name = key.split(".")
+        with pytest.raises(ConfigError):
+            configuration.parse(NEEDED | {section: {name: value}})
+
+
+@pytest.mark.parametrize("command", gone.COMMANDS)
+def test_a_removed_command_says_what_to_do_instead(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 2
+    monkeypatch.setattr("sys.argv", ["asyncmoe", *command.split(), "x"])
+    with pytest.raises(UserError, match="which was removed") as caught:
+        invoke(app)
+    assert gone.COMMANDS[command] in str(caught.value)

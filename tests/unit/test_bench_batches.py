@@ -36,6 +36,7 @@ def test_a_rank_that_got_something_else_is_an_error() -> None:
         batches.figures(CASE, [([RANK], 1), ([other], 1)], share=100)
 
 
+@pytest.mark.thorough  # what a bench measures has tests of its own
 def test_a_real_rank_takes_its_share_once() -> None:
     case = batches.BatchCase(batch=64, tokens=16, steps=3, compute_s=0.01)
     results = batches.run(case, rounds=1, ways=["tp1_ahead"])

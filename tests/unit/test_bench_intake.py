@@ -28,6 +28,7 @@ def test_a_reply_fits_its_request(routed: int) -> None:
         assert routed_experts(made.routes, ROUTING, tokens=37, routed=routed, key="k").rows == 36 - routed
 
 
+@pytest.mark.thorough  # what a bench measures has tests of its own
 def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {
         "routes_256": (IntakeCase("rate", 8, new=16, count=8), 0.0),

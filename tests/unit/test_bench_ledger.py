@@ -8,6 +8,7 @@ from benchmarks import ledger
 from benchmarks.ledger_case import LedgerCase
 
 
+@pytest.mark.thorough  # what a bench measures has tests of its own
 def test_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "CASES", {"workers_2": LedgerCase(2, groups=4, steps=2, engines=3, idle_s=0.1)})
     monkeypatch.setattr(ledger, "TOKENS", 1024)

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsFiles, WeightsJoin, WeightsStage
 from asyncmoe.rpc.server import Server
 from tests.checksums import engine_checksums
 from tests.engine.conftest import Rig, make, settings
@@ -85,16 +87,24 @@ class Stage:
         faults: Mapping[int, Any] = {},
         limit_s: float = 300.0,
         in_place: bool = False,
+        stale: tuple[int, Path] | None = None,
         **changes: Any,
     ) -> Published:
         """Have a trainer of `ranks` ranks publish checkpoints; faults and `in_place` as in tests/ranks/publish.py, by place among all
-        publications."""
+        publications.
+
+        Args:
+            stale: with sync.method disk, a version in whose directory engines find another checkpoint.
+        """
         found = Published()
 
         async def answer(request: Request) -> Reply:
             self.asked[type(request)] = time.monotonic()
+            if isinstance(request, WeightsFiles) and stale is not None and request.version == stale[0]:
+                shutil.rmtree(request.folder)
+                shutil.copytree(stale[1], request.folder)
             reply = await self.rig.coordinator.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
-            if isinstance(request, WeightsCommit):
+            if isinstance(request, WeightsCommit | WeightsFiles):
                 found.arrived[request.version] = await self.rig.engine.client.checksums(30.0)
             return reply
 
@@ -150,17 +160,17 @@ class Stages:
 
     def _stage(self, name: str, **sizes: int) -> Stage:
         config = settings(self._model, self._folder / f"run-{name}", max_total_tokens=8192, **sizes)
-        engines = [SGLangProcess(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
-        self._started.extend(engines)
-        rig = self._runner.run(started(config, engines, self._runner))
+        rig = self._runner.run(started(config, self._started, self._runner))
         return Stage(rig, self._checkpoints, self._folder, self._runner.run(rig.engine.client.checksums(30.0)))
 
     async def stop(self) -> None:
         await asyncio.gather(*(engine.stop() for engine in self._started))
 
 
-async def started(config: Config, engines: list[SGLangProcess], runner: asyncio.Runner) -> Rig:
-    """A rig of engines, once they are ready."""
+async def started(config: Config, into: list[SGLangProcess], runner: asyncio.Runner) -> Rig:
+    """A rig of engines, once they are ready; `into` gets them at once."""
+    engines = [SGLangProcess(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
+    into.extend(engines)
     rig = await make(config, engines, runner.run)
     await asyncio.gather(*(engine.wait_ready() for engine in engines))
     rig.coordinator.engines_started()
@@ -185,7 +195,7 @@ def dense(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> I
     first = Oracle(folder / "first")
     config = settings(first.path, folder / "run", max_total_tokens=8192, tp=2, dtype="bfloat16")
 
-    rig = runner.run(started(config, [SGLangProcess("engine.0", config, 0, config.run.dir)], runner))
+    rig = runner.run(started(config, [], runner))
     try:
         checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
         yield Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))
@@ -452,3 +462,71 @@ def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_versi
     assert [member.version for member in stage.rig.pool.members] == [after, both]
     assert [member.engine.name for member in stage.rig.pool.serving] == ["engine.0"]
     assert not any(wrong(stage.held(), stage.expected(a)))
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    return {"method": "disk", "directory": str(folder), "verify_every": 1}
+
+
+def test_ten_versions_through_a_directory(stages: Stages, tmp_path: Path) -> None:
+    stage = stages.pair
+    first, a, b = stage.checkpoints
+    layouts = {"tp=2,ep=2": (a, b, a, first, b), "pp=2,ep=2": (a, b, first, a, b)}
+    publications = {layout: list(zip(several, stage.versions(5), strict=True)) for layout, several in layouts.items()}
+    found = stage.rig.run(stage.publish(4, publications, sync=on_disk(tmp_path)))
+    assert not found.failed, found.failed
+    everything = [each for several in publications.values() for each in several]
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 10
+    want = {oracle: stage.expected(oracle) for oracle in (first, a, b)}
+    assert not any(names for oracle, version in everything for names in wrong(found.arrived[version], want[oracle]))
+    held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
+    assert not any(names for engine_held in held for names in wrong(engine_held, want[b]))
+    assert [path.name for path in tmp_path.iterdir()] == [f"version_{everything[-1][1]}"]
+    answer = stage.rig.run(generate(stage))
+    assert difference(answer, b) < 1e-4
+    assert [span.version for span in answer.generation.spans] == [str(everything[-1][1])]
+
+
+def test_a_killed_writer_leaves_the_engine_with_the_version_it_serves(stages: Stages, tmp_path: Path) -> None:
+    stage = stages.one
+    _, a, b = stage.checkpoints
+    kept, lost = stage.versions(2)
+    found = stage.rig.run(stage.publish(2, {"tp=2": [(a, kept), (b, lost)]}, {1: (0, "killed")}, sync=on_disk(tmp_path)))
+    assert found.failed
+    assert not any(wrong(stage.held(), stage.expected(a)))
+    assert stage.rig.pool.version == kept
+    found = stage.rig.run(stage.publish(2, {"tp=2": [(b, lost)]}, sync=on_disk(tmp_path)))
+    assert not found.failed, found.failed
+    assert not any(wrong(stage.held(), stage.expected(b)))
+    assert [path.name for path in tmp_path.iterdir()] == [f"version_{lost}"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
+def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages, tmp_path: Path) -> None:
+    stage = stages.one
+    _, a, b = stage.checkpoints
+    kept, lost, again = stage.versions(3)
+    nbytes = sum(tensor.nbytes for tensor in a.weights.values())
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * nbytes)}", "tmpfs", str(tmp_path)], check=True)
+    try:
+        found = stage.rig.run(stage.publish(1, {"tp=1": [(a, kept), (b, lost)]}, sync=on_disk(tmp_path)))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert found.outcomes[0][0]["error"] is None
+    assert f"weights of version {lost}: cannot write {tmp_path}" in found.outcomes[0][1]["error"]
+    assert "No space left on device" in found.outcomes[0][1]["error"]
+    assert not any(wrong(stage.held(), stage.expected(a)))
+    found = stage.rig.run(stage.publish(1, {"tp=1": [(b, again)]}, sync=on_disk(tmp_path)))
+    assert not found.failed, found.failed
+    assert not any(wrong(stage.held(), stage.expected(b)))
+
+
+def test_an_engine_that_reads_the_version_before_is_fenced(stages: Stages, tmp_path: Path) -> None:
+    """As through a file system that still has it in a cache. The last test of this engine, which is lost with it."""
+    stage = stages.one
+    _, a, b = stage.checkpoints
+    before, now = stage.versions(2)
+    found = stage.rig.run(stage.publish(1, {"tp=1": [(a, before), (b, now)]}, stale=(now, a.path), sync=on_disk(tmp_path)))
+    assert found.outcomes[0][0]["error"] is None
+    assert "checksums differ" in found.outcomes[0][1]["error"]
+    assert not stage.rig.pool.serving

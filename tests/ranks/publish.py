@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import WeightSyncError
+from asyncmoe.errors import StorageError, WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.receiver import cards
 from asyncmoe.reshard import Exchanger
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
+from asyncmoe.trainer.loop import publisher
 from asyncmoe.trainer.model import gpt, mesh
-from asyncmoe.trainer.weight_sync import reshard
-from asyncmoe.trainer.weight_sync.background import BackgroundPublisher
-from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from asyncmoe.trainer.weight_sync import hf_files, reshard
+from asyncmoe.trainer.weight_sync.publisher import Publisher
 from asyncmoe.trainer.weight_sync.sender import Sender
 from tests.ranks.kept import settings_of
 
@@ -117,10 +117,12 @@ def main(result: Path, job: dict[str, Any]) -> None:
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = ReshardPublisher(config, built, client)
+            sender = publisher(config, built, client)
             for path, version in job["publications"][layout]:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
+                if Faulty.fault == "killed" and config.sync.method == "disk":
+                    hf_files.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
                 gpt.load_hf(built, Path(path))
                 found.append({"layout": layout, "version": version, **publish(sender, version)})
                 written = Path(f"{result}.{rank}.partial")  # a kill leaves the one before whole
@@ -133,12 +135,12 @@ def main(result: Path, job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def publish(sender: BackgroundPublisher, version: int) -> dict[str, Any]:
+def publish(sender: Publisher, version: int) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         sender.begin(version)
         published = sender.settle()
-    except WeightSyncError as error:
+    except (WeightSyncError, StorageError) as error:
         return {"error": str(error), "seconds": time.monotonic() - begin}
     if published is None:
         return {"error": None, "left_out": True, "seconds": time.monotonic() - begin}

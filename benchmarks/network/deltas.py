@@ -200,7 +200,7 @@ class DeltaRank:
         found = store.get_all(keys, self._limit)
         offers = {0: mine} | {rank: found[key] for rank, key in enumerate(keys, 1)}
         base = common_base(offers)
-        for rank, coming in comings(offers, {rank: rank for rank in protocol.engine_ranks(self._terms)}, base).items():
+        for rank, coming in comings(offers, protocol.engine_ranks(self._terms), base).items():
             store.put(delta_messages.coming(number, rank), coming)
         store.put(protocol.header(number), Header(self._version, _CHANNEL, base=base))
         return base

@@ -317,7 +317,7 @@ PART = Portion(1000, (), 1)
     ],
 )
 def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: list[Offer], base: int | None) -> None:
-    assert common_base(dict(enumerate(offers)), 0.5) == base
+    assert common_base(dict(enumerate(offers))) == base
 
 
 def test_an_engine_rank_is_told_what_comes_from_whom() -> None:

@@ -11,7 +11,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, InvariantBroken
 from asyncmoe.receiver import failing
 from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
+from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
 from asyncmoe.reshard import DeltaSender, Exchanger, Plan
 from asyncmoe.reshard.delta_gpu import BaseMemory
 from asyncmoe.reshard.gpu import nothing_to_give
@@ -27,7 +27,6 @@ class DeltaSource:
     Args:
         plan: the rank's part.
         tensors: the tensors to send, by the names of the plan's storages.
-        largest: share of the bytes of a full update that a delta takes at most.
         memory: where what was sent last is kept, for tensors on a GPU.
         side: where to enqueue copies and kernels, if the tensors are on a GPU.
 
@@ -40,7 +39,6 @@ class DeltaSource:
         plan: Plan,
         rank: int,
         tensors: Mapping[str, torch.Tensor],
-        largest: float,
         memory: BaseMemory = "device",
         side: SideStream | None = None,
     ) -> None:
@@ -58,7 +56,6 @@ class DeltaSource:
         for transfer in plan.transfers:
             if transfer.source == rank:
                 self._dense[transfer.destination] = self._dense.get(transfer.destination, 0) + transfer.nbytes
-        self._largest = largest
         self._sure = False  # whether all engines hold the base
         self._is_full = False
 
@@ -67,7 +64,7 @@ class DeltaSource:
         sender = self._sender
         size, base = None, sender.base
         if self._sure and base is not None and base != version:
-            size = sender.encode(version, limit_bytes=int(self._largest * sender.base_bytes))
+            size = sender.encode(version, limit_bytes=int(LARGEST_SHARE * sender.base_bytes))
         self._is_full = size is None
         if size is None:
             sender.full(version)
@@ -111,12 +108,11 @@ class DeltaSource:
         self._sure = False
 
 
-def common_base(offers: Mapping[int, Offer], largest: float) -> int | None:
+def common_base(offers: Mapping[int, Offer]) -> int | None:
     """Return the version of which an update is sent as a delta; None: it is sent in full.
 
     Args:
         offers: of all trainer ranks.
-        largest: as for `DeltaSource`.
     """
     bases = {one.base for one in offers.values()}
     if len(bases) != 1:
@@ -127,7 +123,7 @@ def common_base(offers: Mapping[int, Offer], largest: float) -> int | None:
         for rank, part in one.parts.items():
             coded[rank] = coded.get(rank, 0) + sum(part.sizes)
             dense[rank] = dense.get(rank, 0) + part.dense
-    fits = all(nbytes <= int(largest * dense[rank]) for rank, nbytes in coded.items())
+    fits = all(nbytes <= int(LARGEST_SHARE * dense[rank]) for rank, nbytes in coded.items())
     return bases.pop() if fits else None
 
 

@@ -177,7 +177,7 @@ class Sender:
         failures = {f"trainer rank {rank}": one.failure for rank, one in offers.items() if one.failure} | {"": store.resigned()}
         if why := [one for one in failures.values() if one]:
             raise WeightSyncError(why[0])
-        base = common_base(offers, delta_messages.LARGEST_SHARE)
+        base = common_base(offers)
         self.traffic = traffic(offers, base)
         for rank, coming in comings(offers, protocol.engine_ranks(terms), base).items():
             store.put(delta_messages.coming(number, rank), coming)
@@ -186,9 +186,7 @@ class Sender:
     def _offer(self, version: int) -> Offer:
         try:
             if self._deltas is None:
-                self._deltas = DeltaSource(
-                    self.met.plan, self._rank, self._tensors, delta_messages.LARGEST_SHARE, self._sync.delta_base, self._side
-                )
+                self._deltas = DeltaSource(self.met.plan, self._rank, self._tensors, self._sync.delta_base, self._side)
             return self._deltas.offer(version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):

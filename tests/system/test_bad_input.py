@@ -25,14 +25,15 @@ def arguments(tmp_path: Path, *overrides: str, model: Path | None = None) -> tup
     ("override", "words"),
     [
         ("trainer.tpp=2", ["trainer.tpp", "unknown key", "tp, pp, ep"]),
-        ("trainer.tp=two", ["trainer.tp", "'two'", "whole number"]),
-        ("trainer.ranks=3", ["trainer.ranks", "got 3", "multiple of"]),
-        ("rollout.group_size=1", ["rollout.group_size", "got 1", "at least 2"]),
+        pytest.param("trainer.tp=two", ["trainer.tp", "'two'", "whole number"], marks=pytest.mark.thorough),
+        pytest.param("trainer.ranks=3", ["trainer.ranks", "got 3", "multiple of"], marks=pytest.mark.thorough),
+        pytest.param("rollout.group_size=1", ["rollout.group_size", "got 1", "at least 2"], marks=pytest.mark.thorough),
         ("task.kind=poetry", ["task.kind", "'poetry'", "arithmetic"]),
         ("scoring.scorer=nowhere.module:reward", ["scoring.scorer", "no module nowhere", "PYTHONPATH"]),
     ],
 )
 def test_a_wrong_key_value_or_combination_is_named(tmp_path: Path, override: str, words: list[str]) -> None:
+    """Each takes a process; values and combinations are those of tests/unit/test_config.py."""
     line = refused(*arguments(tmp_path, override, model=tmp_path / "model"))
     assert all(word in line for word in words), line
     assert not (tmp_path / "model").exists()

@@ -119,6 +119,7 @@ def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes, thi
     assert {"engine.a", "engine.b"} <= nodes.generated() <= {"engine.a", "engine.b", "engine.c"}
 
 
+@pytest.mark.thorough  # engines that do not come: tests/unit/test_membership.py
 def test_what_does_not_come_is_named(nodes: Nodes) -> None:
     options = ("engines.start_timeout_s=4", "engines.count=2")
     engine, controller = nodes.start("a", "engine", options=options), nodes.start("controller", "rollout", options=options)

@@ -101,18 +101,6 @@ def jobs(slurm: Cluster, model: Path, tmp_path: Path) -> Jobs:
     return Jobs(slurm, model, tmp_path)
 
 
-def test_a_training_runs_to_its_end_over_three_nodes(jobs: Jobs) -> None:
-    job = jobs.train(3, *OVER_THREE)
-    assert jobs.ended(job) == "COMPLETED", jobs.everything()
-    assert [record["step"] for record in metrics(jobs.run)] == list(range(1, 8))
-    assert json.loads((jobs.run / "summary.json").read_text())["steps"] == 3
-    assert (jobs.run / "report.html").exists()
-    assert jobs.generated() == {"engine.0"}
-    found = {path.name for path in (jobs.run / "logs").glob("*.n?.log")}
-    assert found == {"controller.n1.log", "engine.0.n1.log", "trainer.n2.log", "trainer.n3.log"}
-    assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
-
-
 @pytest.mark.thorough  # a requeue, and a trainer that is killed: below; which ends are requeued: tests/unit/test_slurm_outcome.py
 def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -> None:
     steps = 20
@@ -136,7 +124,7 @@ def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -
     assert after == list(range(again + 1, steps + 5))
 
 
-def test_a_trainer_and_a_controller_that_are_killed_start_again_in_the_same_job(jobs: Jobs) -> None:
+def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_same_job(jobs: Jobs) -> None:
     steps = 40
     job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10")
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 6)
@@ -159,6 +147,11 @@ def test_a_trainer_and_a_controller_that_are_killed_start_again_in_the_same_job(
     assert again <= len(first)
     assert after == list(range(again + 1, steps + 5))
     assert json.loads((jobs.run / "summary.json").read_text())["trainer_restarts"] == 1
+    assert (jobs.run / "report.html").exists()
+    assert jobs.generated() == {"engine.0"}
+    found = {path.name for path in (jobs.run / "logs").glob("*.n?.log")}
+    assert found == {"controller.n1.log", "engine.0.n1.log", "trainer.n2.log", "trainer.n3.log"}
+    assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
 
 
 def test_engines_of_another_job_join_and_leave_and_the_time_limit_requeues(jobs: Jobs) -> None:

@@ -217,4 +217,4 @@ def test_a_second_of_one_number_is_refused(rig: Play) -> None:
         with pytest.raises(AsyncmoeError, match=r"node 1 of engine engine\.a: got another on .*, expected one, on .*; set another --node"):
             await it.agent(1)
 
-    rig(scene, "cluster.heartbeat_timeout_s=3")
+    rig(scene)

@@ -53,9 +53,9 @@ class DeltaRank:
     """What a rank does for deltas, once its full updates are measured: a full update, from which deltas start, then pairs of a full update
     and a delta of the same version.
 
-    An engine host holds its weights and memory for a second copy. A full update goes there, the delta of the same version into the weights;
-    then both are compared. So there are never more copies of a shard than these two on an engine host, and two on a trainer host: its
-    weights, and what it published last.
+    An engine host holds its weights and memory for a second copy. A full update goes there, the delta of the
+    same version into the weights; then both are compared. So there are never more copies of a shard than these two on an engine host, and
+    two on a trainer host: its weights, and what it published last.
 
     Args:
         exchanger: made for `plan`, with a carrier.
@@ -84,7 +84,7 @@ class DeltaRank:
         self._source: DeltaSource | None = None
         self._staging: DeltaStaging | None = None
         if layout.rank < case.trainers:
-            self._source = DeltaSource(plan, self._rank, _tensors(held), delta_messages.LARGEST_SHARE)
+            self._source = DeltaSource(plan, self._rank, _tensors(held))
         else:
             self._staging = DeltaStaging(plan, self._rank, self._terms)
         self._tables_bytes = growth.now_bytes()
@@ -199,8 +199,8 @@ class DeltaRank:
         keys = {delta_messages.offer(number, rank): f"trainer rank {rank}" for rank in range(1, self._case.trainers)}
         found = store.get_all(keys, self._limit)
         offers = {0: mine} | {rank: found[key] for rank, key in enumerate(keys, 1)}
-        base = common_base(offers, delta_messages.LARGEST_SHARE)
-        for rank, coming in comings(offers, {rank: rank for rank in protocol.engine_ranks(self._terms)}, base).items():
+        base = common_base(offers)
+        for rank, coming in comings(offers, protocol.engine_ranks(self._terms), base).items():
             store.put(delta_messages.coming(number, rank), coming)
         store.put(protocol.header(number), Header(self._version, _CHANNEL, base=base))
         return base

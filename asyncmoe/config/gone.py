@@ -61,6 +61,9 @@ VALUES: Mapping[tuple[str, str], str] = {
 }
 """(Key, removed value of it) -> what to do instead."""
 
+TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}}
+"""What the section `task` had besides: journals have a digest of all of it."""
+
 _CITED = "nothing: no page cites it"
 COMMANDS: Mapping[str, str] = {
     "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",

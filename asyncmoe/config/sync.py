@@ -59,7 +59,7 @@ class SyncSection(Section):
     verify_every: NonNegative = Field(
         50,
         description="Compare checksums of the engines' and the trainer's weights at the first update and every n updates after it; an "
-        "engine that differs is fenced. Trainer rank 0 then gathers the whole model in its host's memory, and engines pause until they "
-        "have computed theirs. Adapters are not compared. 0: never. 1 to find a faulty sync.",
+        "engine that differs is fenced. Each trainer rank hashes a share of an engine's parameters, and engines pause until they have "
+        "computed theirs. Adapters and weights that engines quantise are not compared. 0: never. 1 to find a faulty sync.",
     )
     timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import checkpoints, installed
-from asyncmoe.config import Config
+from asyncmoe.config import Config, gone
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.journal import belonging
 from asyncmoe.journal.belonging import Belonging
@@ -24,8 +24,6 @@ from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
 log = logging.getLogger(__name__)
-_FORMER: Mapping[str, object] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}}
-"""A key that `task` had once, as journals of then have it in their digest of the section."""
 
 
 class Journaling:
@@ -181,7 +179,7 @@ def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dic
     return {
         "run.seed": str(config.run.seed),
         "model": f"{config.model.path.name} {_digest(hf)}",
-        "task": f"{config.task.kind} {_digest({**config.task.model_dump(), **_FORMER})}",
+        "task": f"{config.task.kind} {_digest({**config.task.model_dump(), **gone.TASK})}",
         "rollout.groups_per_step": str(config.rollout.groups_per_step),
         "rollout.group_size": str(config.rollout.group_size),
         "warmup.steps": str(config.warmup.steps),

@@ -17,5 +17,5 @@ A version on its way from the optimizer step to serving, with `sync.method: resh
 
 `asyncmoe.receiver` lists the engine's side of steps 3 to 5. With `sync.method: broadcast`, `broadcast.py` gathers whole tensors to rank 0
 (`gather.py`) and broadcasts them in a process group with the paused engines (`broadcast_group.py`); adapters are published as files
-(`trainer/lora/files.py`).
+(`trainer/lora/files.py`). With `sync.method: disk`, `disk.py` writes them to a directory (`hf_files.py`), from which the engines load them.
 """

@@ -1,6 +1,6 @@
 """The controller's side of weight sync: the coordinator drives all engines through an update, and keeps the ledger of their versions.
 
-A version reaches the engines in one of three ways. By broadcast, while they are paused (`broadcast.py`):
+A version reaches the engines in one of four ways. By broadcast, while they are paused (`broadcast.py`):
 
     WeightsBegin    close the gate; every engine: pause, begin_update
     WeightsBucket   all engines concurrently: load_bucket, while the sender broadcasts
@@ -17,6 +17,10 @@ Shard to shard, while they generate, through the receivers inside them (`reshard
 Adapters, as files that the engine loads (`adapter_files.py`, `asyncmoe.rollout.engines.adapter_slots`):
 
     WeightsAdapter  all engines concurrently: unload the older of the two loaded versions, load this one; no engine pauses
+
+Through a directory, while they are paused (`weight_files.py`):
+
+    WeightsFiles    close the gate; every engine: pause, load_files, compare checksums, set_version, resume; then open the gate
 
 Every version goes to the *roster* (`roster.py`): the engines present when the sender last asked (`EnginesAsk`). When an engine joins or
 leaves, the next roster differs, and the sender forms a new group with its engines.

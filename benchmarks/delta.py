@@ -47,7 +47,7 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
     found: dict[float, list[dict[str, float]]] = {percent: [] for percent in PERCENTS}
     for number in range(rounds + 1):
         memcpy = case.rate(case.copy)
-        digest, full = case.rate(case.receiver.audit), case.rate(case.fill)
+        digest, full = case.rate(lambda: case.receiver.adopt(case.version)), case.rate(case.fill)
         case.receiver.adopt(case.version)
         measured = [case.update(percent, number) for percent in PERCENTS]
         if number == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
-from asyncmoe.models.hf_checkpoint import SINGLE, copy_texts
 from asyncmoe.models.shape import HfConfig, rope
 from asyncmoe.storage import new_directory, writing
 
@@ -57,10 +57,11 @@ def make(dense: Path, out: Path, experts: int = 4, top_k: int = 2, fresh: float 
     if different := tensors.keys() ^ family.hf_layout(values, "float32").storages.keys():
         raise DataError(f"{dense}: tensors", got=f"{min(different)} missing or unknown", expected="those of a Llama without biases")
     with new_directory("mixture", out) as scratch, writing("mixture", out):
-        save_file(tensors, scratch / SINGLE, {"format": "pt"})
+        save_file(tensors, weights := scratch / "model.safetensors", {"format": "pt"})
         (scratch / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-        (scratch / SINGLE).chmod((scratch / "config.json").stat().st_mode)  # safetensors writes for its user alone
-        copy_texts(dense, scratch)
+        weights.chmod((scratch / "config.json").stat().st_mode)  # safetensors writes for its user alone
+        for text in (*dense.glob("*token*"), *dense.glob("*.jinja"), *dense.glob("vocab*"), *dense.glob("merges*")):
+            shutil.copyfile(text, scratch / text.name)
 
 
 def settings(hf: HfConfig, experts: int, top_k: int) -> HfConfig:

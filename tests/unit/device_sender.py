@@ -27,8 +27,9 @@ class OneRank(ReshardPublisher):
     def __init__(self, act: Any) -> None:
         self._model = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda", 1), rank=0, world=1))  # type: ignore[assignment]
         self._config = SimpleNamespace(engines=SimpleNamespace(start_timeout_s=5.0))  # type: ignore[assignment]
-        self._sync = SimpleNamespace(verify_every=0, timeout_s=5.0)  # type: ignore[assignment]
-        self._rank, self._updates, self._side = 0, 0, None
+        self._sync = SimpleNamespace(timeout_s=5.0)  # type: ignore[assignment]
+        self._expected = SimpleNamespace(of_next=lambda: ())  # type: ignore[assignment]
+        self._rank, self._side = 0, None
         self._snapshot = SimpleNamespace(take=lambda: None)  # type: ignore[assignment]
         self._act = act
         self._running, self._tried = None, 0.0

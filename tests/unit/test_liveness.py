@@ -171,7 +171,7 @@ def test_the_others_generate_while_an_engine_does_not_pause(seconds: float) -> N
     hung = seconds > 1.0
     assert [member.fenced is not None for member in pool.members] == [hung, False, False]
     assert [member.version for member in pool.members] == ([0] * 3 if hung else [1] * 3)
-    assert longest < 0.25, "a quarter of the limit of a pause, and not all of it"
+    assert longest < min(seconds, 0.4), "requests do not wait for the late engine, nor for the limit of its pause"
     assert answers > 5
 
 
@@ -231,7 +231,7 @@ def test_requests_go_to_those_that_have_a_version_while_an_engine_does_not_take_
     assert [member.fenced is not None for member in pool.members] == [hung, False, False]
     assert [(member.version, member.waiting) for member in pool.members] == [(0, True) if hung else (1, False), (1, False), (1, False)]
     assert salts == {1}, "no prompt is cached under the version before"
-    assert longest < 0.25, "a quarter of the limit of a pause, and not all of it"
+    assert longest < min(seconds, 0.4), "requests do not wait for the late engine, nor for the limit of its pause"
     assert all(fake(member.engine).wrong == [] for member in pool.members)
     assert all(begin <= end for _, begin, end in busy)
 

@@ -62,7 +62,7 @@ class Saver:
     def __init__(self) -> None:
         self._steps: list[tuple[int, float]] = []
 
-    def save(self, step: int, _: Any) -> None:
+    def save(self, step: int) -> None:
         self._steps.append((step, 0.0))
 
     def saved(self) -> list[tuple[int, float]]:

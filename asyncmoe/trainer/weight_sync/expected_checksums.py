@@ -29,7 +29,7 @@ from asyncmoe.trainer.weight_sync.sources import WeightSources
 
 
 @dataclass(frozen=True)
-class Share:
+class HashedPart:
     """Parameters of one engine rank that one trainer rank hashes.
 
     Attributes:
@@ -95,7 +95,7 @@ class ExpectedChecksums:
         return [layout.storages for layout in self._engine(engine_dtype(self._model.hf, self._config.engines))]
 
     @cached_property
-    def _rounds(self) -> list[tuple[Plan, Share | None]]:
+    def _rounds(self) -> list[tuple[Plan, HashedPart | None]]:
         """The exchanges that assemble an engine's parameters, and this rank's share of each.
 
         They are assembled in the trainer's dtype and cast by PyTorch, so that the checksums do not depend on the casts of
@@ -124,7 +124,7 @@ class ExpectedChecksums:
         return engine_checksums(values, self._mesh.device.type)
 
 
-def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> Iterator[list[Share]]:
+def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> Iterator[list[HashedPart]]:
     """Yield rounds, in which each of `world` trainer ranks, from 0, gets at most one share; every parameter is in one share.
 
     Args:
@@ -137,7 +137,7 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
         shares = []
         for at, (rank, names) in enumerate(groups[first : first + world]):
             pieces = tuple(piece for name in names for piece in of_rank[rank][name])
-            shares.append(Share(rank, RankLayout(at, {name: engine[rank].storages[name] for name in names}, pieces)))
+            shares.append(HashedPart(rank, RankLayout(at, {name: engine[rank].storages[name] for name in names}, pieces)))
         yield shares
 
 

@@ -160,17 +160,17 @@ class Stages:
 
     def _stage(self, name: str, **sizes: int) -> Stage:
         config = settings(self._model, self._folder / f"run-{name}", max_total_tokens=8192, **sizes)
-        rig = self._runner.run(started(config, self._started, self._runner))
+        rig = self._runner.run(started(config, self._runner, self._started))
         return Stage(rig, self._checkpoints, self._folder, self._runner.run(rig.engine.client.checksums(30.0)))
 
     async def stop(self) -> None:
         await asyncio.gather(*(engine.stop() for engine in self._started))
 
 
-async def started(config: Config, into: list[SGLangProcess], runner: asyncio.Runner) -> Rig:
-    """A rig of engines, once they are ready; `into` gets them at once."""
+async def started(config: Config, runner: asyncio.Runner, every: list[SGLangProcess]) -> Rig:
+    """A rig of engines that are ready; they are added to `every`, even if one of them does not get so far."""
     engines = [SGLangProcess(f"engine.{index}", config, index, config.run.dir) for index in range(config.engines.count)]
-    into.extend(engines)
+    every.extend(engines)
     rig = await make(config, engines, runner.run)
     await asyncio.gather(*(engine.wait_ready() for engine in engines))
     rig.coordinator.engines_started()
@@ -180,8 +180,10 @@ async def started(config: Config, into: list[SGLangProcess], runner: asyncio.Run
 @pytest.fixture(scope="module")
 def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
     made = Stages(model, tmp_path_factory.mktemp("direct"), runner)
-    yield made
-    runner.run(made.stop())
+    try:
+        yield made
+    finally:
+        runner.run(made.stop())
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +197,7 @@ def dense(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> I
     first = Oracle(folder / "first")
     config = settings(first.path, folder / "run", max_total_tokens=8192, tp=2, dtype="bfloat16")
 
-    rig = runner.run(started(config, [], runner))
+    rig = runner.run(started(config, runner, []))
     try:
         checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
         yield Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))

@@ -439,33 +439,6 @@ def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stage
     assert len(stage.rig.run(generate(stage)).generation.tokens)
 
 
-def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_version_again(stages: Stages) -> None:
-    stage = stages.pair
-    _, a, b = stage.checkpoints
-    both, twice, after = stage.versions(3)
-    leader = stage.rig.engines[1]._child._process.pid
-    scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
-
-    async def kill_in_the_middle() -> Published:
-        publishing = asyncio.create_task(stage.publish(1, {"tp=1": [(a, both), (b, twice), (a, after)]}, {1: (0, "slow")}))
-        while stage.rig.pool.version < both:
-            await asyncio.sleep(0.01)
-        while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
-            await asyncio.sleep(0.01)
-        os.kill(scheduler, signal.SIGKILL)
-        return await publishing
-
-    found = stage.rig.run(kill_in_the_middle())
-    assert not found.failed, found.failed
-    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
-    assert not any(outcome.get("left_out") for outcome in found.outcomes[0])
-    assert sorted(found.arrived) == [both, twice, after]
-    assert not any(wrong(found.arrived[twice], stage.expected(b)))
-    assert [member.version for member in stage.rig.pool.members] == [after, both]
-    assert [member.engine.name for member in stage.rig.pool.serving] == ["engine.0"]
-    assert not any(wrong(stage.held(), stage.expected(a)))
-
-
 def on_disk(folder: Path) -> dict[str, Any]:
     return {"method": "disk", "directory": str(folder), "verify_every": 1}
 
@@ -521,6 +494,33 @@ def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages
     found = stage.rig.run(stage.publish(1, {"tp=1": [(b, again)]}, sync=on_disk(tmp_path)))
     assert not found.failed, found.failed
     assert not any(wrong(stage.held(), stage.expected(b)))
+
+
+def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_version_again(stages: Stages) -> None:
+    stage = stages.pair
+    _, a, b = stage.checkpoints
+    both, twice, after = stage.versions(3)
+    leader = stage.rig.engines[1]._child._process.pid
+    scheduler = next(pid for pid in in_session(leader) if "scheduler" in command_of(pid))
+
+    async def kill_in_the_middle() -> Published:
+        publishing = asyncio.create_task(stage.publish(1, {"tp=1": [(a, both), (b, twice), (a, after)]}, {1: (0, "slow")}))
+        while stage.rig.pool.version < both:
+            await asyncio.sleep(0.01)
+        while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
+            await asyncio.sleep(0.01)
+        os.kill(scheduler, signal.SIGKILL)
+        return await publishing
+
+    found = stage.rig.run(kill_in_the_middle())
+    assert not found.failed, found.failed
+    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
+    assert not any(outcome.get("left_out") for outcome in found.outcomes[0])
+    assert sorted(found.arrived) == [both, twice, after]
+    assert not any(wrong(found.arrived[twice], stage.expected(b)))
+    assert [member.version for member in stage.rig.pool.members] == [after, both]
+    assert [member.engine.name for member in stage.rig.pool.serving] == ["engine.0"]
+    assert not any(wrong(stage.held(), stage.expected(a)))
 
 
 def test_an_engine_that_reads_the_version_before_is_fenced(stages: Stages, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
         built = gpt.build(load_hf_config(config.model.path), config, mesh.start(config.trainer))
         gpt.load_hf(built, config.model.path)
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = ReshardPublisher(config, built, client, lambda tensors: ())
+            sender = ReshardPublisher(config, built, client)
             for file, version in job["publications"][layout]:
                 canonical.write(built, torch.load(file))
                 outcome = {"layout": layout, "version": version, **publish(sender, version)}

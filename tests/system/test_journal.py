@@ -22,7 +22,7 @@ from asyncmoe.journal.states_file import FILE
 from tests.system.runs import ONE_RANK, Command, logs, marked_pids, metrics, start, wait_for
 
 # By default tests/unit/test_chaos.py resumes a run that ends at seeded moments, with light engines and ranks, and cuts no response by more
-# than a piece; test_controller_restarts loses controller and supervisor of a real run, and `check`s it.
+# than a piece; test_controller_restarts and test_restarts lose controller, supervisor, engine and rank of a real run, and `check` it.
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
 ENDS = ("trainer.max_restarts=0", "run.controller_restarts=0", "engines.orphan_s=5")

@@ -19,8 +19,7 @@ from asyncmoe.telemetry import processes
 from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
 from tests.system.test_journal import SHAPE, WARM, check, passes, trained
 
-# By default SLURM's run loses its trainer, test_nodes one of two engines, and tests/unit/test_chaos.py each in a run of light ones.
-pytestmark = [pytest.mark.system, pytest.mark.thorough]
+pytestmark = pytest.mark.system
 ENGINE = "sglang"
 
 
@@ -43,6 +42,7 @@ def lose(directory: Path, command: Command, role: str, number: signal.Signals) -
     return seconds
 
 
+@pytest.mark.thorough  # a rank that is killed: below
 def test_ranks_that_are_lost_cost_neither_the_engine_nor_a_sample(tmp_path: Path) -> None:
     losses = (("trainer.0", signal.SIGKILL), ("trainer.1", signal.SIGSEGV), ("trainer.1", signal.SIGSTOP))
     draw, at = random.Random(len(losses)), WARM + 2
@@ -91,6 +91,7 @@ def test_a_run_outlives_its_only_engine_and_then_a_rank(tmp_path: Path) -> None:
     assert (summary["trainer_restarts"], summary["rejected_share"]) == (1, 0.0)
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_dies_again_and_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     command = start(directory, *SHAPE, "trainer.max_restarts=2")
@@ -113,6 +114,7 @@ def standing_by(command: Command, directory: Path) -> set[int]:
     return {pid for pid in marked_pids(command.mark, "-u -m asyncmoe.trainer") if pid not in begun}
 
 
+@pytest.mark.thorough
 def test_ranks_that_stand_by_take_the_place_of_lost_ones_and_end_with_the_supervisor(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shape = (*SHAPE, "run.steps=100000", "trainer.checkpoint_every=3", "engines.orphan_s=5", "trainer.standby=true")

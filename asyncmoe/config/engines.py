@@ -104,6 +104,11 @@ class EngineSection(Section):
         return self
 
     @property
+    def quantises(self) -> bool:
+        """True if an engine quantises the weights that it loads, so that it holds others than the checkpoint's."""
+        return any(word.startswith(("--quantization", "--torchao-config")) for word in self.args)
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks of an engine on one of its nodes."""
         return self.tp // self.nodes

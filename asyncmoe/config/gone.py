@@ -19,11 +19,11 @@ class Gone:
 
     Attributes:
         instead: what to do instead, after "expected".
-        idle: values that ask for nothing that is gone.
+        idle: values that ask for nothing that is gone; None: all, because another key does.
     """
 
     instead: str
-    idle: tuple[Any, ...] = ()
+    idle: tuple[Any, ...] | None = ()
 
 
 _MEMORY = "nothing: trajectories stay in the memory of the process that sampled them, and in the journal"
@@ -33,27 +33,27 @@ _ORDER = "nothing: which prompts come next is for a task of your own (examples/r
 
 KEYS: Mapping[str, Gone] = {
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
-    "queue.mooncake.metadata": Gone(_MEMORY, ("P2PHANDSHAKE",)),
-    "queue.mooncake.patience_s": Gone(_MEMORY, (30,)),
-    "queue.mooncake.protocol": Gone(_MEMORY, ("tcp",)),
-    "queue.mooncake.segment_bytes": Gone(_MEMORY, (0,)),
-    "queue.payload_bytes": Gone("nothing: queue.capacity bounds what is queued", (64 << 30,)),
+    "queue.mooncake.metadata": Gone(_MEMORY, None),
+    "queue.mooncake.patience_s": Gone(_MEMORY, None),
+    "queue.mooncake.protocol": Gone(_MEMORY, None),
+    "queue.mooncake.segment_bytes": Gone(_MEMORY, None),
+    "queue.payload_bytes": Gone("nothing: queue.capacity bounds what is queued", None),
     "queue.payloads": Gone(_MEMORY, ("workers",)),
     "queue.redis": Gone(_MEMORY + "; journal.redis keeps the journal in Redis", (None,)),
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
-    "queue.redis_patience_s": Gone(_MEMORY, (30,)),
+    "queue.redis_patience_s": Gone(_MEMORY, None),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
     "sync.relay": Gone("nothing: the trainer sends to every engine", (False, True, "auto", "off")),
     "sync.spot_check_every": Gone(_VERIFY, (0, 50)),
     "sync.staging": Gone("nothing: a whole version is staged where memory allows, else engines pause for it", (True, "auto", "full")),
-    "sync.store.full_every": Gone(_STORE, (20,)),
-    "sync.store.grace_s": Gone(_STORE, (600,)),
-    "sync.store.keep": Gone(_STORE, (2,)),
+    "sync.store.full_every": Gone(_STORE, None),
+    "sync.store.grace_s": Gone(_STORE, None),
+    "sync.store.keep": Gone(_STORE, None),
     "sync.store.url": Gone(_STORE, (None,)),
     "task.curriculum.enabled": Gone(_ORDER, (False,)),
-    "task.curriculum.floor": Gone(_ORDER, (0.1,)),
-    "task.curriculum.memory": Gone(_ORDER, (0.8,)),
-    "task.curriculum.pass_reward": Gone(_ORDER, (1,)),
+    "task.curriculum.floor": Gone(_ORDER, None),
+    "task.curriculum.memory": Gone(_ORDER, None),
+    "task.curriculum.pass_reward": Gone(_ORDER, None),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
 }
 VALUES: Mapping[tuple[str, str], str] = {
@@ -64,16 +64,16 @@ VALUES: Mapping[tuple[str, str], str] = {
 TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}}
 """What the section `task` had besides: journals have a digest of all of it."""
 
-_CITED = "nothing: no page cites it"
+_UNMEASURED = "nothing: it is measured no more"
 COMMANDS: Mapping[str, str] = {
     "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",
-    "bench context": _CITED,
+    "bench context": _UNMEASURED,
     "bench peers": "asyncmoe bench learning --arms dense-trl, which trains next to TRL",
     "bench policies": "asyncmoe simulate",
     "bench queue": "asyncmoe bench batches",
     "bench redis": "asyncmoe bench journal",
-    "bench samples": _CITED,
-    "bench sandbox": _CITED,
+    "bench samples": _UNMEASURED,
+    "bench sandbox": _UNMEASURED,
     "bench segments": "asyncmoe bench journal",
     "bench staging": "asyncmoe plan --config FILE",
     "bench store": "asyncmoe bench sync",
@@ -90,23 +90,27 @@ def take(values: dict[str, Any]) -> dict[tuple[str, ...], tuple[Any, str]]:
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):
         key = ".".join(path)
-        gone = KEYS.get(key)
-        instead = VALUES.get((key, value)) if isinstance(value, str) else None
-        if gone is None and instead is None:
+        gone = KEYS.get(key) or _section(key)
+        if isinstance(value, str) and (key, value) in VALUES:
+            found[path] = value, VALUES[key, value]
+        elif gone is None:
             continue
-        _remove(values, path)
-        if instead is not None:
-            found[path] = value, instead
-        elif gone is not None and not any(value == idle and isinstance(value, bool) == isinstance(idle, bool) for idle in gone.idle):
+        elif gone.idle is not None and not any(value == idle and isinstance(value, bool) == isinstance(idle, bool) for idle in gone.idle):
             found[path] = value, gone.instead
+        _remove(values, path)
     return found
 
 
+def _section(name: str) -> Gone | None:
+    """Return a section of removed keys, which asks for nothing if it is empty; None: it is none."""
+    return next((Gone(one.instead, (None, False, {})) for key, one in KEYS.items() if key.startswith(f"{name}.")), None)
+
+
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of every key that is no section."""
+    """Yield the path and value of every key that is no section, or an empty one."""
     for name, value in values.items():
         path = (*above, str(name))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, path)
         else:
             yield path, value

@@ -51,7 +51,8 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
 
 
 def _removed(source: Source, key: Sequence[str], value: object, instead: str) -> ConfigError:
-    return ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{value}, which was removed", expected=instead)
+    shown = {True: "true", False: "false", None: "null"}.get(value, value) if isinstance(value, bool | None) else value
+    return ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{shown}, which was removed", expected=instead)
 
 
 PLANT_KEYS = ("workload", "groups_per_step", "group_size", "max_staleness")

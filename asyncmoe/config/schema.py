@@ -226,8 +226,8 @@ class Config(Section):
         """Refuse what weights in a directory do not carry."""
         if self.sync.method == "disk" and self.train == "lora":
             raise ValueError("sync.method: got disk, expected reshard or broadcast because train is lora; change it, or set train to full")
-        if self.sync.method == "disk" and any(word.startswith("--quantization") for word in self.engines.args):
-            raise ValueError("sync.method: got disk, expected broadcast because engines.args has --quantization; change one of them")
+        if self.sync.method == "disk" and self.engines.quantises:
+            raise ValueError("sync.method: got disk, expected broadcast because engines.args quantise the weights; change one of them")
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncmoe.config import transports
 from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch
@@ -24,8 +24,9 @@ class SyncSection(Section):
     )
     directory: Path | None = Field(
         None,
-        description="With sync.method disk: where versions are written, on a file system that the trainer and all engines see under the "
-        "same path; null: weights in run.dir. It needs room for two versions in the trainer's dtype.",
+        description="With sync.method disk: the absolute path of a directory on a file system that the trainer and all engines see under "
+        "the same path, in which each run has a folder of its own for its versions; null: weights in run.dir. It needs room for two "
+        "versions in the trainer's dtype. The last one stays.",
     )
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
@@ -63,3 +64,14 @@ class SyncSection(Section):
         "computed theirs. Adapters and weights that engines quantise are not compared. 0: never. 1 to find a faulty sync.",
     )
     timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")
+
+    @model_validator(mode="after")
+    def _check(self) -> SyncSection:
+        if self.directory is not None and self.method != "disk":
+            raise ValueError(
+                f"sync.directory: got {self.directory}, expected nothing because sync.method is {self.method}; leave it out, or set "
+                "sync.method to disk"
+            )
+        if self.directory is not None and not self.directory.is_absolute():
+            raise ValueError(f"sync.directory: got {self.directory}, expected an absolute path, the same on all machines of the run")
+        return self

@@ -72,7 +72,7 @@ def check(config: Config) -> Survey:
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
     """
-    check_place(config.run.dir)
+    _check_places(config)
     transports.check_entries()
     loggers.check(config.telemetry)
     if config.telemetry.tensorboard == "on":
@@ -201,15 +201,21 @@ def resolved(config: Config) -> Path:
     return config.run.dir / "config.yaml"
 
 
-def check_place(directory: Path) -> None:
-    """Refuse a run directory that cannot be made or written to; the folder that is made to try it is removed.
+def _check_places(config: Config) -> None:
+    check_place(config.run.dir)
+    if config.sync.directory is not None:
+        check_place(config.sync.directory, "sync.directory")
+
+
+def check_place(directory: Path, key: str = "run.dir") -> None:
+    """Refuse a directory, which a key names, that cannot be made or written to; the folder that is made to try it is removed.
 
     Raises:
         ConfigError: it cannot be made, as below /proc, or below a link that leads nowhere.
         StorageError: see `asyncmoe.storage.writing`; a file is among its parts, or it is not for this user to write.
     """
-    if barren := storage.try_place("run directory", directory):
-        raise ConfigError("run.dir", got=f"{directory}, and {barren}", expected="a directory that can be written to")
+    if barren := storage.try_place("run directory" if key == "run.dir" else key, directory):
+        raise ConfigError(key, got=f"{directory}, and {barren}", expected="a directory that can be written to")
 
 
 def claim(directory: Path) -> IO[str]:

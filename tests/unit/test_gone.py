@@ -61,6 +61,19 @@ def test_all_that_an_older_configuration_asks_for_is_answered_at_once(tmp_path: 
     assert gone.LAST in str(caught.value)
 
 
+def test_sections_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
+    idle = {"sync": {"store": {}}, "queue": {"mooncake": None, "redis_patience_s": 60}}
+    assert configuration.load(written(tmp_path, idle)) == configuration.parse(NEEDED)
+    with pytest.raises(ConfigError, match=r"sync\.store: got /x, which was removed"):
+        configuration.load(written(tmp_path, {"sync": {"store": "/x"}}))
+
+
+def test_a_directory_of_versions_is_absolute_and_only_for_disk() -> None:
+    for sync in ({"directory": "/shared"}, *({"method": "disk", "directory": one} for one in ("", "w", "~/w", "s3://bucket/w"))):
+        with pytest.raises(ConfigError, match=r"sync\.directory: got"):
+            configuration.parse(NEEDED | {"sync": sync})
+
+
 def test_what_starts_nothing_reads_it_all_the_same(tmp_path: Path) -> None:
     written(tmp_path, {"run": {"dir": str(tmp_path), "steps": 1}, "sync": {"method": "store", "store": {"url": "/x"}}})
     assert configuration.of_run(tmp_path).sync.method == "reshard"

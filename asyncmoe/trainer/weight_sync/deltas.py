@@ -157,7 +157,7 @@ def unsupported(config: Config) -> str:
     if config.sync.delta == "off":
         return ""
     reasons = {
-        f"sync.method is {config.sync.method}": config.sync.method == "broadcast",
+        f"sync.method is {config.sync.method}": config.sync.method != "reshard",
         "adapters are sent whole": config.adapter is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -6,6 +6,7 @@ engine pause, load it with SGLang's own loader, and go on. The version before st
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from pathlib import Path
@@ -23,6 +24,14 @@ from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, unfinished, write
 from asyncmoe.trainer.weight_sync.publisher import AtOnce, Checksums, Published
 
 
+def folder_of(config: Config) -> Path:
+    """Return where a run writes its versions: a folder of its own, of which it may delete everything."""
+    run = config.run.dir.absolute()
+    if config.sync.directory is None:
+        return run / "weights"
+    return config.sync.directory / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}"
+
+
 class DiskPublisher(AtOnce):
     """See `AtOnce`.
 
@@ -33,7 +42,7 @@ class DiskPublisher(AtOnce):
     def __init__(self, config: Config, model: Model, client: Client) -> None:
         super().__init__()
         self._config, self._sync, self._model, self._client = config, config.sync, model, client
-        self._folder = (config.sync.directory or config.run.dir / "weights").absolute()
+        self._folder = folder_of(config)
         self._gatherer = Gatherer(model, SHARD_BYTES, config.sync.timeout_s)
         self._expected = ExpectedChecksums(config, model)
 

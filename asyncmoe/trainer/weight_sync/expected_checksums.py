@@ -49,7 +49,7 @@ class ExpectedChecksums:
 
     def __init__(self, config: Config, model: Model) -> None:
         self._config, self._model, self._mesh = config, model, model.mesh
-        unknown = model.adapter is not None or any(word.startswith("--quantization") for word in config.engines.args)
+        unknown = model.adapter is not None or config.engines.quantises
         self._every = 0 if unknown else config.sync.verify_every
         self._versions = 0
 

@@ -167,7 +167,10 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     columns = {"trainer": found.trainer, "engine": found.engine}
     if found.shared:
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
-    render_plan.show(forecast, console, config.trainer.cp)
+    if config.sync.method == "reshard":
+        render_plan.show(forecast, console, config.trainer.cp)
+    else:
+        render_plan.show_whole(forecast, config.sync.method, console)
     render_plan.show_memory(columns, found.gpu_gb, console)
     size = config.engines
     spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""

@@ -35,6 +35,16 @@ def show(found: Forecast, console: Console, cp: int) -> None:
     console.print("Times are those of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
 
 
+def show_whole(found: Forecast, method: str, console: Console) -> None:
+    """Print what an update of a method that moves the whole model, not shards, carries: `broadcast` or `disk`."""
+    size = _size(found.model_bytes)
+    moved = {
+        "broadcast": f"sends all {size} to every engine rank",
+        "disk": f"writes {size} to sync.directory; every engine reads all of it",
+    }
+    console.print(f"{found.model}: {size} of {found.dtype}\nsync.method={method}: an update {moved[method]}", highlight=False)
+
+
 def _title(found: Forecast, cp: int) -> str:
     sizes = {**vars(found.trainer), "dp": found.trainer.dp // cp}
     trainer = _sizes(sizes, MegatronParallel(), {name: field for field, name in TRAINER.items()}, ("tp", "pp", "ep", "etp", "dp"))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, Decay, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
+from asyncmoe.config.fields import FINITE, NUMBER, Decay, NonNegative, Positive, Seconds, Section, Share
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Balance = Literal["least_loaded", "prefix_affine"]
@@ -19,19 +19,19 @@ class RolloutSection(Section):
     groups_per_step: Positive = Field(16, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
     group_size: Positive = Field(8, description="Responses to each prompt, whose rewards are compared with each other; at least 2.")
     max_new_tokens: Positive = Field(16, description="Maximum tokens of a response. Raise it if responses are cut off before their answer.")
-    temperature: PositiveFloat = Field(
+    temperature: Annotated[float, Field(ge=1e-6), FINITE, NUMBER] = Field(
         1.0,
         description="Sampling temperature: engine and trainer divide the logits by it. Raise it if the responses to a prompt all get the "
-        "same reward.",
+        "same reward. Below 1e-6 engines take the most probable token and record its log-probability at temperature 1.",
     )
     top_p: Share = Field(
         1.0,
         description="Sample only from the fewest tokens whose probabilities add up to this; 1: from all. "
         "Below 1 it needs top_k, or keep.sampling_mask off.",
     )
-    top_k: Positive | None = Field(
+    top_k: Annotated[int, Field(ge=2), NUMBER] | None = Field(
         None,
-        description="Sample only from this many most probable tokens; null: from all. "
+        description="Sample only from this many most probable tokens, not from 1, which leaves nothing to learn; null: from all. "
         "Needed if top_p or min_p exclude tokens, at most 4096, unless keep.sampling_mask is off.",
     )
     min_p: Decay = Field(

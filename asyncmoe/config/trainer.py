@@ -21,18 +21,24 @@ class OptimizerSection(Section):
     lr: PositiveFloat = Field(
         1e-6, description="Learning rate after warmup_steps. The default suits large models; tiny ones need about 1e-3."
     )
-    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the last step, if it decays.")
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate that it decays to, reached after the last step.")
     warmup_steps: NonNegative = Field(0, description="Steps over which the learning rate rises linearly to lr.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay from lr to min_lr; constant: none.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's decay rates of the mean gradient and of the mean squared gradient.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's weight decay, multiplied by the learning rate.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's weight decay, multiplied by the learning rate. Norms do not decay.")
     clip_grad: PositiveFloat = Field(1.0, description="Clip the gradient to this norm.")
     distributed: bool | None = Field(
         None,
         description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer), to save memory. null: shard "
         "if there are several such ranks. A run may resume with another setting.",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerSection:
+        if self.decay != "constant" and self.min_lr > self.lr:
+            raise ValueError(f"trainer.optimizer.min_lr: got {self.min_lr:g}, expected at most lr = {self.lr:g}; lower it")
+        return self
 
 
 class MegatronSection(Section):

@@ -119,6 +119,7 @@ class Learner:
             Disagreement: engine and trainer differ by more than `verify` allows; nothing was trained.
             AnomalyFound: a rule of `verify.anomalies` stops the run; no further update was made.
         """
+        self._mesh.seed(self._config.run.seed, step)
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
         wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
         with mark("fetch"):

@@ -37,7 +37,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402
 from asyncmoe.trainer.model import optimizer as optimizers  # noqa: E402
 from asyncmoe.trainer.model import output_head  # noqa: E402
-from asyncmoe.trainer.model.optimizer import set_lr  # noqa: E402
+from asyncmoe.trainer.model.optimizer import set_rates  # noqa: E402
 from asyncmoe.trainer.model.output_head import OutputHead  # noqa: E402
 from asyncmoe.trainer.model.replay import Replay  # noqa: E402
 
@@ -101,7 +101,7 @@ def train_step(
         InvariantBroken: a plug-in's value is not finite, or a token was sampled by a version that does not exist yet. Raised on every
             rank, before any parameter changes, like the errors of `guard`.
     """
-    set_lr(optimizer, lr)
+    set_rates(optimizer, lr)
     for chunk in model.ddp:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

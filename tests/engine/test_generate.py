@@ -29,9 +29,12 @@ from tests.prompts import arithmetic
 pytestmark = pytest.mark.engine
 
 
-def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(("temperature", "top_k", "most"), [(0.7, None, 48), (1e-6, None, 4), (0.7, 2, 4)])  # the least of a run's
+def test_log_probabilities_are_those_of_transformers(
+    rig: Rig, model: Path, tokenizer: Tokenizer, temperature: float, top_k: int | None, most: int
+) -> None:
     task, oracle = arithmetic(tokenizer, ("+",), 3, seed=1), Oracle(model)
-    sampling = Sampling(0.7, 48, (tokenizer.eos,))
+    sampling = Sampling(temperature, most, (tokenizer.eos,), top_k=top_k)
     scorer = Exact()
 
     stage = RolloutContext(rig.pool, sampling, tokenizer, scorer)
@@ -44,7 +47,7 @@ def test_log_probabilities_are_those_of_transformers(rig: Rig, model: Path, toke
         prompt = record.tokens[~record.loss_mask].tolist()
         response = record.tokens[record.loss_mask].tolist()
         assert task.prompt(record.group).tokens == tuple(prompt)
-        expected = oracle.logprobs(prompt, response, 0.7)
+        expected = oracle.logprobs(prompt, response, temperature)
         assert largest_difference(record.logprobs[record.loss_mask].tolist(), expected) < 1e-4
         assert record.is_pure
         assert set(record.seconds) == {"generate", "score"}

@@ -131,7 +131,10 @@ def configuration(path: Path, sizes: dict[str, int]) -> Config:
 
 
 def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
-    """What every step gave, and the weights at the end; and of the rank that has the controller, which fetches were ahead."""
+    """What every step gave, with a digest of what the rank draws from, and the weights at the end; and of the rank that has the controller,
+    which fetches were ahead."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     if mesh.groups.is_initialized():
         leave()
     place = mesh.start(config.trainer)
@@ -156,7 +159,8 @@ def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
         dist.barrier()
         leased = batch_client.lease(client, config, number, "rl", lambda: None)
         learned = learner.learn(leased, "rl", number, lambda: None)
-        steps.append([repr(learned.updates), [item.key for item in leased.items]])
+        drawn = hashlib.sha256(get_cuda_rng_tracker().get_states()["model-parallel-rng"].numpy().tobytes()).hexdigest()
+        steps.append([repr(learned.updates), [item.key for item in leased.items], drawn])
         if learner._ahead is not None and learner._ahead._last is not None:
             wait([learner._ahead._last], 60)
         dist.barrier()

@@ -19,6 +19,7 @@ LR = 1e-3
 EPS = 1e-6
 BIAS_RATE = 0.01
 CLIP_GRAD = 0.5
+WEIGHT_DECAY = 0.5
 VOCAB = 96
 LENGTHS = (5, 17, 9, 12, 4, 21, 30)
 PROMPTS = (2, 6, 3, 5, 1, 4, 10)
@@ -122,7 +123,8 @@ def trajectories(behaviour: Sequence[np.ndarray]) -> dict[int, Trajectory]:
 
 def config(path: Path, **trainer: Any) -> Config:
     """The configuration of a trainer; `optimizer` in `trainer` is merged into the case's own, which has whole gradients on every rank."""
-    adam = {"lr": LR, "eps": EPS, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD, "distributed": False} | trainer.pop("optimizer", {})
+    adam = {"lr": LR, "eps": EPS, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY, "distributed": False}
+    adam |= trainer.pop("optimizer", {})
     return parse(
         {
             "run": {"dir": str(path / "run"), "steps": STEPS},

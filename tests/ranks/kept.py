@@ -24,9 +24,10 @@ from asyncmoe.telemetry.samples.records import digest_of
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.model import collectives, gpt, mesh, optimizer
+from asyncmoe.trainer.model.balance import Balance
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.samples import BatchSamples
-from asyncmoe.trajectory import Trajectory, decode
+from asyncmoe.trajectory import Trajectory, decode, decode_routes
 from tests.ranks import case, parity
 from tests.ranks.leaving import leave
 
@@ -102,6 +103,7 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
         "sampled_logprobs": max(float(np.abs(one["logprobs"] - ends(wanted[i][chosen[i]])).max()) for i, one in samples.items()),
         "sampled_mismatch": max(float(np.abs(one["mismatch"] - ends(differ[i][chosen[i]])).max()) for i, one in samples.items()),
         "sampled_digests": float(sum(one["digest"] != digest_of(known[i].tokens, known[i].logprobs) for i, one in samples.items())),
+        "biases": balanced(built, adam, batches, known, replay, place) if built.config.moe_router_enable_expert_bias else 0.0,
     }
 
 
@@ -119,6 +121,23 @@ def sampled(
         values = flat[block.start + 1 : block.end].reshape(-1, block.count)
         found[i] = {"logprobs": values[0], "mismatch": values[-1], "digest": int(flat[block.start])}
     return found
+
+
+def balanced(
+    built: gpt.Model, adam: Any, batches: list[batch.MicroBatch], known: dict[int, Trajectory], replay: Replay, place: mesh.Mesh
+) -> float:
+    """How far a step moves selection biases from where all recorded experts, and no others, would."""
+    routers = parity.routers(built)
+    before = [router.expert_bias.clone() for _, router in routers]
+    balance = Balance(built.chunks, replay.routing.all_layers, case.BIAS_RATE, (place.tp_rank, place.tp))
+    step.train_step(replace(built, balance=balance), adam, batches, losses.SupervisedLoss(), lr=0.0, replay=replay)
+    errors = [0.0]
+    for (layer, router), old in zip(routers, before, strict=True):
+        chosen = [decode_routes(t.routes, t.key)[t.routes.layers.index(layer)].ravel() for t in known.values() if t.routes is not None]
+        tokens = np.bincount(np.concatenate(chosen), minlength=len(old))
+        wanted = old + torch.from_numpy(case.BIAS_RATE * np.sign(tokens.mean() - tokens))
+        errors.append(float((router.expert_bias - wanted).abs().max()))
+    return max(errors)
 
 
 def ends(values: np.ndarray) -> np.ndarray:

@@ -157,7 +157,11 @@ def _save_gradients(model: Any, path: Path) -> None:
 
 
 def _train(model: Any, loss_of: Callable[[], torch.Tensor]) -> list[dict[str, float]]:
-    adam = torch.optim.AdamW(model.parameters(), lr=case.LR, betas=(0.9, 0.95), eps=case.EPS, weight_decay=0.0)
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices], "weight_decay": case.WEIGHT_DECAY * matrices}
+        for matrices in (True, False)  # norms do not decay
+    ]
+    adam = torch.optim.AdamW(groups, lr=case.LR, betas=(0.9, 0.95), eps=case.EPS)
     seen = []
     for _ in range(case.STEPS):
         model.zero_grad()

@@ -26,5 +26,6 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_fetching_ahead(tmp_path: 
         assert ahead["steps"] == without["steps"]
         assert ahead["weights"] == without["weights"]
         assert len({str(step) for step in ahead["steps"]}) == 4
-    keys = [key for _, batch in ahead["steps"] for key in batch]
+    keys = [key for _, batch, _ in ahead["steps"] for key in batch]
+    assert len({drawn for rank in found for _, _, drawn in rank[layout][1]["steps"]}) == 2 * 4  # no rank or step draws as another does
     assert sorted(keys) == sorted(f"g{group}.e{episode}" for group in range(12) for episode in range(2))

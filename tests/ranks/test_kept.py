@@ -72,6 +72,7 @@ def check(errors: dict[str, Any]) -> None:
     assert errors["differ"] < 1e-9
     assert errors["sampled_logprobs"] < 1e-4
     assert errors["sampled_mismatch"] == errors["sampled_digests"] == 0
+    assert errors["biases"] < 1e-6
     assert errors["unkept_logprobs"] > 0.01  # the same forward pass with the router's own choice
 
 

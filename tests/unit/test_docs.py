@@ -83,7 +83,7 @@ def test_bounds_are_in_words() -> None:
     assert words["run.steps"] == "whole number, at least 1"
     assert words["engines.port"] == "whole number, at least 0 and at most 65535"
     assert words["rollout.top_p"] == "number, above 0 and at most 1"
-    assert words["rollout.top_k"] == "whole number, at least 1, or `null`"
+    assert words["rollout.top_k"] == "whole number, at least 2, or `null`"
     assert words["objective.correction.veto"] == "list of 2: number, at least 0; number, above 0, or `null`"
     assert words["task.operations"] == "list of: one of `+`, `-`, `*`"
 

@@ -40,9 +40,10 @@ class Balance:
 
     @contextmanager
     def counting(self, batch: MicroBatch) -> Iterator[None]:
-        """Count the experts of a training micro-batch during its forward pass. Experts of padding do not count, and recomputation in the
-        backward pass does not count again."""
-        self._real = (batch.segments >= 0).chunk(self._parts)[self._part]
+        """Count the experts of a training micro-batch during its forward pass. Experts of padding do not count, nor those made up for a
+        token without recorded ones (`Experts.known`), and recomputation in the backward pass does not count again."""
+        real = batch.segments >= 0 if batch.experts is None else batch.experts.known
+        self._real = real.chunk(self._parts)[self._part]
         yield
         self._real = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,6 +90,16 @@ class Mesh:
         """The ranks of this stage that train on the same trajectories: tensor- and context-parallel ones."""
         group: dist.ProcessGroup = groups.get_tensor_and_context_parallel_group()
         return group
+
+    def seed(self, run: int, step: int) -> None:
+        """Seed what this rank draws in a step, such as dropout masks: other numbers on every rank and in every step, and the same again if
+        the step is trained again after a restart. So no checkpoint holds the state of a generator.
+
+        Args:
+            run: `run.seed`.
+        """
+        digest = hashlib.sha256(f"{run}:{step}:{self.rank}".encode()).digest()
+        model_parallel_cuda_manual_seed(int.from_bytes(digest[:7], "little"))  # 7 bytes: Megatron adds to it
 
     def parallel(self, te: bool) -> MegatronParallel:
         """Return the parallel sizes for `asyncmoe.models`, to which context-parallel ranks are data-parallel ones: they hold the same

@@ -59,10 +59,13 @@ def fuse(optimizer: MegatronOptimizer) -> None:
     adam.fuse(one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
-    """Set the learning rate of all parameters from the next step on."""
+def set_rates(optimizer: MegatronOptimizer, lr: float) -> None:
+    """Set the learning rate of all parameters from the next step on, and the weight decay, which is 0 for norms and biases.
+
+    Megatron's `OptimizerParamScheduler` does so before each step: the optimizer marks groups (`wd_mult`), but decays all of them alike.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"], group["weight_decay"] = lr, optimizer.config.weight_decay * group["wd_mult"]
 
 
 def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple[float, bool]:

@@ -31,6 +31,7 @@ from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import collectives, optimizer
 from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.model.mesh import reseed
 from asyncmoe.trainer.model.reference import reference
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
@@ -119,6 +120,7 @@ class Learner:
             Disagreement: engine and trainer differ by more than `verify` allows; nothing was trained.
             AnomalyFound: a rule of `verify.anomalies` stops the run; no further update was made.
         """
+        reseed(self._config.run.seed, step)
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
         wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
         with mark("fetch"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -163,6 +165,16 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         cp_rank=groups.get_context_parallel_rank(),
         row_block=gpu_settings.ROWS if trainer.precision == "fp8" else 1,
     )
+
+
+def reseed(seed: int, step: int) -> None:
+    """Seed every generator anew for a step, by the run's seed and the number of the step: dropout, and what a user's objective draws. So a
+    resumed run draws what one that was not interrupted does, in any layout, and no checkpoint needs a generator's state."""
+    drawn = random.Random(f"{seed} step {step}").getrandbits(32)
+    random.seed(drawn)
+    np.random.seed(drawn)
+    torch.manual_seed(drawn)
+    model_parallel_cuda_manual_seed(drawn)
 
 
 def stop() -> None:

@@ -61,8 +61,8 @@ def check(config: Config, newest: Path | None) -> None:
         ConfigError: names the key.
         DataError: see `origin_of`.
     """
-    since, facts = ("the run", {"step": 0}) if newest is None else (newest.name, checkpoints.facts(newest))
-    step, then, now = facts["step"], facts.get("origin") or read(config.run.dir), origin_of(config)
+    facts: dict[str, Any] = {"step": 0, "origin": read(config.run.dir)} if newest is None else checkpoints.facts(newest)
+    since, step, then, now = newest.name if newest else "the run", facts["step"], facts.get("origin", {}), origin_of(config)
     if config.adapter is None and not config.objective.kl.coefficient:
         now[_WEIGHTS] = then.get(_WEIGHTS, "")  # all weights are in the checkpoint
     for key in sorted(then.keys() | now.keys()) if then else ():

@@ -55,7 +55,7 @@ def export(config: Config, step: int, out: Path, form: str = "weights", dtype: s
         gpt.load_hf(built, config.model.path)
         lost = merge(built.chunks)
         if place.rank == 0 and lost > 0.01:
-            print(f"{WARNING}{built.dtype} rounds away {lost:.0%} of the adapter; --dtype float32 keeps all, so does --adapter", flush=True)
+            print(f"{WARNING}merging rounds away {lost:.0%} of the adapter; --dtype float32 keeps all of it, so does --adapter", flush=True)
     gatherer = Gatherer(built, SHARD_BYTES, config.trainer.timeout_s, adapter=form == "adapter", quantised=form == "float8")
     try:
         with storage.writing("exported model", out):

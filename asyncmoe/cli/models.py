@@ -38,10 +38,7 @@ def export(
     float8: Annotated[
         bool, typer.Option("--float8", help="For a float8 model: write float8; otherwise weights are in the trainer's dtype.")
     ] = False,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Dtype to write; default: the trainer's. Merging an adapter into bfloat16 may round much of it away."),
-    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Dtype to write; default: the trainer's.")] = None,
     step: Annotated[
         int | None, typer.Option(min=0, help="Step of the checkpoint, as `asyncmoe checkpoints RUN` lists; default: newest.")
     ] = None,

@@ -48,8 +48,7 @@ def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -
 def absolute(config: Config) -> Config:
     """Return the configuration with absolute paths, so that it means the same in every directory. What a source of rows or a model has in
     place of a path that exists, an id on the Hugging Face hub, stays."""
-    found: Config = _each_path(config, lambda key, path: path if key == "path" and not path.exists() else path.absolute())
-    return found
+    return Config.model_validate(_each_path(config, lambda key, path: path if key == "path" and not path.exists() else path.absolute()))
 
 
 def check_place(file: Path, overrides: Sequence[str]) -> None:

@@ -16,7 +16,6 @@ _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tikto
 _TOKENIZER = (*_VOCABULARIES, "tokenizer*", "*.vocab", "merges.txt", "bpe.codes", "added_tokens.json", "special_tokens_map.json")
 _TEXTS = (*_TOKENIZER, "chat_template*", "additional_chat_templates/*", "generation_config.json", "*processor_config.json", "*.py")
 """What belongs to a model besides config.json and weights, whatever the weights: tokenizer, chat templates, code."""
-_TERMS = ("LICEN[CS]E*", "NOTICE*", "USE_POLICY*")
 
 
 def texts(model: Path, patterns: Sequence[str] = (CONFIG, *_TEXTS)) -> list[Path]:
@@ -26,7 +25,7 @@ def texts(model: Path, patterns: Sequence[str] = (CONFIG, *_TEXTS)) -> list[Path
 
 def copy_texts(model: Path, folder: Path) -> None:
     """Copy tokenizer, chat templates and licence. Nothing else: other weights, model cards and results are of the old ones."""
-    for path in texts(model, (*_TEXTS, *_TERMS)):
+    for path in texts(model, (*_TEXTS, "LICEN[CS]E*", "NOTICE*", "USE_POLICY*")):
         copy = folder / path.relative_to(model)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)

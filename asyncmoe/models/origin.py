@@ -22,7 +22,8 @@ from asyncmoe.models.hub import is_id
 FILE = "origin.json"
 _WEIGHTS = "model.path weights"
 _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns", "overlap"}
-"""Keys of a set that decide on its questions, and so on those that are held out from training; files are compared by their content."""
+_ASKED: dict[str, Any] = {"prompts": True, "overlap": True, "sets": {"__all__": _OF_SET}}
+"""Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
 _WHOLE_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 4096, 4096
 
@@ -38,8 +39,7 @@ def origin_of(config: Config) -> dict[str, str]:
     dumped = config.task.model_dump(mode="json", exclude_defaults=True, exclude={"path": True, "sources": {"__all__": {"path"}}})
     found |= {f"task.{key}": value for key, value in dumped.items()}
     if evaluation.every and (config.task.kind != "arithmetic" or evaluation.path or evaluation.sets):
-        asked: dict[str, Any] = {"prompts": True, "overlap": True, "sets": {"__all__": _OF_SET}}
-        dumped = evaluation.model_dump(mode="json", exclude_defaults=True, include=asked)
+        dumped = evaluation.model_dump(mode="json", exclude_defaults=True, include=_ASKED)
         found |= {f"evaluation.{key}": value for key, value in dumped.items()} | {"evaluation.every": "above 0"}
     files = {f"model.path {path.relative_to(model)}": [path] for path in texts(model)}
     files[_WEIGHTS] = sorted(model.glob("*.safetensors"))
@@ -71,6 +71,14 @@ def check(config: Config, newest: Path | None) -> None:
             on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
             hint = f"set it back, or {on if questions else 'choose another run.dir'}"
             raise ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
+
+
+def check_weights(config: Config, checkpoint: Path) -> None:
+    """Refuse to merge a checkpoint's adapter into other weights than it was trained on. Raises ConfigError, DataError."""
+    told = checkpoints.facts(checkpoint).get("origin", {}).get(_WEIGHTS)
+    found = _digest(_WEIGHTS, sorted(config.model.path.glob("*.safetensors")))
+    if told not in (None, found):
+        raise ConfigError(_WEIGHTS, got=found, expected=f"{told}, as {checkpoint.name} has it", hint="the adapter belongs to those")
 
 
 def read(run_dir: Path) -> dict[str, str]:

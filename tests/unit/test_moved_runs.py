@@ -15,7 +15,7 @@ from asyncmoe.checkpoints import intact, overview
 from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import export
-from asyncmoe.models import resume
+from asyncmoe.models import origin, resume
 from tests.unit.test_checkpoints import flip, saved
 
 
@@ -124,6 +124,19 @@ def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path)
     with pytest.raises(DataError, match=r"damaged checkpoint: common.pt has other content .*; --step 3 takes the checkpoint before"):
         export.export(run, tmp_path / "out")
     assert intact.fault(run / "checkpoints/step-00000003") is None
+
+
+def test_an_adapter_is_merged_into_the_weights_it_was_trained_on_only(tmp_path: Path) -> None:
+    config = written(tmp_path / "a", train="lora")
+    (tmp_path / "a" / "model").mkdir()
+    (tmp_path / "a" / "model" / "model.safetensors").write_text("one")
+    checkpoint = saved(tmp_path / "a", 3)
+    (checkpoint / "asyncmoe.json").write_text(json.dumps({"step": 3, "origin": origin.origin_of(config)}))
+    (checkpoint / "manifest.json").unlink()
+    origin.check_weights(config, checkpoint)
+    (tmp_path / "a" / "model" / "model.safetensors").write_text("two")
+    with pytest.raises(ConfigError, match=r"model.path weights: got 3 bytes .*, expected 3 bytes .*, as step-00000003 has it"):
+        export.export(tmp_path / "a", tmp_path / "out")
 
 
 QWEN: dict[str, Any] = {

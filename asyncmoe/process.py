@@ -23,7 +23,7 @@ from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.logs import BoundedLog, LogBounds
 from asyncmoe.storage import writing
 
-ERROR_PREFIX = "error: "
+ERROR_PREFIX, WARNING = "error: ", "warning: "
 KILLED = "a rank was ended by"
 """Prefix of the failure reason if a signal ended one of torchrun's ranks."""
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}

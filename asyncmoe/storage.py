@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -144,7 +145,6 @@ def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator
         with _deleted_by(signals, scratch):
             yield scratch
         with writing(what, out):
-            scratch.chmod(0o755)
             os.rename(scratch, out)  # fails if another process created `out` first
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -183,7 +183,8 @@ def _scratch(out: Path) -> tuple[Path, int]:
     try:
         if _locked(parent, fcntl.LOCK_EX):
             _delete_left([path for path in out.parent.iterdir() if path.name.startswith(front) and path.is_dir()])
-        scratch = Path(tempfile.mkdtemp(prefix=front, dir=out.parent))
+        scratch = out.parent / f"{front}{secrets.token_hex(8)}"
+        scratch.mkdir()  # unlike `mkdtemp`, with the mode that the user's umask says
         held = os.open(scratch, os.O_RDONLY)
         _locked(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
@@ -228,6 +229,12 @@ def make_private(directory: Path) -> None:
         OSError: it cannot be made.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def share(folder: Path, like: str) -> None:
+    """Give files of tensors, which safetensors writes for its user alone, the mode of another file in their folder."""
+    for path in folder.glob("*.safetensors"):
+        path.chmod((folder / like).stat().st_mode)
 
 
 def probe(directory: Path) -> OSError | None:

@@ -79,7 +79,7 @@ def _refused_value(error: Any) -> tuple[str, str]:
         return error.message.rstrip("."), "another value"
     from asyncmoe.config import refusals  # imports pydantic, which takes a second
 
-    return repr(found[0]["input"]), refusals.wanted(found[0])
+    return repr(found[0]["input"]), refusals.wanted(found[0]).rpartition(" is not ")[2].rstrip(".")
 
 
 def _unknown_option(error: Any, at: str) -> UserError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,6 +38,7 @@ def export(
     float8: Annotated[
         bool, typer.Option("--float8", help="For a float8 model: write float8; otherwise weights are in the trainer's dtype.")
     ] = False,
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Dtype to write; default: the trainer's.")] = None,
     step: Annotated[
         int | None, typer.Option(min=0, help="Step of the checkpoint, as `asyncmoe checkpoints RUN` lists; default: newest.")
     ] = None,
@@ -50,7 +51,7 @@ def export(
 
     if adapter and float8:
         raise UserError("asyncmoe export", got="--adapter and --float8", expected="one of them; an adapter is not in float8")
-    launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights", step=step)
+    launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights", step=step, dtype=dtype)
 
 
 def import_checkpoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,14 @@ def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -
         raise UserError("RUN", got=f"{run_dir}, which has no {FILE}", expected="the directory of a run")
     former = load_as(Config, file, idle=True).run.dir
     config = load_as(Config, file, overrides, idle=idle)
-    moved: Config = _moved(config, former, run_dir)
+    moved: Config = _each_path(config, lambda _, path: run_dir / path.relative_to(former) if path.is_relative_to(former) else path)
     return config if _names_dir(overrides) else moved
+
+
+def absolute(config: Config) -> Config:
+    """Return the configuration with absolute paths, so that it means the same in every directory. What a source of rows or a model has in
+    place of a path that exists, an id on the Hugging Face hub, stays."""
+    return Config.model_validate(_each_path(config, lambda key, path: path if key == "path" and not path.exists() else path.absolute()))
 
 
 def check_place(file: Path, overrides: Sequence[str]) -> None:
@@ -64,16 +70,16 @@ def _names_dir(overrides: Sequence[str]) -> bool:
     return any(override.startswith("run.dir=") for override in overrides)
 
 
-def _moved(value: Any, former: Path, now: Path) -> Any:
-    """Return a value of the configuration with `now` in place of `former` at the beginning of every path in it."""
+def _each_path(value: Any, change: Callable[[str, Path], Path], key: str = "") -> Any:
+    """Return a value of the configuration with every path in it changed. `change` is told the last part of its key, too."""
     if isinstance(value, Path):
-        return now / value.relative_to(former) if value.is_relative_to(former) else value
+        return change(key, value)
     if isinstance(value, BaseModel):
         parts = {name: getattr(value, name) for name in type(value).model_fields}
-        changed = {name: new for name, part in parts.items() if (new := _moved(part, former, now)) != part}
+        changed = {name: new for name, part in parts.items() if (new := _each_path(part, change, name)) != part}
         return value.model_copy(update=changed) if changed else value
     if isinstance(value, Mapping):
-        return {key: _moved(part, former, now) for key, part in value.items()}
+        return {name: _each_path(part, change, name) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_moved(part, former, now) for part in value)
+        return type(value)(_each_path(part, change, key) for part in value)
     return value

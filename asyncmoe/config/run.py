@@ -26,6 +26,7 @@ class RunSection(Section):
     )
     seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
     resume: bool = Field(True, description="Resume from the newest checkpoint in `dir`; if false, fail when a checkpoint exists.")
+    new_data_at: NonNegative | None = Field(None, description="Step of the checkpoint from which task and evaluation may be other ones.")
     controller_restarts: NonNegative = Field(
         2,
         description="How often in a row, without a new step in between, a controller that a signal ended (killed, crashed, out of memory) "

@@ -177,8 +177,8 @@ def check_identity(known: Mapping[str, str], identity: Mapping[str, str], what: 
             continue
         if name == "run":
             raise DataError(what, got="the journal of another run", expected="this run's", hint=f"name another {key}, or {afresh}")
-        hint = f"name another {key}, set {name} back, or {afresh}"
-        raise DataError(f"{what}: {name}", got=known.get(name), expected=value, hint=hint)
+        hint = f"set it back, or {afresh}: what was queued or under way is then sampled again"
+        raise DataError(name, got=value, expected=f"{known.get(name)}, as the {what} has it", hint=hint)
 
 
 def is_blank(connection: sqlite3.Connection, identity: Mapping[str, str]) -> bool:

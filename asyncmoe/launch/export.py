@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +13,9 @@ from asyncmoe.checkpoints import intact
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch.local_trainer import trainer_command
 from asyncmoe.launch.torchrun import trainer_environment
+from asyncmoe.models import origin
 from asyncmoe.models.quantised import float8_of
-from asyncmoe.process import Child
+from asyncmoe.process import WARNING, Child
 from asyncmoe.storage import check_new
 
 
@@ -23,6 +25,7 @@ def export(
     form: Literal["weights", "adapter", "float8"] = "weights",
     timeout_s: float = 3600.0,
     step: int | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
 ) -> None:
     """Write the checkpoint to `out`. A failed export leaves no `out`, but its log beside it. Nothing is written to the run, which may have
     been moved or copied.
@@ -31,11 +34,12 @@ def export(
         form: "weights" writes the weights in the trainer's dtype, "adapter" only the trained adapter, and "float8" the float8 weights of a
             model that was published in float8.
         step: number of the checkpoint's step; None: the newest.
+        dtype: of the weights or of the adapter; None: the trainer's.
 
     Raises:
         DataError: `run_dir` has no such checkpoint, the checkpoint is damaged, or `out` exists or is where nothing can be made.
         StorageError: `out` cannot be written.
-        UserError: the run has no adapter, or its model no float8 weights.
+        UserError: the run has no adapter, its model no float8 weights, or other weights than the adapter was trained on.
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     checkpoint = intact.chosen(run_dir, step)
@@ -47,8 +51,10 @@ def export(
         raise UserError("--float8", got=f"{config.model.path} without quantization_config", expected="a run of a model of float8")
     if (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is not None:
         raise intact.refused(checkpoint, fault)
+    if config.adapter is not None and form == "weights":
+        origin.check_weights(config, checkpoint)
     step = int(checkpoints.facts(checkpoint)["step"])
-    command = trainer_command(config, run_dir, "asyncmoe.trainer.export", str(step), str(out), form)
+    command = trainer_command(config, run_dir, "asyncmoe.trainer.export", str(step), str(out), form, dtype or "")
     child = Child("export", command, out.with_name(f"{out.name}.log"), trainer_environment(os.environ))
     try:
         if not child.wait(timeout_s):
@@ -57,4 +63,6 @@ def export(
             raise AsyncmoeError(child.why())
     finally:
         child.end(5.0)
+    for line in (one for one in child.log.read_text(errors="replace").splitlines() if one.startswith(WARNING)):
+        print(line, file=sys.stderr, flush=True)
     child.log.unlink()

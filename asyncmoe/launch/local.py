@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ import yaml
 from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
-from asyncmoe.config import Config, devices, transports
+from asyncmoe.config import Config, devices, moved, transports
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
@@ -34,7 +35,7 @@ from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
 from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import Processes
 from asyncmoe.launch.watch import supervise
-from asyncmoe.models import resume
+from asyncmoe.models import origin, resume
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
@@ -96,9 +97,6 @@ def check(config: Config) -> Survey:
         )
     if not config.journal.enabled:
         belonging.refuse_without(config.run.dir, config.journal.place(config.run.dir))
-    elif belonging.has_begun(config.run.dir) and config.model.path.exists():
-        model = models.hf_config_of(config)
-        journaling.belonging_of(config, model, models.recording(config, model))  # as the controller refuses, after the start
     if newest is None and not config.run.resume and belonging.has_begun(config.run.dir):
         hint = "set run.resume=true or another run.dir"
         raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)
@@ -106,12 +104,22 @@ def check(config: Config) -> Survey:
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
         print(line, file=sys.stderr, flush=True)
-    if found.newest is not None:
-        resume.check(found.newest, config, hf)
-        _check_steps(found.newest, config)
+    _check_going_on(config, hf, found.newest)
     if here:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
     return found
+
+
+def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) -> None:
+    """Refuse to go on as another run than the one that began in the directory."""
+    if newest is not None:
+        resume.check(newest, config, hf)
+        _check_steps(newest, config)
+    begun = config.model.path.exists() and belonging.has_begun(config.run.dir)  # a model that is to be made is made as it was
+    if begun or (newest is not None and config.model.path.exists()):
+        origin.check(config, newest)
+    if config.journal.enabled and begun:
+        journaling.belonging_of(config, hf, models.recording(config, hf))  # as the controller refuses, after the start
 
 
 def _check_redis(section: JournalSection) -> None:
@@ -178,12 +186,14 @@ def prepare(config: Config) -> Path:
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller that this launcher starts again takes engines over
-    file = resolved(config)
-    temporary = file.with_suffix(".tmp")
+    file, kept = resolved(config), json.dumps(origin.origin_of(config), indent=1)
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
-        temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        temporary.replace(file)
+        given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)
+        for path, text in ((config.run.dir / origin.FILE, kept), (file, given)):
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(text)
+            temporary.replace(path)
         versions.record(config.run.dir, _engine_python(config))
     return file
 

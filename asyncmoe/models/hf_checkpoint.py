@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,6 @@ from asyncmoe.reshard.float8 import SCALES, scales_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-_TEMPLATES = "additional_chat_templates"
-_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
-"""Files of which a tokenizer of transformers has at least one."""
-
-
-def copy_texts(model: Path, folder: Path) -> None:
-    """Copy tokenizer and chat templates, of which there may be several in a directory of their own; neither weights nor config.json."""
-    for path in model.iterdir():
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, folder / path.name)
-    if (model / _TEMPLATES).is_dir():
-        shutil.copytree(model / _TEMPLATES, folder / _TEMPLATES)
-
-
-def has_tokenizer(model: Path) -> bool:
-    """Return whether a directory has a tokenizer's vocabulary."""
-    return any(any(model.glob(pattern)) for pattern in _VOCABULARIES)
 
 
 def file_name(number: int, count: int) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 
 from asyncmoe.config.model import MadeModel, ModelSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.models.hf_folder import CONFIG
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.qwen3_moe import FAMILY
 from asyncmoe.models.sglang import VOCAB_MULTIPLE
 from asyncmoe.models.shards import padded
-from asyncmoe.storage import new_directory, writing
+from asyncmoe.storage import new_directory, share, writing
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>")
 """Tokens 0, 1, ... of the tokenizer; a token for every byte follows, then unused tokens up to the padded vocabulary."""
@@ -103,6 +104,7 @@ def _write_model(folder: Path, values: dict[str, Any], seed: int) -> None:
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**arguments, dtype="float32")).float()
     model.save_pretrained(folder)
+    share(folder, CONFIG)
 
 
 def write_tokenizer(folder: Path, context: int) -> None:

@@ -9,16 +9,17 @@ from typing import Any
 from asyncmoe import checkpoints
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
+from asyncmoe.models import origin
 from asyncmoe.models.families import family_of
 
 _ELSEWHERE = "or choose another run.dir"
 
 
 def facts_of(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the seed, the model's sizes and the trainer's layout, for a checkpoint's facts."""
+    """Return the seed, the model's sizes, the trainer's layout and what the run reads again, for a checkpoint's facts."""
     section = config.trainer
     layout = {"ranks": section.ranks, "tp": section.tp, "pp": section.pp, "vpp": section.vpp, "ep": section.ep, "etp": section.expert_tp}
-    return {"seed": config.run.seed, "model": sizes_of(hf), "layout": layout}
+    return {"seed": config.run.seed, "model": sizes_of(hf), "layout": layout, "origin": origin.read(config.run.dir)}
 
 
 def sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:

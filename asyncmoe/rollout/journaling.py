@@ -18,6 +18,7 @@ from asyncmoe.journal.belonging import Belonging
 from asyncmoe.journal.journal import Journal
 from asyncmoe.journal.recovery import Recovered, recover
 from asyncmoe.journal.unjournaled import Unjournaled
+from asyncmoe.models import origin
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rpc.worker_messages import WorkerBegin
@@ -167,6 +168,8 @@ def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) ->
     """Return which run a journal is of, and refuse a configuration that it does not belong to. Raises as `Belonging.check`."""
     section = config.journal
     found = Belonging.of_run(config.run.dir, identity(config, hf, recording), redis=section.redis is not None)
+    if found.told and origin.read(config.run.dir):  # with which the launcher has compared the task, which may change by choice
+        found.of = {**found.of, "task": found.told["of"]["task"]}
     found.check("journal.folder" if section.redis is None else "run.dir", section.place(config.run.dir))
     return found
 

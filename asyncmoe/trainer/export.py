@@ -1,5 +1,5 @@
-"""`torchrun ... -m asyncmoe.trainer.export RUN STEP OUT [FORM]`: export a checkpoint of a run as a Hugging Face checkpoint with adapters
-merged into the weights, or in another form (see `export`)."""
+"""`torchrun ... -m asyncmoe.trainer.export RUN STEP OUT [FORM [DTYPE]]`: export a checkpoint of a run as a Hugging Face checkpoint with
+adapters merged into the weights, or in another form (see `export`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
 from asyncmoe.models.lora.adapter import expanded  # noqa: E402
-from asyncmoe.process import die_with_parent, leave, named, say  # noqa: E402
+from asyncmoe.process import WARNING, die_with_parent, leave, named, say  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh  # noqa: E402
@@ -30,12 +30,13 @@ from asyncmoe.trainer.weight_sync.gather import Gatherer  # noqa: E402
 from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, unfinished, write_hf  # noqa: E402
 
 
-def export(config: Config, step: int, out: Path, form: str = "weights") -> None:
+def export(config: Config, step: int, out: Path, form: str = "weights", dtype: str = "") -> None:
     """Gather the checkpoint of `step` and write it. Collective over torchrun's ranks. `out` is complete or does not exist.
 
     Args:
         form: "weights": in the trainer's dtype; "adapter": the adapter alone, if the run trains one; "float8": weights in float8, if the
             model was published in float8.
+        dtype: of the weights; "": the trainer's.
 
     Raises:
         DataError: the checkpoint is damaged.
@@ -43,6 +44,8 @@ def export(config: Config, step: int, out: Path, form: str = "weights") -> None:
         StorageError: the export could not be written.
     """
     path = checkpoints.directory(config.run.dir, step)
+    if dtype:
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype, "precision": None})})
     place = mesh.start(config.trainer, config.run.seed)
     if (fault := checkpoint_choice.agreed_fault(path, place)) is not None:
         raise intact.refused(path, fault)
@@ -50,7 +53,9 @@ def export(config: Config, step: int, out: Path, form: str = "weights") -> None:
     checkpoint.load(path, config, built, None)
     if built.adapter is not None and form != "adapter":
         gpt.load_hf(built, config.model.path)
-        merge(built.chunks)
+        lost = merge(built.chunks)
+        if place.rank == 0 and lost > 0.01:
+            print(f"{WARNING}merging rounds away {lost:.0%} of the adapter; --dtype float32 keeps all of it, so does --adapter", flush=True)
     gatherer = Gatherer(built, SHARD_BYTES, config.trainer.timeout_s, adapter=form == "adapter", quantised=form == "float8")
     try:
         with storage.writing("exported model", out):

@@ -1,4 +1,5 @@
-"""Worker: a run trains to the same bits whether batches are fetched ahead or not. `ahead.py RESULT PATH LAYOUT...`"""
+"""Worker: a run trains to the same bits whether batches are fetched ahead or not, and whether it was stopped after two steps or not.
+`ahead.py RESULT PATH LAYOUT...`"""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from asyncmoe import models
 from asyncmoe.config import Config, parse
+from asyncmoe.config.lora import LoraSection
 from asyncmoe.models import load_hf_config
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
@@ -27,7 +29,7 @@ from asyncmoe.rpc.server import Server
 from asyncmoe.trainer import loop
 from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.model import gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.objective import NO_PLUGINS
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, encode_routes
@@ -109,6 +111,8 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     found = {layout: [trained(configuration(path, case.sizes_of(layout)), path, ahead) for ahead in (False, True)] for layout in layouts}
+    dropping = configuration(path, case.sizes_of(layouts[0])).model_copy(update={"train": "lora", "lora": LoraSection(rank=4, dropout=0.5)})
+    found["dropout"] = [trained(dropping, path, False, stopped) for stopped in (None, 2)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     if dist.get_rank() == 0:
@@ -130,16 +134,22 @@ def configuration(path: Path, sizes: dict[str, int]) -> Config:
     )
 
 
-def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
+def started(config: Config, path: Path) -> tuple[gpt.Model, Any]:
+    """The model and its optimizer in a process group that has just been made."""
+    if mesh.groups.is_initialized():
+        leave()
+    built = gpt.build(load_hf_config(path / "hf"), config, mesh.start(config.trainer))
+    gpt.load_hf(built, path / "hf")
+    return built, optimizer.build(config, built)
+
+
+def trained(config: Config, path: Path, ahead: bool, stopped: int | None = None) -> dict[str, Any]:
     """What every step gave, with a digest of what the rank draws from, and the weights at the end; and of the rank that has the controller,
     which fetches were ahead."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    if mesh.groups.is_initialized():
-        leave()
-    place = mesh.start(config.trainer)
-    built = gpt.build(load_hf_config(path / "hf"), config, place)
-    gpt.load_hf(built, path / "hf")
+    built, adam = started(config, path)
+    place = built.mesh
     routing = models.kept_routing(config, built.hf)
     assert routing is not None
     controller = Controller(routing) if place.rank == 0 else None
@@ -148,7 +158,6 @@ def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
     client = Client(met[0], f"trainer.{place.rank}")  # type: ignore[arg-type]
     other = Client(met[0], f"trainer.{place.rank}.ahead") if ahead and place.tp_rank == 0 else None  # type: ignore[arg-type]
     samples = TrainerSamples(config, place, 0, 0)
-    adam = optimizer.build(config, built)
     learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples, None, other)
     if controller is not None:
         controller.put(0, 0)
@@ -157,6 +166,11 @@ def trained(config: Config, path: Path, ahead: bool) -> dict[str, Any]:
         if controller is not None and number + 1 < STEPS:
             controller.put(number + 1, number)
         dist.barrier()
+        if number == stopped:
+            saved = checkpoint.save(config, number, built, adam)
+            built, adam = started(config, path)
+            checkpoint.load(saved, config, built, adam)
+            learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples)
         leased = batch_client.lease(client, config, number, "rl", lambda: None)
         learned = learner.learn(leased, "rl", number, lambda: None)
         drawn = hashlib.sha256(get_cuda_rng_tracker().get_states()["model-parallel-rng"].numpy().tobytes()).hexdigest()

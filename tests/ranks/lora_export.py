@@ -1,6 +1,7 @@
 """Worker: writes an adapter in PEFT's form, and the weights with it merged into them. `lora_export.py RESULT REFERENCES OUT LAYOUT`.
 
-Both adapters of `lora_case.BOTH`, to OUT/NAME/adapter and OUT/NAME/merged; RESULT has the errors of the merged model's own logits.
+Both adapters of `lora_case.BOTH`, to OUT/NAME/adapter and OUT/NAME/merged; RESULT has the errors of the merged model's own logits,
+and what a merge into bfloat16 loses.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,8 +37,12 @@ def main(result: Path, references: Path, out: Path, layout: str) -> None:
         built = job.model()
         export.write_adapter(built, path / "hf", out / name / "adapter", Gatherer(built, SHARD_BYTES, 60.0, adapter=True))
         merge(built.chunks)
+        built = replace(built, hf={**built.hf, "dtype": "bfloat16", "torch_dtype": "bfloat16"})  # as the original may have been
         write_hf(built, path / "hf", out / name / "merged", Gatherer(built, SHARD_BYTES, 60.0))
         found[name] = parity.worst({"logits": logits_error(job, built, oracle["logits"])})["logits"]
+        halved = config.trainer.model_copy(update={"dtype": "bfloat16"})
+        job = replace(job, config=config.model_copy(update={"trainer": halved}))
+        found[f"{name} lost"] = merge(job.model().chunks)
         mesh.leave()
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Fetching ahead changes nothing of what is trained."""
+"""Neither fetching ahead nor a stop changes anything of what is trained."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_fetching_ahead(tmp_path: 
         assert ahead["steps"] == without["steps"]
         assert ahead["weights"] == without["weights"]
         assert len({str(step) for step in ahead["steps"]}) == 4
+        whole, resumed = rank["dropout"]
+        assert resumed == whole
     keys = [key for _, batch, _ in ahead["steps"] for key in batch]
     assert len({drawn for rank in found for _, _, drawn in rank[layout][1]["steps"]}) == 2 * 4  # no rank or step draws as another does
     assert sorted(keys) == sorted(f"g{group}.e{episode}" for group in range(12) for episode in range(2))

@@ -199,6 +199,7 @@ def test_what_is_exported_gives_the_same_logits(references: Path, tmp_path: Path
         wanted = torch.load(path / f"{name}.pt", weights_only=False)["logits"]
         base = AutoModelForCausalLM.from_pretrained(path / "hf", attn_implementation="eager").eval()
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / name / "merged", attn_implementation="eager").eval()
+        before = {n: value.clone() for n, value in base.state_dict().items() if not torch.equal(value, merged.state_dict()[n])}
         with torch.no_grad():
             plain = [oracle._logits(base, ids) for ids in case.tokens()]
             adapted = PeftModel.from_pretrained(base, tmp_path / name / "adapter").eval()
@@ -206,6 +207,11 @@ def test_what_is_exported_gives_the_same_logits(references: Path, tmp_path: Path
                 kind: apart([oracle._logits(model, ids) for ids in case.tokens()], wanted)
                 for kind, model in (("PEFT", adapted), ("merged", merged))
             }
+        assert merged.dtype == torch.float32
+        exact = {n: value.bfloat16().float() + (merged.state_dict()[n] - value) for n, value in before.items()}
+        rounded = sum(float((value.bfloat16().float() - value).square().sum()) for value in exact.values())
+        added = sum(float((merged.state_dict()[n] - value).square().sum()) for n, value in before.items())
+        assert errors[f"{name} lost"] == pytest.approx((rounded / added) ** 0.5, rel=0.1)
         print(f"{layout} {name}: {found}, in the trainer {errors[name]:.1e}")
         assert max(*found.values(), errors[name]) < 1e-4
         assert apart(plain, wanted) > 0.1

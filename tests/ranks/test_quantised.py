@@ -37,4 +37,5 @@ def test_what_is_exported_is_what_the_checkpoint_stood_for_or_its_like(tmp_path:
         assert [name for name, value in wanted.items() if not float8.same(again[name], value)] == []
         settings = {form: json.loads((tmp_path / f"{layout}-{form}" / "config.json").read_text()) for form in ("plain", "float8")}
         assert "quantization_config" not in settings["plain"]
+        assert {one["dtype"] for one in settings.values()} == {"float32"}
         assert settings["float8"]["quantization_config"] == float8.CONFIG

@@ -335,7 +335,7 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path, of: dict[str, st
 
     in_loop(body())
     key = next(key for key in OF if OF[key] != of[key])
-    with pytest.raises(DataError, match=f"journal .*: {key}: got {OF[key]}, expected {of[key]}; name another journal.folder"):
+    with pytest.raises(DataError, match=f"^{key}: got {of[key]}, expected {OF[key]}, as the journal .* has it; set it back, or delete .*"):
         opened(tmp_path / "run", of)
 
 

@@ -111,7 +111,7 @@ def test_what_a_journal_does_not_belong_to_is_refused_without_opening_it(tmp_pat
     assert again.begun
     again.check("journal.folder", folder)
     file = (folder / FILE).read_bytes()
-    with pytest.raises(DataError, match=r"journal: rollout.group_size: got 8, expected 4; name another journal.folder, set rollout"):
+    with pytest.raises(DataError, match=r"^rollout.group_size: got 4, expected 8, as the journal .* has it; set it back, or delete .*"):
         Belonging.of_run(tmp_path, {**ours, "rollout.group_size": "4"}).check("journal.folder", folder)
     with pytest.raises(ConfigError, match=r"^journal.redis: got a server, and the run's journal is in a folder, expected the journal in "):
         Belonging.of_run(tmp_path, ours, redis=True).check("journal.folder", folder)
@@ -135,7 +135,7 @@ def test_a_command_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     States.open(tmp_path / "run" / "journal", ours.identity).close()
     ours.note(begun=True)
     before = file.read_bytes()
-    with pytest.raises(DataError, match=r"journal: rollout.group_size: got 8, expected 4; "):
+    with pytest.raises(DataError, match=r"^rollout.group_size: got 4, expected 8, as the journal .* has it; "):
         local.prepare(config(4))
     assert file.read_bytes() == before
     local.prepare(config(8))

@@ -15,7 +15,7 @@ from asyncmoe.checkpoints import intact, overview
 from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import export
-from asyncmoe.models import resume
+from asyncmoe.models import origin, resume
 from tests.unit.test_checkpoints import flip, saved
 
 
@@ -43,6 +43,18 @@ def test_the_directory_wins_and_paths_below_the_former_one_move_with_it(tmp_path
     assert configuration.of_run(now, [f"run.dir={former}"]).model.path == former / "model"
 
 
+def test_a_kept_configuration_means_the_same_in_every_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "adapter", "rows.jsonl"):
+        Path(name).touch()
+    own = {"kind": "dataset", "sources": [{"path": "rows.jsonl"}, {"path": "org/name"}]}
+    more = {"task": own, "lora": {"start": "adapter"}, "model": {"path": "model"}, "journal": {"folder": "own/journal"}}
+    kept = moved.absolute(configuration.parse({"run": {"dir": "run", "steps": 9}, **more}))
+    assert [kept.run.dir, kept.model.path, kept.lora.start] == [tmp_path / "run", tmp_path / "model", tmp_path / "adapter"]
+    assert [one.path for one in kept.task.sources] == [tmp_path / "rows.jsonl", Path("org/name")]
+    assert kept.journal.folder == tmp_path / "own" / "journal"
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError, match=f"RUN: got {path}, which has no config.yaml, expected the directory of a run"):
@@ -63,7 +75,7 @@ def test_the_file_of_a_moved_run_starts_no_other_run(tmp_path: Path) -> None:
     moved.check_place(now / "config.yaml", [f"run.dir={former}"])
 
 
-def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What the ranks are told; tests/system runs them."""
     former, now = tmp_path / "a", tmp_path / "b"
     written(former)
@@ -78,7 +90,7 @@ def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.
         def __init__(self, name: str, command: list[str], log: Path, environment: object) -> None:
             told.append(command[command.index("asyncmoe.trainer.export") + 1 :])
             self.log = log
-            log.write_text("")
+            log.write_text("[rank0]: ...\nwarning: bfloat16 rounds\n")
 
         def wait(self, seconds: float) -> bool:
             return True
@@ -88,8 +100,14 @@ def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(export, "Child", Process)
     export.export(now, tmp_path / "out")
     export.export(former, tmp_path / "out")
-    export.export(former, tmp_path / "out", step=1)
-    assert [(run, step) for run, step, *_ in told] == [(str(now), "1"), (str(former), "2"), (str(former), "1")]
+    capsys.readouterr()
+    export.export(former, tmp_path / "out", step=1, dtype="float32")
+    assert capsys.readouterr().err == "warning: bfloat16 rounds\n"
+    assert [(run, step, dtype) for run, step, *_, dtype in told] == [
+        (str(now), "1", ""),
+        (str(former), "2", ""),
+        (str(former), "1", "float32"),
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"], "the log of an export that went well is deleted"
     assert not (now / "logs" / "export.log").exists(), "nothing is written to the run"
 
@@ -106,6 +124,19 @@ def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path)
     with pytest.raises(DataError, match=r"damaged checkpoint: common.pt has other content .*; --step 3 takes the checkpoint before"):
         export.export(run, tmp_path / "out")
     assert intact.fault(run / "checkpoints/step-00000003") is None
+
+
+def test_an_adapter_is_merged_into_the_weights_it_was_trained_on_only(tmp_path: Path) -> None:
+    config = written(tmp_path / "a", train="lora")
+    (tmp_path / "a" / "model").mkdir()
+    (tmp_path / "a" / "model" / "model.safetensors").write_text("one")
+    checkpoint = saved(tmp_path / "a", 3)
+    (checkpoint / "asyncmoe.json").write_text(json.dumps({"step": 3, "origin": origin.origin_of(config)}))
+    (checkpoint / "manifest.json").unlink()
+    origin.check_weights(config, checkpoint)
+    (tmp_path / "a" / "model" / "model.safetensors").write_text("two")
+    with pytest.raises(ConfigError, match=r"model.path weights: got 3 bytes .*, expected 3 bytes .*, as step-00000003 has it"):
+        export.export(tmp_path / "a", tmp_path / "out")
 
 
 QWEN: dict[str, Any] = {

@@ -33,7 +33,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         ),
         (["run", "a.yaml", "--größe"], "asyncmoe run: got an unknown option --größe, expected KEY=VALUE or --help"),
         (["rollout", "--top-k", "3"], "did you mean rollout.top_k=VALUE or evaluation.top_k=VALUE?"),
-        (["export", "a", "b", "--adaptor"], "expected one of --adapter, --float8, --step, --help; did you mean --adapter?"),
+        (["export", "a", "b", "--adaptor"], "expected one of --adapter, --float8, --dtype, --step, --help; did you mean --adapter?"),
         (
             ["plan", "examples/demo.yaml", "run.steps=1"],
             "asyncmoe plan: got examples/demo.yaml run.steps=1, expected options only; the YAML file of a run is given as asyncmoe plan "
@@ -50,6 +50,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         (["show", "x", "--tokens", "many"], "asyncmoe show: --tokens: got 'many', expected a whole number; see asyncmoe show --help"),
         (["run", "a.yaml", "--n-samples-per-prompt", "8"], "did you mean rollout.group_size=VALUE?"),
         (["run", "run.steps=3"], "run.steps=3: got no such file, expected a YAML configuration; the file comes first: CONFIG run.steps=3"),
+        (["export", "a", "b", "--dtype", "int8"], "--dtype: got 'int8', expected one of 'float32', 'bfloat16'; see asyncmoe export --help"),
         (["bench", "--x"], "asyncmoe bench: got an unknown option --x"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from asyncmoe.errors import DataError
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of, with_family, without_family
-from asyncmoe.models.hf_checkpoint import copy_texts, file_name, has_tokenizer, write_index
+from asyncmoe.models.hf_checkpoint import file_name, write_index
+from asyncmoe.models.hf_folder import copy_texts, has_tokenizer, write_config
 from asyncmoe.models.importing import folder, names, settings
 from asyncmoe.models.importing.names import TensorPart
 from asyncmoe.models.importing.tensors import CheckpointTensors
@@ -28,8 +28,6 @@ from asyncmoe.storage import check_new, new_directory, writing
 _WHAT = "imported model"
 _SHARD_BYTES = 4 << 30
 _PREDICTION = "num_nextn_predict_layers"
-_DTYPES = ("dtype", "torch_dtype")
-"""Keys of config.json for the dtype of the weights, in transformers 5 and 4."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,7 @@ def import_checkpoint(
     with new_directory(_WHAT, out, signals) as scratch, writing(_WHAT, out):
         nbytes, count = _write_weights(scratch, source, say)
         copy_texts(model, scratch)
-        (scratch / "config.json").write_text(json.dumps(_config(hf, source.dtype), indent=2) + "\n")
-        for path in scratch.glob("*.safetensors"):
-            path.chmod((scratch / "config.json").stat().st_mode)  # safetensors writes for its user alone
+        write_config(scratch, _config(hf), source.dtype)
     return Imported(found, count, source.dtype, nbytes, tuple(notes))
 
 
@@ -197,9 +193,7 @@ def _write_weights(scratch: Path, source: _Source, say: Callable[[str], None]) -
     return total, len(index)
 
 
-def _config(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the configuration of what is written: of this dtype, without quantisation and layers of multi-token prediction."""
-    values = {key: dtype if key in _DTYPES else value for key, value in without(without_family(hf)).items()}
-    if not set(_DTYPES) & values.keys():
-        values["dtype"] = dtype
+def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of what is written: without quantisation and layers of multi-token prediction."""
+    values = without(without_family(hf))
     return values | ({_PREDICTION: 0} if values.get(_PREDICTION) else {})

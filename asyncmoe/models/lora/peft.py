@@ -32,6 +32,7 @@ from asyncmoe.config.lora import ATTENTION, MLP, TARGETS
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, check_rank, pairs, served, served_config, shared
 from asyncmoe.models.shape import Shape, Shapes
+from asyncmoe.storage import share
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 _raw: Any = safetensors
@@ -214,6 +215,7 @@ def write(path: Path, files: Files) -> None:
     }
     _raw.serialize_file(specs, path / MODEL, {"format": "pt"})
     (path / CONFIG).write_text(json.dumps(dict(files.config), indent=2) + "\n")
+    share(path, CONFIG)
 
 
 def write_served(path: Path, m: Shape, adapter: Adapter) -> Path:

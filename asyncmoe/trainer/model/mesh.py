@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,14 +93,18 @@ class Mesh:
         return group
 
     def seed(self, run: int, step: int) -> None:
-        """Seed what this rank draws in a step, such as dropout masks: other numbers on every rank and in every step, and the same again if
-        the step is trained again after a restart. So no checkpoint holds the state of a generator.
+        """Seed every generator of this rank anew for a step: what dropout draws, and a user's objective. Numbers differ between steps and
+        between ranks, but for a user's objective not between ranks that see the same rows. They are the same again if the step is trained
+        again after a restart, so no checkpoint holds the state of a generator.
 
         Args:
             run: `run.seed`.
         """
-        digest = hashlib.sha256(f"{run}:{step}:{self.rank}".encode()).digest()
-        model_parallel_cuda_manual_seed(int.from_bytes(digest[:7], "little"))  # 7 bytes: Megatron adds to it
+        drawn = random.Random(f"{run} {step} {self.pp_rank} {self.dp_rank} {self.cp_rank}").getrandbits(32)
+        random.seed(drawn)
+        np.random.seed(drawn)
+        torch.manual_seed(drawn)
+        model_parallel_cuda_manual_seed(drawn)  # adds the ranks of tensor and expert parallelism
 
     def parallel(self, te: bool) -> MegatronParallel:
         """Return the parallel sizes for `asyncmoe.models`, to which context-parallel ranks are data-parallel ones: they hold the same

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from asyncmoe.models.families import without_family
-from asyncmoe.models.hf_checkpoint import copy_texts, file_name, write_index
-from asyncmoe.models.quantised import KEY, without
+from asyncmoe.models.hf_checkpoint import file_name, write_index
+from asyncmoe.models.hf_folder import copy_texts, write_config
+from asyncmoe.models.quantised import without
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
 
@@ -24,7 +24,7 @@ def unfinished(out: Path) -> Path:
 
 
 def write_hf(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> None:
-    """Write the current weights as safetensors shards with an index, and copy all other files from `origin`. Collective over all ranks.
+    """Write the current weights as safetensors shards with an index, and copy the tokenizer from `origin`. Collective over all ranks.
 
     Args:
         out: complete, or it does not exist.
@@ -47,9 +47,6 @@ def write_hf(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> None:
         return
     write_index(writing, sum(bucket.nbytes for bucket in gatherer.buckets), index)
     copy_texts(origin, writing)
-    shutil.copyfile(origin / "config.json", writing / "config.json")
-    if KEY in built.hf and not gatherer.quantised:
-        (writing / "config.json").write_text(json.dumps(without(without_family(built.hf)), indent=2))
-    for path in writing.glob("*.safetensors"):
-        path.chmod((writing / "config.json").stat().st_mode)  # safetensors writes for its user alone
+    hf = without_family(built.hf)
+    write_config(writing, hf if gatherer.quantised else without(hf), str(built.dtype).removeprefix("torch."))
     writing.rename(out)

@@ -1,0 +1,115 @@
+"""What a run reads again each time it goes on, and what its steps and prompts are counted by, as they were when it began.
+
+`RUN/origin.json` and every checkpoint have a text for each: a value of the configuration, or size and digest of files. Files of more than
+`_WHOLE_BYTES` are not read whole: their sizes and samples at even distances tell other weights, and other rows, from those there were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from asyncmoe import checkpoints
+from asyncmoe.config import Config
+from asyncmoe.config.task import READ
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.models.hf_folder import texts
+from asyncmoe.models.hub import is_id
+
+FILE = "origin.json"
+_WEIGHTS = "model.path weights"
+_OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns", "overlap"}
+_ASKED: dict[str, Any] = {"prompts": True, "overlap": True, "sets": {"__all__": _OF_SET}}
+"""Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
+_WHOLE_BYTES = 64 << 20
+_SAMPLES, _SAMPLE_BYTES = 4096, 4096
+
+
+def origin_of(config: Config) -> dict[str, str]:
+    """Return the texts, by key. Values of `task` and `evaluation` that are the default have none.
+
+    Raises:
+        DataError: a file is not there, or cannot be read.
+    """
+    model, evaluation = config.model.path, config.evaluation
+    found: dict[str, Any] = {"warmup.steps": config.warmup.steps, "rollout.groups_per_step": config.rollout.groups_per_step}
+    dumped = config.task.model_dump(mode="json", exclude_defaults=True, exclude={"path": True, "sources": {"__all__": {"path"}}})
+    found |= {f"task.{key}": value for key, value in dumped.items()}
+    if evaluation.every and (config.task.kind != "arithmetic" or evaluation.path or evaluation.sets):
+        dumped = evaluation.model_dump(mode="json", exclude_defaults=True, include=_ASKED)
+        found |= {f"evaluation.{key}": value for key, value in dumped.items()} | {"evaluation.every": "above 0"}
+    files = {f"model.path {path.relative_to(model)}": [path] for path in texts(model)}
+    files[_WEIGHTS] = sorted(model.glob("*.safetensors"))
+    for key, path in _named(config):
+        found[key] = path.name if path.exists() else str(path)
+        if path.exists() or path.suffix == ".jsonl" or not is_id(path):
+            files[key] = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    found |= {key: (f"{found[key]}, " if key in found else "") + _digest(key, paths) for key, paths in files.items()}
+    return {key: str(value) for key, value in found.items()}
+
+
+def check(config: Config, newest: Path | None) -> None:
+    """Refuse to go on with anything that is not what it was. What an older version did not write down is not compared.
+
+    Args:
+        newest: the checkpoint from which the run goes on; None: the run has groups in its journal, but no checkpoint yet.
+
+    Raises:
+        ConfigError: names the key.
+        DataError: see `origin_of`.
+    """
+    facts: dict[str, Any] = {"step": 0, "origin": read(config.run.dir)} if newest is None else checkpoints.facts(newest)
+    since, step, then, now = newest.name if newest else "the run", facts["step"], facts.get("origin", {}), origin_of(config)
+    if config.adapter is None and not config.objective.kl.coefficient:
+        now[_WEIGHTS] = then.get(_WEIGHTS, "")  # all weights are in the checkpoint
+    for key in sorted(then.keys() | now.keys()) if then else ():
+        told, got, questions = then.get(key, "the default"), now.get(key, "the default"), key.startswith(("task.", "evaluation."))
+        if told != got and not (questions and config.run.new_data_at == step):
+            on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
+            hint = f"set it back, or {on if questions else 'choose another run.dir'}"
+            raise ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
+
+
+def check_weights(config: Config, checkpoint: Path) -> None:
+    """Refuse to merge a checkpoint's adapter into other weights than it was trained on. Raises ConfigError, DataError."""
+    told = checkpoints.facts(checkpoint).get("origin", {}).get(_WEIGHTS)
+    found = _digest(_WEIGHTS, sorted(config.model.path.glob("*.safetensors")))
+    if told not in (None, found):
+        raise ConfigError(_WEIGHTS, got=found, expected=f"{told}, as {checkpoint.name} has it", hint="the adapter belongs to those")
+
+
+def read(run_dir: Path) -> dict[str, str]:
+    """Return what the newest start of a run wrote down; {} if an older version started it."""
+    file = run_dir / FILE
+    return cast(dict[str, str], json.loads(file.read_text())) if file.exists() else {}
+
+
+def _named(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield key and path, or id on the hub, of the adapter and of all rows that are read."""
+    if config.lora.start is not None:
+        yield "lora.start", config.lora.start
+    sets = config.evaluation.every_set if config.evaluation.every else {}
+    own = {f"evaluation.sets.{name}" if name else "evaluation": one.task(config.task) for name, one in sets.items() if not one.held_out}
+    for section, task in {"task": config.task, **own}.items():
+        for index, source in enumerate(task.mixture if task.kind in READ else ()):
+            yield f"{section}.sources.{index}.path" if task.sources else f"{section}.path", cast(Path, source.path)
+
+
+def _digest(key: str, files: Sequence[Path]) -> str:
+    """Return size and digest of some files."""
+    found = hashlib.sha256()
+    try:
+        sizes = [file.stat().st_size for file in files]
+        for path, size in zip(files, sizes, strict=True):
+            found.update(f"{size} ".encode())
+            apart = size * len(files) // _SAMPLES if sum(sizes) > _WHOLE_BYTES else 0
+            with path.open("rb") as file:
+                for place in range(0, size, max(apart, _SAMPLE_BYTES)):
+                    file.seek(place)
+                    found.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(key, got=f"{error.filename}: {error.strerror}", expected="a file that can be read") from error
+    return f"{sum(sizes)} bytes with digest {found.hexdigest()[:12]}"

@@ -1,0 +1,39 @@
+"""An engine that has loaded other weights than the trainer samples nothing: the run ends, and says which."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.system.runs import ENGINES, ONE_RANK, SMALL, provide, refused
+
+pytestmark = pytest.mark.system
+HOW = [("sync.verify_every=1",), ("train=lora",), ("sync.method=disk",), ("sync.method=broadcast", "train=lora")]
+
+
+def other_weights(folder: Path, model: Path) -> str:
+    """A Python whose engines load a copy of the model of which one expert differs in one element: the override that names it."""
+    shutil.copytree(model, folder / "other")
+    (file,) = (folder / "other").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] += 2.0**-6
+    file.chmod(0o644)
+    save_file(tensors, file, {"format": "pt"})
+    python = folder / "python"
+    swapped = f'$(echo "$*" | sed "s#--model-path {model}#--model-path {folder}/other#")'
+    python.write_text(f'#!/bin/sh\ncase "$*" in *platform.sglang*) exec {ENGINES} {swapped};; esac\nexec {ENGINES} "$@"\n')
+    python.chmod(0o755)
+    return f"engines.python={python}"
+
+
+@pytest.mark.parametrize("how", HOW, ids=" ".join)
+def test_an_element_that_differs_ends_the_run_before_it_samples(tmp_path: Path, how: tuple[str, ...]) -> None:
+    model, directory = provide(tmp_path / "model"), tmp_path / "run"
+    start = ("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *ONE_RANK, "warmup.steps=0")
+    line = refused(*start, other_weights(tmp_path, model), *how)
+    assert "engine.0 has loaded other weights from the model's files than the trainer: checksums differ: " in line
+    assert line.endswith("model.layers.1.mlp.experts.w13_weight of rank 0")
+    assert not any((directory / "samples").glob("*"))

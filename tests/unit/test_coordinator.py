@@ -263,7 +263,6 @@ def test_what_engines_have_loaded_is_compared_with_the_trainers_before_they_samp
         coordinator.engines_started()
         with pytest.raises(Disagreement, match=r"engine\.0 has loaded other weights .* checksums differ: other of rank 0"):
             await coordinator.compare_loaded(expected, kept)
-        pool.members[:] = Pool(handles(3), 8, 5.0, lambda *_: None).members
         fake(pool.members[1].engine).dead = True
         await coordinator.compare_loaded(({"weight": "0"},), kept)
         assert [member.fenced is None for member in pool.members] == [True, False, True]

@@ -60,26 +60,22 @@ def test_ranks_that_hand_over_memory_in_two_forms_fail(library: str, ours: dict[
 
 
 @pytest.mark.parametrize(("given", "form"), [({}, "0"), ({CUMEM: "1"}, "1"), ({CUMEM: "0"}, "0"), ({"NCCL_CONF_FILE": "nccl.conf"}, "1")])
-@pytest.mark.parametrize("launcher", ["local", "slurm", "ray"])
-def test_trainer_and_engines_of_a_launcher_have_the_same(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], form: str, launcher: str
+def test_trainer_and_engines_of_every_launcher_have_the_same(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], form: str
 ) -> None:
-    """SGLang leaves alone what is given (`_set_envs_and_config`), and a trainer rank adds its part when it starts."""
+    """SGLang leaves alone what is given (`_set_envs_and_config`), and a trainer rank adds its part when it starts. On one machine and with
+    SLURM all have the environment of the launcher, with Ray the part of it that all nodes share."""
     (tmp_path / "nccl.conf").write_text(f"# of this machine\n{CUMEM}=1\nNCCL_BUFFSIZE=1048576\n")
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("NCCL_")]:
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    started = dict(os.environ)
-    if launcher == "ray":
-        started |= planning.environment(CONFIG, "10.0.0.4", ["10.0.0.3"], os.environ)
-    trainer = started | trainer_environment(started)
-    trainer |= nccl_settings.set_defaults(trainer)
-    engine = started | process.environment(CONFIG, 0)
-    assert nccl_settings.shared(trainer) == nccl_settings.shared(engine) == nccl_settings.shared(started)
-    assert trainer[CUMEM] == engine[CUMEM] == form
-    exchange(library, trainer, engine)
+    for name, value in {**dict.fromkeys(name for name in os.environ if name.startswith("NCCL_")), **given}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    for started in (dict(os.environ), planning.environment(CONFIG, "10.0.0.4", ["10.0.0.3"], os.environ)):
+        trainer = started | trainer_environment(started)
+        trainer |= nccl_settings.set_defaults(trainer)
+        engine = started | process.environment(CONFIG, 0)
+        assert nccl_settings.shared(trainer) == nccl_settings.shared(engine) == nccl_settings.shared(started)
+        assert trainer[CUMEM] == engine[CUMEM] == form
+        exchange(library, trainer, engine)
 
 
 def test_the_environment_comes_before_files_and_what_describes_a_machine_is_left_out(tmp_path: Path) -> None:

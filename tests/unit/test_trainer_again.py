@@ -214,16 +214,10 @@ def test_nothing_is_sampled_before_the_engines_weights_are_compared(model: Path,
             with pytest.raises(Disagreement, match="checksums differ: weight of rank 0"):
                 await first.ask(WeightsLoaded(({"weight": "1"},), first=True))
             assert not (await first.lease(0.5)).items
-
-    async def equal() -> None:
-        async with controller(config_of(model, tmp_path / "equal")) as running:
-            first = running.trainer(0)
-            await first.hello(0)
             await first.ask(WeightsLoaded(({"weight": "0"},), first=True))
             assert (await first.lease()).items
 
     in_loop(body())
-    in_loop(equal())
 
 
 @pytest.mark.parametrize("opening", [WeightsBegin(4), WeightsStage(4)])

@@ -267,11 +267,10 @@ def test_an_unquoted_on_or_off_is_taken_as_written(tmp_path: Path, word: str, va
 
 def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
     config = load(
-        good_file(tmp_path),
-        ["trainer.optimizer.lr=1e-3", "engines.args=[--page-size, '1']", "queue.staleness.max_staleness=0", "run.steps=9"],
+        good_file(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--log-level]", "queue.staleness.max_staleness=0", "run.steps=9"]
     )
     assert config.trainer.optimizer.lr == 1e-3
-    assert config.engines.args == ("--page-size", "1")
+    assert config.engines.args == ("--log-level",)
     assert (config.queue.staleness.max_staleness, config.run.steps) == (0, 9)
 
 

@@ -7,25 +7,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from asyncmoe.config import sglang_arguments
 from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Port, Positive, Seconds, Section
-
-_OWNED = {
-    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "engines.tp"),
-    **dict.fromkeys(("--ep", "--ep-size", "--expert-parallel-size"), "engines.ep"),
-    **dict.fromkeys(("--model", "--model-path"), "model.path"),
-    "--base-gpu-id": "engines.first_gpu",
-    "--host": "engines.host",
-    "--port": "engines.port",
-    "--dtype": "engines.dtype",
-    "--max-running-requests": "engines.max_running",
-    "--random-seed": "run.seed",
-    "--trust-remote-code": "model.trust_remote_code",
-    "--nnodes": "engines.nodes",
-    **dict.fromkeys(("--device", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--weight-version"), ""),
-    **dict.fromkeys(("--custom-weight-loader", "--skip-tokenizer-init", "--api-key", "--pp", "--pp-size", "--pipeline-parallel-size"), ""),
-    **dict.fromkeys(("--dp", "--dp-size", "--data-parallel-size"), ""),
-}
-"""Arguments of SGLang's server that follow from the configuration -> the key that sets them; empty: none does."""
 
 
 class EngineSection(Section):
@@ -88,15 +71,12 @@ class EngineSection(Section):
         description="Seconds that engines outlive a controller that is lost, until the next one takes them over; trainer ranks wait for it "
         "as long. Raise it if the controller takes long to start. 0: engines end with their controller, and a lost one ends the run.",
     )
-    args: tuple[str, ...] = Field((), description="Further command-line arguments for sglang.launch_server.")
+    args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server, of those that asyncmoe supports.")
 
     @model_validator(mode="after")
     def _check_args(self) -> EngineSection:
-        for word in self.args:
-            flag = word.partition("=")[0]
-            if (key := _OWNED.get(flag)) is not None:
-                way = f"set {key}" if key else "leave it out; asyncmoe sets it"
-                raise ValueError(f"engines.args: got {flag}, expected none of the arguments asyncmoe gives an engine; {way}")
+        if why := sglang_arguments.refusal(self.args):
+            raise ValueError(why)
         if self.tp % self.nodes:
             raise ValueError(f"engines.nodes: got {self.nodes}, expected a divisor of engines.tp = {self.tp}")
         if self.nodes > 1 and self.share_gpus:
@@ -106,7 +86,7 @@ class EngineSection(Section):
     @property
     def quantises(self) -> bool:
         """True if an engine quantises the weights that it loads, so that it holds others than the checkpoint's."""
-        return any(word.startswith(("--quantization", "--torchao-config")) for word in self.args)
+        return sglang_arguments.value(self.args, "--quantization") is not None
 
     @property
     def ranks_per_node(self) -> int:

@@ -56,19 +56,19 @@ TRANSPORTS: dict[str, TransportEntry] = {
         in_shm=True,
     ),
     "gloo": TransportEntry("TCP", "asyncmoe.receiver.channel_end:open_gloo", gpu=False),
-    "nccl": TransportEntry(
-        "NCCL, within and between hosts",
-        "asyncmoe.receiver.channel_end:open_nccl",
-        gpu=True,
-        unshared="NCCL refuses two ranks on one GPU",
-        nccl=True,
-    ),
     "ipc": TransportEntry(
         "CUDA IPC between the GPUs of one host",
         "asyncmoe.reshard.ipc_transport:open_ipc",
         gpu=True,
         one_host=True,
         reads_sender=True,
+    ),
+    "nccl": TransportEntry(
+        "NCCL, within and between hosts",
+        "asyncmoe.receiver.channel_end:open_nccl",
+        gpu=True,
+        unshared="NCCL refuses two ranks on one GPU",
+        nccl=True,
     ),
 }
 """By name. `auto` is the first that can serve."""
@@ -163,10 +163,10 @@ def choices(serves: Callable[[TransportEntry], bool]) -> str:
 def description() -> str:
     """Return the description of `sync.transport`."""
     cpu, gpu = (either([f"{name} ({one.what})" for name, one in TRANSPORTS.items() if one.gpu == where]) for where in (False, True))
-    apart, shared = resolved(AUTO, gpu=False, together=False), resolved(AUTO, gpu=True, shared=True)
+    apart, others = (resolved(AUTO, gpu=gpu, together=False) for gpu in (False, True))
     return (
         f"Transport of reshard. Between CPUs: {cpu}. Between GPUs: {gpu}. auto: on CPU {resolved(AUTO, gpu=False)}, or {apart} between "
-        f"machines; on GPU {resolved(AUTO, gpu=True)}, or {shared} with engines.share_gpus."
+        f"machines; on GPU {resolved(AUTO, gpu=True)}, or {others} between machines, or GPUs that do not read each other's memory."
     )
 
 

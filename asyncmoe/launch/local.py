@@ -23,7 +23,7 @@ import yaml
 from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
-from asyncmoe.config import Config, devices, moved, transports
+from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
@@ -41,7 +41,7 @@ from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.rollout import journaling
-from asyncmoe.rollout.engines import backend, succession
+from asyncmoe.rollout.engines import succession
 from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.loggers import checks as loggers
@@ -272,7 +272,7 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     section, kind = config.adapter, models.adapter_of(config, hf)
     if section is None or kind is None:
         return
-    limit = backend.rank_limit(config.engines.args)
+    limit = sglang_arguments.number(config.engines.args, "--max-lora-rank")
     check_rank(kind, kind.rank if limit is None else limit)
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)

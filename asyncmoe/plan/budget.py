@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config import Config
+from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.config.transports import TRANSPORTS, resolved
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel, with_family
 from asyncmoe.plan import host, memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.reshard import nccl_room
 from asyncmoe.reshard.layout import ITEM_BYTES
+from asyncmoe.rpc import address
 
 HOST = 0.9
 """Planned share of a machine's memory."""
@@ -202,12 +203,12 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
         tokens = min(tokens, serves.tokens)
     besides = sum(nbytes for name, nbytes in without.parts.items() if name not in _STATIC)
     fraction = (_FRACTION, f"{int(1000 * (room - besides) / room) / 1000:g}")
-    return (*(() if given else (_TOKENS, str(tokens))), *(() if _is_given(section.args, _FRACTION) else fraction))
+    return (*(() if given else (_TOKENS, str(tokens))), *(() if sglang_arguments.value(section.args, _FRACTION) else fraction))
 
 
 def is_bounded(config: Config) -> bool:
     """Whether an engine needs no bounds of its memory besides those that the user gives (see `engine_arguments`)."""
-    given = _tokens(config) is not None and _is_given(config.engines.args, _FRACTION)
+    given = _tokens(config) is not None and sglang_arguments.value(config.engines.args, _FRACTION) is not None
     return given or not (config.sync.method == "reshard" or config.engines.share_gpus)
 
 
@@ -233,8 +234,8 @@ def _largest(held: GpuMemory) -> str:
 
 def _tokens(config: Config) -> int | None:
     """Return the configured tokens of the KV cache, if any."""
-    args = config.engines.args
-    return _number(args, _TOKENS, 0) if _is_given(args, _TOKENS) else config.engines.max_total_tokens
+    given = sglang_arguments.number(config.engines.args, _TOKENS)
+    return config.engines.max_total_tokens if given is None else given
 
 
 def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
@@ -301,7 +302,7 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staged: bo
     return EngineMemory(
         tokens=_tokens(config) or section.max_running * _conversation(config, hf),
         staged=staged,
-        prefill=_number(section.args, _PREFILL, 8192),
+        prefill=sglang_arguments.number(section.args, _PREFILL) or 8192,
         running=section.max_running,
         dtype=engine_dtype(hf, section),
         adapter=adapter_of(config, hf),
@@ -319,7 +320,7 @@ def _keeps_base(config: Config, hf: Mapping[str, Any]) -> bool:
 def _communicators(config: Config, cpu: bool, mine: int) -> int:
     """Return the bytes of a rank's NCCL communicators, of which it has `mine`, one for each engine it exchanges weights with."""
     sync = config.sync
-    over_nccl = TRANSPORTS[resolved(sync.transport, gpu=True, shared=config.engines.share_gpus)].nccl
+    over_nccl = TRANSPORTS[resolved(sync.transport, True, not address.several(config.cluster.network), config.engines.share_gpus)].nccl
     if cpu or sync.method != "reshard" or not over_nccl:
         return 0
     return nccl_room.nbytes(sync.nccl_max_ctas, config.engines.count, mine)
@@ -329,23 +330,6 @@ def _conversation(config: Config, hf: Mapping[str, Any]) -> int:
     """Return the tokens of the longest conversation (`asyncmoe.rollout.episodes.environments.bounds`)."""
     limits = (config.environment.max_tokens, hf.get("max_position_embeddings"))
     return min((limit for limit in limits if limit is not None), default=config.trainer.tokens_per_microbatch)
-
-
-def _number(arguments: Sequence[str], name: str, default: int) -> int:
-    """Return the value of the last argument `name`, given after a space or a "="."""
-    given = default
-    for at, argument in enumerate(arguments):
-        flag, _, value = argument.partition("=")
-        if flag == name:
-            text = value or "".join(arguments[at + 1 : at + 2])
-            if not text.isdecimal():
-                raise UserError(f"engines.args: {name}", got=repr(text), expected="a number")
-            given = int(text)
-    return given
-
-
-def _is_given(arguments: Sequence[str], name: str) -> bool:
-    return any(argument.partition("=")[0] == name for argument in arguments)
 
 
 def _sum(side: str, memory: GpuMemory) -> str:

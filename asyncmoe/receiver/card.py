@@ -48,6 +48,12 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
     )
 
 
+def reach_each_other() -> bool:
+    """Return whether all GPUs that this process sees, if any, read each other's memory."""
+    count = range(torch.cuda.device_count())
+    return all(torch.cuda.can_device_access_peer(one, other) for one in count for other in count if one != other)
+
+
 def wait_idle(device: torch.device, timeout_s: float) -> None:
     """Wait until a device has finished all work this process has enqueued, on any stream. Return at once for a CPU.
 

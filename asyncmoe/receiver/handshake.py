@@ -46,7 +46,6 @@ def obstacles(model: torch.nn.Module) -> list[str]:
 
     Call it in the worker's main thread.
     """
-    from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_runner_backend
     from sglang.srt.runtime_context import get_server_args
 
@@ -62,8 +61,6 @@ def obstacles(model: torch.nn.Module) -> list[str]:
     backend = get_moe_runner_backend().value
     if backend not in _RAW_BACKENDS and any(name.endswith("w13_weight") for name, _ in model.named_parameters()):
         found.append(f"its MoE runner {backend} rearranges expert weights; give it --moe-runner-backend triton")
-    if envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get():
-        found.append("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED rearranges expert weights; unset it")
     return found
 
 

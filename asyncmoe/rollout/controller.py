@@ -56,6 +56,7 @@ from asyncmoe.rpc.messages import (
     Request,
     Saved,
     TrainerMessage,
+    WeightsLoaded,
 )
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
@@ -202,8 +203,7 @@ class Controller:
             self._fleet,
         )
         self._served = asyncio.Event()
-        if config.adapter is None or config.adapter.start is None:
-            self._served.set()  # engines start with the weights that the trainer starts with
+        """Set once engines have weights that were compared with the trainer's, or come from it."""
         self._over = asyncio.Event()
         self._trained = asyncio.Event()
         """Set once the last step is committed: nothing more is sampled for training."""
@@ -218,9 +218,8 @@ class Controller:
             return await self._coordinator.handle(request, partial(self._check_turn, request))
         if isinstance(request, MembershipRequest):
             return await self._lifecycle.membership.handle(request)
-        if isinstance(request, Probe):
-            self._lifecycle.prober.take(request)
-            return Done()
+        if isinstance(request, Probe | WeightsLoaded):
+            return await self._compare(request)
         if isinstance(request, WorkerJoin):
             return await self._join(request)
         if isinstance(request, KeeperRequest | WorkerRequest):
@@ -236,6 +235,17 @@ class Controller:
         if service.finished.done():
             self._over.set()
         return reply
+
+    async def _compare(self, request: Probe | WeightsLoaded) -> Done:
+        prober, coordinator = self._lifecycle.prober, self._coordinator
+        if isinstance(request, Probe):
+            prober.take(request)
+            return Done()
+        probe = request.probe
+        await (coordinator.compare_loaded(request.checksums, request.kept) if probe is None else prober.require(probe))
+        if request.first:
+            self._served.set()
+        return Done()
 
     async def _join(self, request: WorkerJoin) -> Reply:
         if self._fleet is None:

@@ -142,6 +142,19 @@ class Goodbye(TrainerMessage, frozen=True):
 # ---------------------------------------------------------------- requests: weights
 
 
+class WeightsLoaded(TrainerMessage, frozen=True):
+    """Compare what all engines have loaded from the model's files with the trainer's weights, once they have started."""
+
+    checksums: tuple[dict[str, str], ...] = ()
+    """As in `WeightsCommit`."""
+    probe: Probe | None = None
+    """In place of checksums, where engines hold roundings of the trainer's weights."""
+    first: bool = False
+    """They are the trainer's version: engines may sample from now on, before they receive one."""
+    kept: bool = False
+    """Engines keep them under adapters: those that join later are compared too."""
+
+
 class WeightsJoin(TrainerMessage, frozen=True):
     """All engines join the process group for weight transfer, whose first ranks are the trainer's `senders` ranks.
 
@@ -389,6 +402,7 @@ Request = (
     | Saved
     | Evaluations
     | Goodbye
+    | WeightsLoaded
     | WeightsJoin
     | WeightsStage
     | WeightsBegin

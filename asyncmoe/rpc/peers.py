@@ -1,4 +1,4 @@
-"""Compatibility check for processes of other machines: equal versions of common packages, and synchronized clocks."""
+"""Compatibility check for processes of other machines: equal versions of common packages and settings of NCCL, and synchronized clocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from asyncmoe.errors import UserError
+from asyncmoe.rpc import nccl_settings
 
 ALIKE = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "msgspec")
 """Packages whose versions a process reports, if installed."""
@@ -26,6 +27,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Version of each installed package of `ALIKE`."""
     time: float
     """Unix seconds of its clock when it collected the facts."""
+    nccl: dict[str, str] = {}
+    """See `nccl_settings.shared`."""
 
     @property
     def who(self) -> str:
@@ -41,7 +44,7 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return Facts(socket.gethostname(), role, found, time.time())
+    return Facts(socket.gethostname(), role, found, time.time(), nccl_settings.shared())
 
 
 def check(ours: Facts, theirs: Facts, max_clock_skew_s: float) -> None:
@@ -55,13 +58,16 @@ def check(ours: Facts, theirs: Facts, max_clock_skew_s: float) -> None:
         max_clock_skew_s: largest allowed clock difference in seconds.
 
     Raises:
-        UserError: versions differ, or clocks differ by more than `max_clock_skew_s`.
+        UserError: versions or settings of NCCL differ, or clocks differ by more than `max_clock_skew_s`.
     """
-    both = ours.versions.keys() & theirs.versions.keys()
-    differ = sorted(name for name in both if _public(ours.versions[name]) != _public(theirs.versions[name]))
-    if differ:
-        got, expected = (", ".join(f"{name} {one.versions[name]}" for name in differ) for one in (theirs, ours))
-        raise UserError(theirs.who, got=got, expected=f"{expected} as {ours.who} has", hint="install the same versions on both nodes")
+    both, all_set = ours.versions.keys() & theirs.versions.keys(), ours.nccl.keys() | theirs.nccl.keys()
+    for names, of_ours, of_theirs, hint in (
+        (both, ours.versions, theirs.versions, "install the same versions on both nodes"),
+        (all_set, ours.nccl, theirs.nccl, "NCCL carries weights between both: export the same before both start; its files count too"),
+    ):
+        if differ := sorted(name for name in names if _public(of_ours.get(name, "unset")) != _public(of_theirs.get(name, "unset"))):
+            got, expected = (", ".join(f"{name} {one.get(name, 'unset')}" for name in differ) for one in (of_theirs, of_ours))
+            raise UserError(theirs.who, got=got, expected=f"{expected} as {ours.who} has", hint=hint)
     apart = theirs.time - ours.time
     if not math.isfinite(apart) or abs(apart) > max_clock_skew_s:
         way = "ahead of" if apart > 0 else "behind"

@@ -12,7 +12,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.imports import uncollected
 from asyncmoe.models.hub import with_local_model
 from asyncmoe.process import die_with_parent, leave, named, say
-from asyncmoe.rpc import stand_by
+from asyncmoe.rpc import nccl_settings, stand_by
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.trainer.model import connections
@@ -29,6 +29,7 @@ def main() -> None:
             if not stand_by.is_told():
                 _begin(config.run.dir, rank, config.watch.beat_s)
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
+            os.environ.update(nccl_settings.set_defaults(os.environ))
             with uncollected():
                 from asyncmoe.platform import megatron
 

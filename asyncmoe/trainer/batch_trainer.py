@@ -160,14 +160,22 @@ class Learner:
             return
         begin = time.perf_counter()
         whole = batch_client.fetch(self._client, self._mesh, leased, [one.position for one in chosen], (), masks=False)
-        texts = probe.shortened(whole, chosen)
-        lengths = [one.tokens for one in chosen]
-        trainer = config.trainer
+        texts = [whole[one.position].tokens[: one.tokens] for one in chosen]
+        found = self.scored(texts)
+        if mesh.rank == 0:
+            tokens = tuple(tuple(map(int, text)) for text in texts)
+            log.info("version %d: %d probe tokens scored in %.3f s", step, sum(map(len, texts)), time.perf_counter() - begin)
+            self._client.ask(Probe(step, tokens, tuple(tuple(map(float, found[place])) for place in range(len(chosen)))), ANSWER_S)
+
+    def scored(self, texts: Sequence[Sequence[int] | np.ndarray]) -> LogProbs:
+        """Return the log-probabilities of texts under the current weights, as `logprobs_only` does."""
+        mesh, trainer, bare = self._mesh, self._config.trainer, probe.bare(texts)
+        lengths = [len(text) for text in texts]
         planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, self._width)
-        nothing = np.zeros(len(chosen))
+        nothing = np.zeros(len(texts))
         made = [
             pack(
-                texts,
+                bare,
                 indices,
                 advantages=nothing,
                 weights=nothing,
@@ -178,11 +186,7 @@ class Learner:
             )
             for indices in planned.ranks[mesh.dp_rank]
         ]
-        found = logprobs_only(self._model, made, lengths, 1.0, self._replay)
-        if mesh.rank == 0:
-            tokens = tuple(tuple(map(int, texts[place].tokens)) for place in range(len(chosen)))
-            log.info("version %d: %d probe tokens scored in %.3f s", step, sum(lengths), time.perf_counter() - begin)
-            self._client.ask(Probe(step, tokens, tuple(tuple(map(float, found[place])) for place in range(len(chosen)))), ANSWER_S)
+        return logprobs_only(self._model, made, lengths, 1.0, self._replay)
 
     def _warm_up(
         self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]

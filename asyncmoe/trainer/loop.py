@@ -40,6 +40,7 @@ from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.samples import TrainerSamples
+from asyncmoe.trainer.weight_sync import loaded
 from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
 from asyncmoe.trainer.weight_sync.deltas import unsupported
 from asyncmoe.trainer.weight_sync.disk import DiskPublisher
@@ -81,7 +82,8 @@ def run(config: Config) -> None:
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     ahead = ("ahead",) if prefetch.possible(config) and place.fetches else ()
     client, weights, *others = clients(config, rendezvous, f"trainer.{place.rank}", *ahead)
-    Trainer(config, place, built, adam, client, publisher(config, built, weights), done, plugins, *others).run()
+    expected = ExpectedChecksums(config, built)
+    Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins, *others).run()
     # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
     weights.close()
     client.close()
@@ -99,6 +101,7 @@ class Trainer:
         adam: MegatronOptimizer,
         client: Client,
         sync: Publisher,
+        expected: ExpectedChecksums,
         done: int,
         plugins: Plugins,
         ahead: Client | None = None,
@@ -112,7 +115,7 @@ class Trainer:
         self._served, self._behind = 0, True  # until this trainer's first version, which may have to catch up with the engines'
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
-        self._sync, self._saver = sync, Saver(config, built, adam)
+        self._sync, self._expected, self._saver = sync, expected, Saver(config, built, adam)
         self._waits: list[tuple[float, float]] = []
         self._profiler = Profiler(config, place.rank)
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
@@ -234,6 +237,8 @@ class Trainer:
 
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)
+        if self._behind:
+            loaded.compare(self._expected, self._client, self._learner.scored, self._step)
         self._sync.begin(self._step)
         self._behind = False
 
@@ -306,23 +311,24 @@ def replay(config: Config, built: gpt.Model) -> Replay | None:
     return None if routing is None else Replay(built.chunks, built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
-def publisher(config: Config, built: gpt.Model, client: Client) -> Publisher:
+def publisher(config: Config, built: gpt.Model, client: Client, expected: ExpectedChecksums | None = None) -> Publisher:
     """Return the weight publisher for the configured method.
 
     Args:
         client: connection to the controller, used only by the publisher.
+        expected: of `built`; default: made here.
 
     Raises:
         ConfigError: the method does not support the configuration.
     """
-
+    expected = expected or ExpectedChecksums(config, built)
     if built.mesh.rank == 0 and (why := unsupported(config)):
         log.info("updates of weights are full, although sync.delta is auto: %s", why)
     if config.sync.method == "reshard":
-        return ReshardPublisher(config, built, client)
+        return ReshardPublisher(config, built, client, expected)
     if config.sync.method == "disk":
-        return DiskPublisher(config, built, client)
+        return DiskPublisher(config, built, client, expected)
     if built.adapter is not None:
         return AdapterFiles(config, built, client)
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s, quantised=True)
-    return BroadcastPublisher(config, gatherer, client, built.mesh, ExpectedChecksums(config, built))
+    return BroadcastPublisher(config, gatherer, client, built.mesh, expected)

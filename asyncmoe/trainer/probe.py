@@ -7,7 +7,7 @@ engine once it serves that version (`asyncmoe.rollout.engines.probes`). Routers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,12 +52,12 @@ def choose(items: Sequence[Item], tokens: int) -> tuple[Chosen, ...]:
     return tuple(chosen)
 
 
-def shortened(trajectories: Mapping[int, Trajectory], chosen: Sequence[Chosen]) -> dict[int, Trajectory]:
-    """Return the first tokens of the chosen trajectories, by place in `chosen`, as trajectories without anything recorded."""
-    return {place: _first(trajectories[one.position], one.tokens) for place, one in enumerate(chosen)}
+def bare(texts: Sequence[Sequence[int] | np.ndarray]) -> dict[int, Trajectory]:
+    """Return texts, by their number, as trajectories without anything recorded."""
+    return {place: _bare(place, np.asarray(text, np.int32)) for place, text in enumerate(texts)}
 
 
-def _first(t: Trajectory, count: int) -> Trajectory:
-    nothing, none = np.zeros(count, np.float32), np.zeros(count, bool)
-    versions = np.full(count, NOT_SAMPLED, np.int32)
-    return Trajectory(t.key, t.group, t.episode, t.tokens[:count], none, nothing, versions, 0.0, t.finish)
+def _bare(place: int, tokens: np.ndarray) -> Trajectory:
+    nothing, none = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
+    versions = np.full(len(tokens), NOT_SAMPLED, np.int32)
+    return Trajectory(f"probe{place}", place, 0, tokens, none, nothing, versions, 0.0, "length")

@@ -21,6 +21,7 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.model import gpt, mesh
+from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
 from tests.ranks.kept import settings_of
 from tests.ranks.publish import publish
@@ -38,7 +39,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
         built = gpt.build(load_hf_config(config.model.path), config, mesh.start(config.trainer))
         gpt.load_hf(built, config.model.path)
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = ReshardPublisher(config, built, client)
+            sender = ReshardPublisher(config, built, client, ExpectedChecksums(config, built))
             for file, version in job["publications"][layout]:
                 canonical.write(built, torch.load(file))
                 outcome = {"layout": layout, "version": version, **publish(sender, version)}

@@ -92,13 +92,13 @@ def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:
 
 @pytest.mark.thorough  # an engine that fails: test_bad_input; names of nodes: tests/unit/test_launch_ray.py; a whole run on Ray: below
 def test_a_part_that_fails_is_named_with_its_node(cluster: Nodes, tmp_path: Path) -> None:
-    command = start(tmp_path / "run", *ON_RAY, "engines.args=[--nonsense]")
+    command = start(tmp_path / "run", *ON_RAY, "engines.args=[--page-size, nonsense]")
     status, out, error = command.finish()
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
     assert status == 1, out + error
     assert len(lines) == 1, error
     assert lines[0].startswith("error: engine.0 on 127.0.0."), error
-    assert "unrecognized arguments: --nonsense" in lines[0]
+    assert "argument --page-size: invalid int value: 'nonsense'" in lines[0]
     assert "Traceback" not in out + error
     assert command.gone(), command.alive()
 

@@ -3,7 +3,10 @@
    fails, and FAKE_NCCL_VERSION is the version (22800).
 
    The n-th message received is the n-th sent of the same group. With FAKE_NCCL_MAIL, ranks are threads of one process that
-   exchange messages: a communicator is in progress until all its ranks have joined and all it awaits has come. */
+   exchange messages: a communicator is in progress until all its ranks have joined and all it awaits has come.
+
+   A rank hands over memory in the form that NCCL_CUMEM_ENABLE says when it joins, 1 by default. Ranks of both forms join all
+   the same, and fail with their first messages, as NCCL 2.30 on one machine. */
 #include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -20,7 +23,8 @@ typedef struct { Id id; int source, destination; size_t bytes; char* data; } Let
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Letter letters[4096];
 static int posted, ids;
-static struct { Id id; int joined; } meetings[MOST];
+typedef struct { Id id; int joined, forms; } Meeting;
+static Meeting meetings[MOST];
 static __thread Message sends[MOST], receives[MOST];
 static __thread int sent, received;
 static __thread Comm* used;
@@ -45,11 +49,11 @@ static int call(const char* name, const char* what, long a, long b) {
     return failing && strcmp(failing, name) == 0 ? 5 : 0;
 }
 
-static int* joined(const Id* id) {
+static Meeting* meeting(const Id* id) {
     int i = 0;
     while (meetings[i].joined && memcmp(&meetings[i].id, id, sizeof *id) != 0) ++i;
     meetings[i].id = *id;
-    return &meetings[i].joined;
+    return &meetings[i];
 }
 
 /* Whether a message for this rank has come; then it is taken. */
@@ -82,7 +86,8 @@ int ncclCommInitRankConfig(Comm** comm, int world, Id id, int rank, Config* conf
     *comm = calloc(1, sizeof **comm);
     (*comm)->id = id, (*comm)->rank = rank, (*comm)->world = world;
     pthread_mutex_lock(&lock);
-    ++*joined(&id);
+    meeting(&id)->forms |= 1 << number("NCCL_CUMEM_ENABLE", 1);
+    ++meeting(&id)->joined;
     pthread_mutex_unlock(&lock);
     if (ctas && config->max_ctas != INT_MIN) call("ctas", "", config->max_ctas, -1);
     int failed = call("init", "", world, rank);
@@ -119,9 +124,10 @@ int ncclGroupEnd(void) {
 }
 int ncclCommGetAsyncError(Comm* comm, int* state) {
     *state = comm->exchanged ? number("FAKE_NCCL_STATE", 0) : number("FAKE_NCCL_INIT", 0);
-    if (!getenv("FAKE_NCCL_MAIL")) return 0;
+    if (comm->exchanged && meeting(&comm->id)->forms == 3) *state = 1;
+    if (*state == 1 || !getenv("FAKE_NCCL_MAIL")) return 0;
     pthread_mutex_lock(&lock);
-    if (*joined(&comm->id) < comm->world) *state = 7;
+    if (meeting(&comm->id)->joined < comm->world) *state = 7;
     int left = 0;
     for (int i = 0; i < comm->awaited; ++i)
         if (!take(comm, &comm->await[i])) comm->await[left++] = comm->await[i];
@@ -132,4 +138,4 @@ int ncclCommGetAsyncError(Comm* comm, int* state) {
 }
 int ncclCommAbort(Comm* comm) { return comm ? call("abort", "", -1, -1) : 4; }
 int ncclCommDestroy(Comm* comm) { return comm ? call("destroy", "", -1, -1) : 4; }
-const char* ncclGetErrorString(int code) { return code == 6 ? "remote process exited" : "invalid usage"; }
+const char* ncclGetErrorString(int code) { return code == 6 ? "remote process exited" : code == 1 ? "unhandled cuda error" : "invalid usage"; }

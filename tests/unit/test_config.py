@@ -91,7 +91,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ),
         ("engines.args", ["--base-gpu-id=0"], "--base-gpu-id", "none of the arguments asyncmoe gives"),
         ("engines.args", ["--port", "80"], "--port", "none of the arguments asyncmoe gives"),
-        ("engines.args", ["--device", "cpu"], "--device", "none of the arguments asyncmoe gives an engine; leave it out"),
+        ("engines.args", ["--device", "cpu"], "--device", "a supported argument of SGLang"),
         ("queue.staleness.max_staleness", -1, "-1", "a number, at least 0"),
         ("queue.staleness.max_staleness", True, "True", "a number"),
         ("queue.staleness.rule", "keep", "'keep'", "'drop'"),
@@ -270,10 +270,10 @@ def test_an_unquoted_on_or_off_is_taken_as_written(tmp_path: Path, word: str, va
 
 def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
     config = load(
-        good_file(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--a, b]", "queue.staleness.max_staleness=0", "run.steps=9"]
+        good_file(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--log-level]", "queue.staleness.max_staleness=0", "run.steps=9"]
     )
     assert config.trainer.optimizer.lr == 1e-3
-    assert config.engines.args == ("--a", "b")
+    assert config.engines.args == ("--log-level",)
     assert (config.queue.staleness.max_staleness, config.run.steps) == (0, 9)
 
 

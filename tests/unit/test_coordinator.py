@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncmoe.config.rollout import Interruption
-from asyncmoe.errors import ProtocolError, RunStopping, WeightSyncError
+from asyncmoe.errors import Disagreement, ProtocolError, RunStopping, WeightSyncError
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
 from asyncmoe.rollout.engines.types import EngineLost
@@ -17,6 +17,7 @@ from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
+from tests.unit.fake_engine import FakeHandle, fake, handles
 
 HOW: tuple[Interruption, ...] = ("in_place", "retract")
 """In one call, or in a pause of several."""
@@ -250,3 +251,27 @@ def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> 
         return ranks
 
     assert asyncio.run(run()) == [1, 2]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_engines_have_loaded_is_compared_with_the_trainers_before_they_sample(kept: bool) -> None:
+    """Those that join later too, if it stays under their adapters; one that is lost meanwhile ends nothing."""
+
+    async def run() -> None:
+        pool, expected = Pool(handles(3), 8, 5.0, lambda *_: None), ({"weight": "0", "other": "1"},)
+        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        coordinator.engines_started()
+        with pytest.raises(Disagreement, match=r"engine\.0 has loaded other weights .* checksums differ: other of rank 0"):
+            await coordinator.compare_loaded(expected, kept)
+        fake(pool.members[1].engine).dead = True
+        await coordinator.compare_loaded(({"weight": "0"},), kept)
+        assert [member.fenced is None for member in pool.members] == [True, False, True]
+        later = FakeHandle("engine.3")
+        later.client.version = 1
+        pool.join(later)
+        await coordinator.handle(EnginesAsk(1.0))
+        assert ("checksums differ: weight of rank 0" in str(pool.members[-1].fenced)) == kept
+
+    async def publishing(version: int) -> None: ...
+
+    asyncio.run(run())

@@ -47,7 +47,7 @@ def job(nodes: int) -> Allocation:
         (("engines.tp=2", "engines.nodes=2", "train=lora"), "engines.nodes: got 2, expected 1 because train is lora"),
         (("engines.tp=2", "engines.nodes=2", "engines.share_gpus=true"), "engines.nodes: got 2, expected 1 because engines.share_gpus"),
         (('engines.args=["--nnodes", "2"]',), "engines.args: got --nnodes, expected none of .* set engines.nodes"),
-        (('engines.args=["--dp-size=2"]',), "engines.args: got --dp-size, expected none of .* leave it out"),
+        (('engines.args=["--dp-size=2"]',), "engines.args: got --dp-size, expected a supported argument of .* leave it out"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(overrides: Sequence[str], words: str) -> None:

@@ -146,7 +146,7 @@ def test_what_stops_a_run_is_said_in_a_line(
 def test_nccl_of_two_versions_stops_a_run_that_needs_it_and_is_named_to_one_that_does_not() -> None:
     other = {"engine__nccl__version": 23007}
     with pytest.raises(UserError, match=r"nccl of node01: got 2.27.3 in the trainer's Python, 2.30.7 in the engines' Python"):
-        preflight.judge(machine(*configured("demo-gpus.yaml"), 2, GPUS[0], **other))
+        preflight.judge(machine(*configured("demo-gpus.yaml", "sync.transport=nccl"), 2, GPUS[0], **other))
     (line,) = preflight.judge(machine(*configured("demo-gpu.yaml"), 1, GPUS[0], **other))
     assert line.startswith("nccl: 2.27.3")
 
@@ -314,7 +314,8 @@ def test_engines_begin_behind_the_trainer_of_their_machine(monkeypatch: pytest.M
 
 def test_weights_go_over_ipc_where_gpus_are_shared() -> None:
     assert transport_for("auto", gpu=True, shared=True) == transport_for("ipc", gpu=True, shared=True) == "ipc"
-    assert transport_for("auto", gpu=True) == "nccl"
+    assert transport_for("auto", gpu=True) == "ipc"
+    assert transport_for("auto", gpu=True, together=False) == "nccl"
     assert transport_for("auto", gpu=False, shared=True) == "shm"
     with pytest.raises(ConfigError, match=r"sync.transport: got nccl, expected auto or ipc where trainer and engines share GPUs"):
         transport_for("nccl", gpu=True, shared=True)

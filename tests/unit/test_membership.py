@@ -18,6 +18,7 @@ from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rpc import nccl_settings
 from asyncmoe.rpc.messages import (
     Committed,
     Done,
@@ -273,7 +274,8 @@ def test_the_end_is_told_to_all(rig: Play) -> None:
             UserError,
             "engine.b on n7: got msgspec 0.1, expected msgspec",
         ),
-        ({"facts": Facts("n7", "engine.b", {}, time.time() - 99)}, UserError, "engine.b on n7: got a clock \\d.* s behind"),
+        ({"facts": Facts("n7", "engine.b", {}, time.time() - 99, nccl_settings.shared())}, UserError, "n7: got a clock \\d.* s behind"),
+        ({"facts": Facts("n7", "engine.b", {}, time.time())}, UserError, "engine.b on n7: got NCCL_CUMEM_ENABLE unset, expected"),
         ({"name": "a"}, UserError, "engine a: got a name already taken"),
     ],
 )

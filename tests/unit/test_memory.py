@@ -289,7 +289,7 @@ def test_what_is_planned_for_is_a_share_of_the_gpu() -> None:
 
 def config(**sections: Any) -> Config:
     base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return parse(base | sections)
+    return parse(base | {"cluster": {"network": "hostname"}} | sections)
 
 
 ONE = 8 * (16 << 20)
@@ -339,7 +339,8 @@ def test_communicators_are_counted_where_nccl_carries_weights() -> None:
     assert sixteen == 16 * ONE
     assert budget.serving(config(engines={"count": 16}), HF).communicators == ONE
     assert budget.training(config(engines={"count": 16}), HF, cpu=True).communicators == 0
-    assert budget.training(config(engines={"count": 16}, sync={"transport": "ipc"}), HF).communicators == 0
+    for together in ({"sync": {"transport": "ipc"}}, {"cluster": {"network": "loopback"}}):
+        assert budget.training(config(engines={"count": 16}, **together), HF).communicators == 0
     assert budget.training(config(engines={"count": 64}), HF).communicators == 64 * ONE // 2
     plain = memory.trainer(HF, NODE, Training(PASS))[0].parts["weight sync"]
     assert memory.trainer(HF, NODE, Training(PASS, communicators=sixteen))[0].parts["weight sync"] == plain + sixteen

@@ -13,7 +13,7 @@ import pytest
 from fake_engine import FakeHandle
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import EngineError, ProtocolError
+from asyncmoe.errors import Disagreement, EngineError, ProtocolError
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.probes import Prober, check, compare
@@ -62,6 +62,19 @@ def test_an_engine_with_other_weights_is_named(caplog: pytest.LogCaptureFixture)
     assert (found.largest, found.mean, found.divergence) == pytest.approx((3.0, 1.75, sum(k3) / 2))
     assert "engine.0 and trainer at version 0" in caplog.text
     assert "weights are not the trainer's" in caplog.text
+
+
+def test_an_engine_that_has_loaded_other_weights_ends_the_run() -> None:
+    """Each engine is asked; one that does not answer samples nothing."""
+    handles = [FakeHandle(f"engine.{number}") for number in range(2)]
+    pool = pool_of(*handles)
+    prober = Prober(pool, 0, 5.0, 0.5)
+    asyncio.run(prober.require(AGREEING))
+    with pytest.raises(Disagreement, match=r"engine\.0 with what it has loaded, .* over 2 tokens, expected at most 0\.5"):
+        asyncio.run(prober.require(Probe(0, ((3, 1, 2),), ((0.0, -0.5, -5.0),))))
+    handles[0].client.failures.extend([EngineError] * 2)
+    asyncio.run(prober.require(AGREEING))
+    assert [member.fenced is None for member in pool.members] == [False, True]
 
 
 def test_a_probe_waits_for_its_version_and_is_missed_when_the_next_is_served() -> None:

@@ -586,7 +586,7 @@ def test_a_commit_without_a_sender_is_refused() -> None:
 
 
 def test_messages_travel_where_the_weights_are() -> None:
-    assert [transport_for("auto", gpu) for gpu in (False, True)] == ["shm", "nccl"]
+    assert [transport_for("auto", gpu) for gpu in (False, True)] == ["shm", "ipc"]
     assert [transport_for(way, True) for way in ("nccl", "ipc")] == ["nccl", "ipc"]
     for wanted, gpu, where, able, unable in (
         ("shm", True, "GPUs", {"nccl", "ipc"}, "gloo"),

@@ -21,7 +21,7 @@ from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError
+from asyncmoe.errors import AsyncmoeError, ConfigError, Disagreement, ProtocolError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
@@ -46,6 +46,7 @@ from asyncmoe.rpc.messages import (
     WeightsBegin,
     WeightsBucket,
     WeightsCommit,
+    WeightsLoaded,
     WeightsStage,
     Welcome,
 )
@@ -137,8 +138,8 @@ class StandIn:
         assert said[0] == said[1]
         return said[0]
 
-    async def lease(self) -> Leased:
-        asked = Lease(self.step, "rl", self.config.rollout.batch, self.step, 20.0)
+    async def lease(self, wait_s: float = 20.0) -> Leased:
+        asked = Lease(self.step, "rl", self.config.rollout.batch, self.step, wait_s)
         said = await self.of_all(lambda rank: asked)
         assert isinstance(said[0], Leased)
         assert said[0] == said[1]
@@ -203,6 +204,20 @@ def keys(leased: Leased) -> list[str]:
 async def refused(asked: Coroutine[Any, Any, Reply]) -> None:
     with pytest.raises(ProtocolError, match="which has taken its place: this process is left over and must end"):
         await asked
+
+
+def test_nothing_is_sampled_before_the_engines_weights_are_compared(model: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with controller(config_of(model, tmp_path / "run")) as running:
+            first = running.trainer(0)
+            await first.hello(0)
+            with pytest.raises(Disagreement, match="checksums differ: weight of rank 0"):
+                await first.ask(WeightsLoaded(({"weight": "1"},), first=True))
+            assert not (await first.lease(0.5)).items
+            await first.ask(WeightsLoaded(({"weight": "0"},), first=True))
+            assert (await first.lease()).items
+
+    in_loop(body())
 
 
 @pytest.mark.parametrize("opening", [WeightsBegin(4), WeightsStage(4)])

@@ -50,6 +50,15 @@ def test_every_version_that_differs_is_named_on_both_nodes_with_the_hint() -> No
     )
 
 
+def test_settings_of_nccl_that_differ_are_named_on_both_nodes() -> None:
+    ours, theirs = ({"NCCL_CUMEM_ENABLE": "0", "NCCL_NET": "IB"}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NET": "IB", "NCCL_P2P_DISABLE": "1"})
+    line = refuse(msgspec.structs.replace(OURS, nccl=ours), msgspec.structs.replace(other(), nccl=theirs), 10.0)
+    assert line == (
+        "trainer.3 on node7: got NCCL_CUMEM_ENABLE 1, NCCL_P2P_DISABLE 1, expected NCCL_CUMEM_ENABLE 0, NCCL_P2P_DISABLE unset as "
+        "controller on node1 has; NCCL carries weights between both: export the same before both start; its files count too"
+    )
+
+
 @pytest.mark.parametrize(("seconds", "words"), [(12.34, "12.3 s ahead of"), (-3600.0, "3600.0 s behind")])
 def test_a_clock_apart_is_named_with_the_limit_and_the_hint(seconds: float, words: str) -> None:
     line = refuse(OURS, other(seconds=seconds), 10.0)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
-from asyncmoe.config import Config, devices
+from asyncmoe.config import Config, devices, sglang_arguments
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.transports import TRANSPORTS, TransportName, resolved, transport_for
 from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
@@ -135,7 +135,7 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
     trainer, engine = budget.least(config, hf)
     several = address.several(config.cluster.network)
     engine_dtype, trainer_float32 = models.engine_dtype(hf, config.engines), config.trainer.weights_dtype == "float32"
-    float32 = engine_dtype == "float32" and not TAKES_FLOAT32 & set(_attention(config.engines.args))
+    float32 = engine_dtype == "float32" and sglang_arguments.value(config.engines.args, "--attention-backend") not in TAKES_FLOAT32
     return OnGpus(
         places=devices.wanted(config, several),
         way=_way(config, several),
@@ -210,14 +210,6 @@ def _way(config: Config, several: bool) -> TransportName:
         return transport_for(config.sync.transport, gpu=True, together=not several, shared=config.engines.share_gpus)
     except ConfigError:
         return "nccl"
-
-
-def _attention(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the attention backends that an engine's arguments choose."""
-    for at, argument in enumerate(arguments):
-        flag, _, value = argument.partition("=")
-        if flag == "--attention-backend":
-            yield value or "".join(arguments[at + 1 : at + 2])
 
 
 def _answer(work: Callable[[], T], whom: str) -> tuple[T | None, str | None]:

@@ -9,7 +9,6 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, InvariantBroken
 from asyncmoe.rollout.engines.engine import Engine, EngineProcess
 from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace, NodesHere
-from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 
@@ -70,12 +69,3 @@ def address_of(engine: Engine) -> tuple[str, str]:
     if not isinstance(engine, SGLangClient):
         raise InvariantBroken(f"got a client of type {type(engine).__name__}, expected one that `connect` made")
     return engine.url, engine.key
-
-
-def rank_limit(arguments: Sequence[str]) -> int | None:
-    """Return the highest rank of adapters set by the user's own `engines.args`, or None if they set none.
-
-    Raises:
-        UserError: the value is not a number.
-    """
-    return lora.limit_in(arguments)

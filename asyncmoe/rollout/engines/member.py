@@ -32,6 +32,7 @@ class Member:
         busy_since: Unix time at which its unrecorded generation began, or None if idle.
         heard: monotonic time at which it last answered.
         suspect: True if a request or a probe has timed out since.
+        compared: True once what it has loaded from the model's files was found to be what the trainer has.
         serial: of this start of the engine; no other member of this process has it.
     """
 
@@ -48,6 +49,7 @@ class Member:
     busy_since: float | None = None
     heard: float = 0.0
     suspect: bool = False
+    compared: bool = False
     serial: int = field(default_factory=_serials.__next__)
 
     def serving(self) -> AbstractContextManager[ServedBy]:

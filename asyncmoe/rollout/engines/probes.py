@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.errors import AsyncmoeError, Disagreement, ProtocolError
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rpc.messages import MAX_PROBED, Probe
@@ -108,6 +108,24 @@ class Prober:
             self.totals = self.totals.then(None)
         self._pending = probe
         self._came.set()
+
+    async def require(self, probe: Probe) -> None:
+        """Compare all engines; an engine that does not answer is fenced.
+
+        Raises:
+            ProtocolError: see `check`.
+            Disagreement: an engine diverges by more than `most`.
+        """
+        check(probe)
+        for member in self._pool.present:
+            found = await self._asked(probe, member)
+            if found is None:
+                self._pool.fence(member, "it did not answer the first probe")
+            elif self._most is not None and not found.divergence <= self._most:
+                got = f"got {found.divergence:.3g} nats a token over {found.tokens} tokens, expected at most {self._most:g}"
+                raise Disagreement(f"verify.anomalies.kl_engine.above: {found.engine} with what it has loaded, and the trainer: {got}")
+            else:
+                self._say(found)
 
     async def run(self) -> None:
         """Compare probes; never returns."""

@@ -41,11 +41,11 @@ class BackgroundPublisher:
         ConfigError: engines serve a dtype that the trainer's weights do not become on the way.
     """
 
-    def __init__(self, config: Config, model: Model, client: Client) -> None:
+    def __init__(self, config: Config, model: Model, client: Client, expected: ExpectedChecksums) -> None:
         self._config, self._sync, self._model, self._client = config, config.sync, model, client
         self._rank = model.mesh.rank
         _check_dtypes(config, model)
-        self._expected = ExpectedChecksums(config, model)
+        self._expected = expected
         # For the sending thread only: the trainer's main thread uses other groups at the same time.
         wait_s = config.engines.start_timeout_s + 2 * self._limit
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))

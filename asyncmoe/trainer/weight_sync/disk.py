@@ -39,12 +39,12 @@ class DiskPublisher(AtOnce):
         client: connection to the controller; used on rank 0 only.
     """
 
-    def __init__(self, config: Config, model: Model, client: Client) -> None:
+    def __init__(self, config: Config, model: Model, client: Client, expected: ExpectedChecksums) -> None:
         super().__init__()
         self._config, self._sync, self._model, self._client = config, config.sync, model, client
         self._folder = folder_of(config)
         self._gatherer = Gatherer(model, SHARD_BYTES, config.sync.timeout_s)
-        self._expected = ExpectedChecksums(config, model)
+        self._expected = expected
 
     def publish(self, version: int) -> Published:
         """Publish a version; return when every engine has resumed with it.

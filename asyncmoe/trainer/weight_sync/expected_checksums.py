@@ -45,13 +45,22 @@ class ExpectedChecksums:
     """Hashes the weights of every version that is to be verified. Every rank creates its own object.
 
     Adapters are not verified, because SGLang has no checksums for their memory; neither are engines that quantise what they load.
+
     """
 
     def __init__(self, config: Config, model: Model) -> None:
-        self._config, self._model, self._mesh = config, model, model.mesh
+        self.config, self.model, self._mesh = config, model, model.mesh
         unknown = model.adapter is not None or config.engines.quantises
         self._every = 0 if unknown else config.sync.verify_every
         self._versions = 0
+        self._files: Checksums | None = None
+        self.of_loaded = config.sync.verify_every > 0 and not config.engines.quantises and Payload(model.hf).float8 is None
+
+    def of_files(self) -> Checksums:
+        """Return the checksums that engines should have that have loaded the model's files; before the first `of_next`, while the trainer
+        has these weights, adapters aside. Collective and on rank 0 as that."""
+        self._files = self._computed()
+        return self._files
 
     def of_next(self) -> Checksums:
         """Return the checksums of the current weights if the version that they become is to be verified: the first, and every
@@ -63,14 +72,17 @@ class ExpectedChecksums:
             On rank 0; nothing on all others.
         """
         self._versions += 1
-        return self._computed() if self._every and (self._versions - 1) % self._every == 0 else ()
+        known, self._files = self._files, None
+        if not self._every or (self._versions - 1) % self._every:
+            return ()
+        return self._computed() if known is None else known
 
     def _computed(self) -> Checksums:
         self._sources.refresh()
         found: list[tuple[int, dict[str, str]]] = []
         for plan, share in self._rounds:
             held = {} if share is None else self._empty(share.layout.storages)
-            exchange(plan, self._transport, self._sources.tensors, held, timeout_s=self._config.sync.timeout_s)
+            exchange(plan, self._transport, self._sources.tensors, held, timeout_s=self.config.sync.timeout_s)
             if share is not None:
                 found.append((share.engine_rank, self._hashed(held, self._served[share.engine_rank])))
         everyone = collectives.gathered(found)
@@ -83,7 +95,7 @@ class ExpectedChecksums:
 
     @cached_property
     def _sources(self) -> WeightSources:
-        return WeightSources(self._model)
+        return WeightSources(self.model)
 
     @cached_property
     def _transport(self) -> TorchTransport:
@@ -92,7 +104,7 @@ class ExpectedChecksums:
     @cached_property
     def _served(self) -> list[Mapping[str, Storage]]:
         """The parameters of every rank of an engine, in the engine's dtypes."""
-        return [layout.storages for layout in self._engine(engine_dtype(self._model.hf, self._config.engines))]
+        return [layout.storages for layout in self._engine(engine_dtype(self.model.hf, self.config.engines))]
 
     @cached_property
     def _rounds(self) -> list[tuple[Plan, HashedPart | None]]:
@@ -101,8 +113,8 @@ class ExpectedChecksums:
         They are assembled in the trainer's dtype and cast by PyTorch, so that the checksums do not depend on the casts of
         `asyncmoe.reshard`.
         """
-        model, dtype = self._model, str(self._model.dtype).removeprefix("torch.")
-        rounds = list(shared_out(self._engine(dtype), self._mesh.world, self._config.sync.bucket_bytes))
+        model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
+        rounds = list(shared_out(self._engine(dtype), self._mesh.world, self.config.sync.bucket_bytes))
         payload = Payload(model.hf)
         destinations = [[share.layout for share in shares] for shares in rounds]
         plans = plan_each(payload.tensors(), payload.trainer(model.parallel, dtype), destinations, ranks=[self._mesh.rank])
@@ -110,8 +122,8 @@ class ExpectedChecksums:
         return list(zip(plans, mine, strict=True))
 
     def _engine(self, dtype: str) -> list[RankLayout]:
-        engines = self._config.engines
-        return Payload(self._model.hf).engines(EngineParallel(engines.tp, engines.ep), dtype)
+        engines = self.config.engines
+        return Payload(self.model.hf).engines(EngineParallel(engines.tp, engines.ep), dtype)
 
     def _empty(self, storages: Mapping[str, Storage]) -> dict[str, torch.Tensor]:
         return {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self._mesh.device) for name, one in storages.items()}

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.config.transports import transport_for
+from asyncmoe.config.transports import AUTO, transport_for
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.receiver import cards, failing, handshake, hosting, protocol, transfer_plan
-from asyncmoe.receiver.card import card_of
+from asyncmoe.receiver.card import card_of, reach_each_other
 from asyncmoe.receiver.control_store import Store
 from asyncmoe.receiver.protocol import AdapterTerms, Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
 from asyncmoe.reshard import Plan
@@ -235,7 +235,9 @@ def ask_engines(config: Config, client: Client) -> Engines:
 
 def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tuple[Store, str]:
     """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
-    world, sync = model.mesh.world, config.sync
+    world, sync, shared = model.mesh.world, config.sync, config.engines.share_gpus
+    # Where GPUs do not read each other's memory, `auto` is the choice between machines.
+    together = _together(engines) and (shared or sync.transport != AUTO or reach_each_other())
     hosted = hosting.host(config.cluster.network)
     host, port = hosting.place(hosted)
     store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)
@@ -247,7 +249,7 @@ def _keep(config: Config, model: Model, client: Client, engines: Engines) -> tup
         engines=ranks,
         dtype=str(model.dtype).removeprefix("torch."),
         engine_dtype=engine_dtype(model.hf, config.engines),
-        transport=transport_for(sync.transport, model.mesh.backend == "nccl", _together(engines), config.engines.share_gpus),
+        transport=transport_for(sync.transport, model.mesh.backend == "nccl", together, shared),
         session=secrets.token_hex(8),
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,

@@ -36,6 +36,7 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.lora.snapshot import Snapshot
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.weight_sync.background import BackgroundPublisher
+from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
 from asyncmoe.trainer.weight_sync.publisher import Checksums, Published
 from asyncmoe.trainer.weight_sync.rendezvous import Meeting, NotMet, changed, in_all, meet, noticed_s, part
 from asyncmoe.trainer.weight_sync.sender import Sender
@@ -53,9 +54,9 @@ class ReshardPublisher(BackgroundPublisher):
         ConfigError: a setting this path does not support.
     """
 
-    def __init__(self, config: Config, model: Model, client: Client) -> None:
+    def __init__(self, config: Config, model: Model, client: Client, expected: ExpectedChecksums) -> None:
         opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
-        super().__init__(config, model, client)
+        super().__init__(config, model, client, expected)
         self._snapshot = None if model.adapter is None else Snapshot(model.chunks, model.adapter.scale)
         self._sender: Sender | None = None
         self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from asyncmoe.errors import UserError
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Kind, check_rank, served_config, served_shapes, served_targets
 from asyncmoe.models.shape import Shape
@@ -16,7 +14,7 @@ from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.types import Sampling
 
 _IN_MEMORY = Path("/dev/shm")
-_LIMIT = "--max-lora-rank"
+LIMIT = "--max-lora-rank"
 
 
 def flags(kind: Kind, limit: int | None = None) -> list[str]:
@@ -33,7 +31,7 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
     sharing = "" if kind.experts == "shared_outer" else "no-"
     return [
         "--enable-lora",
-        *(_LIMIT, str(limit)),
+        *(LIMIT, str(limit)),
         *("--lora-target-modules", *served_targets(kind)),
         # Requests without an adapter occupy a slot too.
         *("--max-loras-per-batch", str(SLOTS)),
@@ -41,22 +39,6 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
         f"--{sharing}experts-shared-outer-loras",
         "--lora-strict-loading",
     ]
-
-
-def limit_in(arguments: Sequence[str]) -> int | None:
-    """Return the highest rank set by the user's own server arguments, or None if they set none.
-
-    Raises:
-        UserError: the value is not a number.
-    """
-    for at, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name == _LIMIT:
-            text = value or "".join(arguments[at + 1 : at + 2])
-            if not text.isdecimal():
-                raise UserError(f"engines.args: {_LIMIT}", got=repr(text), expected="a number")
-            return int(text)
-    return None
 
 
 async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:

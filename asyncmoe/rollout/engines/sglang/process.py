@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe import models
-from asyncmoe.config import Config, devices
-from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
+from asyncmoe.config import Config, devices, sglang_arguments
+from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
 from asyncmoe.models import family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
@@ -29,7 +29,7 @@ from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rpc import address
+from asyncmoe.rpc import address, nccl_settings
 from asyncmoe.scratch import Scratch
 from asyncmoe.trajectory.sent_routes import as_text
 
@@ -211,7 +211,7 @@ def command(
     if keeps_routing:
         switches.append("--enable-return-routed-experts")
     if adapter is not None:
-        switches += lora.flags(adapter, lora.limit_in(section.args))
+        switches += lora.flags(adapter, sglang_arguments.number(section.args, lora.LIMIT))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *memory, *section.args]
 
@@ -222,8 +222,13 @@ def environment(config: Config, index: int, host: str = "", place: NodePlace | N
     Args:
         host: address it listens on.
         place: as for `SGLangProcess`.
+
+    Raises:
+        UserError: our environment has a variable of SGLang that asyncmoe does not support.
     """
-    given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if unknown := sglang_arguments.unknown_variables(os.environ):
+        raise UserError("environment of an engine", got=", ".join(unknown), expected="supported variables of SGLang", hint="unset them")
+    given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | nccl_settings.set_defaults(os.environ)
     given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
     # A server whose worker has died would wait 5 s for the GPU to settle, then for stacks and core dumps, and its requests with it.
     given |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}

@@ -98,4 +98,5 @@ class WeightEndpoints(SGLangConnection):
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
-        return tuple(rank.checksums for rank in checked.ranks)
+        # SGLang's layers with adapters hold the layer without them as `base_layer`.
+        return tuple({name.replace(".base_layer.", "."): one for name, one in rank.checksums.items()} for rank in checked.ranks)

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from asyncmoe.config.rollout import Interruption
-from asyncmoe.errors import AsyncmoeError, RunStopping, WaitTimeout, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, Disagreement, RunStopping, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates import adapter_files, at_once, broadcast, checksums, reshard, state, weight_files
-from asyncmoe.rollout.engines.weight_updates.asking import Failures, raise_first
+from asyncmoe.rollout.engines.weight_updates.asking import Failures, on_each, raise_first
 from asyncmoe.rollout.engines.weight_updates.driver import Note, OpenUpdate, UpdateDriver
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import (
@@ -70,6 +70,7 @@ class WeightUpdateCoordinator:
         self._ending: asyncio.Future[None] | None = None
         self._under_way: set[asyncio.Future[Engines | Committed | Done]] = set()
         self._one = asyncio.Lock()
+        self._kept: checksums.Checksums = ()
 
     def succeed(self, epoch: int, landed: bool) -> None:
         """Go on with the engines of the controllers before this one.
@@ -113,6 +114,30 @@ class WeightUpdateCoordinator:
         if member.slots is not None and member.slots.loading:
             return True
         return self.driver.current is not None and member.engine.name in self.driver.current.paused
+
+    async def compare_loaded(self, expected: checksums.Checksums, kept: bool) -> None:
+        """Compare what all engines have loaded from the model's files with what the trainer has; one that is lost meanwhile is fenced.
+
+        Args:
+            kept: as in `WeightsLoaded`; an engine that joins later and differs is fenced.
+
+        Raises:
+            Disagreement: names an engine, and the first parameters that differ.
+        """
+        self._kept = expected if kept else ()
+        for member, error in await self._compare_new(expected):
+            if not isinstance(error, EngineLost | WaitTimeout):
+                raise Disagreement(f"{member.engine.name} has loaded other weights from the model's files than the trainer: {error}")
+            self._pool.fence(member, str(error))
+
+    async def _compare_new(self, expected: checksums.Checksums) -> Failures:
+        """Compare the engines that have not been compared; return those that differ or fail."""
+
+        async def compare(member: Member) -> None:
+            checksums.compare(expected, await member.engine.client.checksums(self._timeout_s))
+            member.compared = True
+
+        return await on_each([member for member in self._pool.present if not member.compared], compare)
 
     async def forget_sender(self, why: str) -> None:
         """Abandon what a sender that is lost has under way: nothing more comes from it. The next sender meets the engines anew.
@@ -192,6 +217,8 @@ class WeightUpdateCoordinator:
         else:
             raise WaitTimeout("the engines", "start", request.wait_s)
         self._pool.fence_dead()
+        for member, error in await self._compare_new(self._kept) if self._kept else ():
+            self._pool.fence(member, f"what it has loaded: {error}")
         driver = self.driver
         concerned = driver.roster.members if driver.current is None else driver.current.members
         lost = tuple(member.engine.name for member in concerned if member.fenced is not None)

@@ -1,0 +1,50 @@
+"""An engine that has loaded other weights than the trainer samples nothing: the run ends, and says which."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import float8
+from tests.system.runs import ENGINES, ONE_RANK, SMALL, provide, refused
+
+pytestmark = pytest.mark.system
+HOW = [("sync.verify_every=1",), ("train=lora",), ("sync.method=disk",), ("sync.method=broadcast", "train=lora")]
+
+
+def other_weights(folder: Path, model: Path) -> str:
+    """A Python whose engines load a copy of the model of which one expert differs in one element: the override that names it."""
+    shutil.copytree(model, folder / "other")
+    (file,) = (folder / "other").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] += 2.0**-6
+    file.chmod(0o644)
+    save_file(tensors, file, {"format": "pt"})
+    python = folder / "python"
+    swapped = f'$(echo "$*" | sed "s#--model-path {model}#--model-path {folder}/other#")'
+    python.write_text(f'#!/bin/sh\ncase "$*" in *platform.sglang*) exec {ENGINES} {swapped};; esac\nexec {ENGINES} "$@"\n')
+    python.chmod(0o755)
+    return f"engines.python={python}"
+
+
+@pytest.mark.parametrize("how", HOW, ids=" ".join)
+def test_an_element_that_differs_ends_the_run_before_it_samples(tmp_path: Path, how: tuple[str, ...]) -> None:
+    model, directory = provide(tmp_path / "model"), tmp_path / "run"
+    start = ("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *ONE_RANK, "warmup.steps=0")
+    line = refused(*start, other_weights(tmp_path, model), *how)
+    assert "engine.0 has loaded other weights from the model's files than the trainer: checksums differ: " in line
+    assert line.endswith("model.layers.1.mlp.experts.w13_weight of rank 0")
+    assert '"generated_tokens":0,' in (directory / "rollout.jsonl").read_text().splitlines()[-1]
+
+
+def test_an_engine_that_quantises_is_compared_on_probe_tokens(tmp_path: Path) -> None:
+    """Both compute the same here but for the order of sums, which is too far apart for this bound."""
+    float8.write(float8.plain_model(tmp_path / "plain", next(iter(float8.MODELS))), tmp_path / "model")
+    bound = "verify.anomalies.kl_engine.above"
+    start = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", *SMALL, *ONE_RANK)
+    line = refused(*start, "warmup.steps=0", f"{bound}=1.0e-20")
+    assert f"{bound}: engine.0 with what it has loaded, and the trainer: got " in line
+    assert "over 256 tokens, expected at most 1e-20" in line

@@ -1,0 +1,85 @@
+"""The settings of NCCL that trainer and engines share, and what a library makes of ranks that do not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fake_nccl import built
+from reshard_gpu_fakes import FakeGpu
+
+from asyncmoe import config as configuration
+from asyncmoe.errors import TransferError
+from asyncmoe.launch.ray import planning
+from asyncmoe.launch.torchrun import trainer_environment
+from asyncmoe.reshard.nccl import Communicator, make_unique_id
+from asyncmoe.reshard.nccl_transport import Route, RoutedTransport
+from asyncmoe.rollout.engines.sglang import process
+from asyncmoe.rpc import nccl_settings
+
+CUMEM = "NCCL_CUMEM_ENABLE"
+CONFIG = configuration.parse({"model": {"path": "m"}, "task": {"kind": "arithmetic"}, "run": {"dir": "r", "steps": 1}})
+
+
+def exchange(library: str, *ranks: Mapping[str, str]) -> None:
+    """Two ranks of a communicator, each with an environment of its own as it joins, send each other a message."""
+    unique, ends = make_unique_id(library), list[RoutedTransport]()
+    for rank, environ in enumerate(ranks):
+        with pytest.MonkeyPatch.context() as given:
+            given.delenv(CUMEM, raising=False)
+            for name, value in environ.items():
+                given.setenv(name, value)
+            made = Communicator(FakeGpu(), rank, len(ranks), unique, library=library)
+        ends.append(RoutedTransport(rank, FakeGpu(), [Route(made, {0: 0, 1: 1})]))
+
+    def send(end: RoutedTransport) -> None:
+        end.join(5.0)
+        end.exchange([(1 - end.rank, end.empty(8))], [(1 - end.rank, end.empty(8))], 5.0)
+
+    with ThreadPoolExecutor(len(ends)) as threads:
+        list(threads.map(send, ends))
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to build the stand-in with")
+    monkeypatch.setenv("FAKE_NCCL_MAIL", "1")
+    return built(tmp_path / "libnccl.so.2")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [({}, {CUMEM: "0"}), ({CUMEM: "0"}, {CUMEM: "1"})])
+def test_ranks_that_hand_over_memory_in_two_forms_fail(library: str, ours: dict[str, str], theirs: dict[str, str]) -> None:
+    exchange(library, ours, ours)
+    with pytest.raises(TransferError, match="unhandled cuda error"):
+        exchange(library, ours, theirs)
+
+
+@pytest.mark.parametrize(("given", "form"), [({}, "0"), ({CUMEM: "1"}, "1"), ({CUMEM: "0"}, "0"), ({"NCCL_CONF_FILE": "nccl.conf"}, "1")])
+def test_trainer_and_engines_of_every_launcher_have_the_same(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], form: str
+) -> None:
+    """SGLang leaves alone what is given (`_set_envs_and_config`), and a trainer rank adds its part when it starts. On one machine and with
+    SLURM all have the environment of the launcher, with Ray the part of it that all nodes share."""
+    (tmp_path / "nccl.conf").write_text(f"# of this machine\n{CUMEM}=1\nNCCL_BUFFSIZE=1048576\n")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**dict.fromkeys(name for name in os.environ if name.startswith("NCCL_")), **given}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    for started in (dict(os.environ), planning.environment(CONFIG, "10.0.0.4", ["10.0.0.3"], os.environ)):
+        trainer = started | trainer_environment(started)
+        trainer |= nccl_settings.set_defaults(trainer)
+        engine = started | process.environment(CONFIG, 0)
+        assert nccl_settings.shared(trainer) == nccl_settings.shared(engine) == nccl_settings.shared(started)
+        assert trainer[CUMEM] == engine[CUMEM] == form
+        exchange(library, trainer, engine)
+
+
+def test_the_environment_comes_before_files_and_what_describes_a_machine_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / ".nccl.conf").write_text("NCCL_P2P_LEVEL=SYS\nNCCL_IB_HCA=mlx5_0\n\nNCCL_ALGO=Ring\n")
+    environ = {"HOME": str(tmp_path), "NCCL_ALGO": "Tree", "NCCL_DEBUG_FILE": "x", "NCCL_SOCKET_IFNAME": "ib0", "NCCL_NVLS_ENABLE": "0"}
+    assert nccl_settings.shared(environ) == {CUMEM: "0", "NCCL_P2P_LEVEL": "SYS", "NCCL_ALGO": "Tree"}
+    assert nccl_settings.shared({"HOME": str(tmp_path), "NCCL_CONF_FILE": str(tmp_path / "none")}) == {CUMEM: "0"}

@@ -198,9 +198,9 @@ class Lines:
     """A template that ends what was said with a line's end."""
 
     def __init__(self, known: Tokenizer) -> None:
-        self.encode, self.decode = known.encode, known.decode
+        self.encode, self.decode, self.check = known.encode, known.decode, known.check
 
-    def render(self, messages: Any, tools: Any = ()) -> str:
+    def render(self, messages: Any, tools: Any = (), variables: Any = None) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
@@ -541,4 +541,4 @@ def test_a_call_that_is_not_json_is_text(known: Tokenizer, call: str) -> None:
     words = f'<tool_call>{{"name":"f","arguments":{{"x":{call}}}}}</tool_call>'
     policy = Policy(openai_policy.text(known, words))
     message, _ = asyncio.run(ask(Session(policy.episode(known)), [user("a")], tools=[TOOL]))
-    assert message == {"role": "assistant", "content": words}
+    assert message == {"role": "assistant", "content": words, "refusal": None}

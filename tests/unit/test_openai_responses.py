@@ -29,7 +29,7 @@ def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             raw = await client.responses.with_raw_response.create(model="m", input="a", instructions="be", tools=[FUNCTION], temperature=0)
-            assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature"
+            assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature, tools"
             told = raw.parse()
             _, call = told.output
             assert (told.output_text, told.temperature, told.status) == ("so", 0.7, "completed")

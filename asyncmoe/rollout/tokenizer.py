@@ -116,8 +116,7 @@ class Tokenizer:
         """
         for index, message in enumerate(messages, begin):
             for kind in filter(self.lacks, chat_template.kinds(message, index == 0)):
-                got, expected = f"{kind}, which the chat template leaves out", "none, or a template that writes it"
-                raise DataError(f"{where}[{index}]", got=got, expected=expected)
+                raise DataError(f"{where}[{index}]", got=f"{kind}, which the chat template leaves out", expected="what it writes")
 
     def between(self, observations: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of tool answers: from the end of an assistant's turn, whose last token was sampled, to its next turn.
@@ -130,7 +129,7 @@ class Tokenizer:
         self.check(answers, len(messages), "tool answers")
         _, said, added = self.render([*messages, *answers]).partition(_SAID)
         if not said:
-            raise DataError("chat template", got="one that changes a turn when tools answer it", expected="one that adds to it")
+            raise DataError("chat template", got="one that leaves out a turn that tools answer", expected="one that adds to it")
         return self.encode(added.removeprefix(str(self._tokenizer.eos_token)))
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -64,8 +64,8 @@ def test_anthropics_client_calls_tools(known: Tokenizer, suffix: str) -> None:
             asked: Any = {"model": "claude", "max_tokens": 90, "system": "be brief", "tools": [TOOL]}
             messages: list[Any] = [{"role": "user", "content": "twice 21?"}]
             raw = await client.messages.with_raw_response.create(**asked, messages=messages, extra_body={"temperature": 0.0})
-            assert raw.headers["asyncmoe-overridden"] == "temperature"
-            first = await raw.parse()
+            assert raw.headers["asyncmoe-overridden"] == "temperature, tools"
+            first = anthropic.types.Message.model_validate((await raw.parse()).to_dict())
             text, use = first.content
             assert (text.text, use.name, use.input, first.stop_reason) == ("let me see", "double", {"x": 21}, "tool_use")
             assert first.usage.output_tokens == len(policy.asked[0][2])

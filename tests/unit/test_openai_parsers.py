@@ -142,26 +142,6 @@ def test_calls_of_each_family_reach_clients_of_each_api_and_are_never_tokenised_
         assert [*policy.read[0][2]] == TOOLS
 
 
-@pytest.mark.parametrize("said", ["<think>{}</think>\n{}", "<think>{}", "[THINK]{}[/THINK]{}", "{}<think>{}</think>"])
-def test_parsers_of_engines_do_not_read_thoughts(known: Tokenizer, said: str) -> None:
-    """What is said aloud reaches the parser as if nothing had been thought; the client gets the thought too."""
-    case = next(case for case in CASES if case["parser"] == "qwen3_coder" and len(case["calls"]) == 1)
-
-    @dataclass
-    class Eager(Parsing):
-        async def parse(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
-            return [ParsedCall("thought", "{}")] if "<think>" in text else await super().parse(text, parser, tools)
-
-    async def client(url: str, session: Session) -> None:
-        async with post(url, session, json.dumps({"messages": MESSAGES, "tools": TOOLS}).encode()) as reply:
-            message = (await reply.json())["choices"][0]["message"]
-        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        assert calls == [call["name"] for call in case["calls"]] * (said.count("{}") - 1)
-        assert (message["content"] or "").startswith(said.partition("{}")[0])
-
-    served(Eager(openai_policy.text(known, said.format(case["said"], case["said"]))), known, client, style="qwen3_coder")
-
-
 STRICT = """{%- set spoken = namespace(count=0) -%}
 {%- for m in messages -%}
   {%- if m.role in ("user", "assistant") and not m.tool_calls -%}

@@ -116,7 +116,6 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\
         ("hermes", "<tool_call>" + "x" * 70000 + "</tool_call>", [None]),
         ("hermes", '<tool_call>{"name": "f"', [None]),
         ("hermes", CALL * 40, [("calculator", "1+2")] * MAX_CALLS),
-        ("hermes", f"<think>{CALL}</think> so {CALL}", [("calculator", "1+2")]),
         ("hermes", f"a <mm:think> {CALL}", []),
         ("hermes", f"{CALL} begun in the prompt </think> so {CALL}", [("calculator", "1+2")]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>' + CALL, [("f", "<think>"), ("calculator", "1+2")]),

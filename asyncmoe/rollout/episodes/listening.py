@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -10,7 +11,8 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
 _EVERY = 4
 """Tokens between two looks for a stop text if nobody reads along: at most so many are sampled in vain, and at a quarter of the cost."""
 _WINDOW = 64
-Told, Ends = Callable[[str], None] | None, Callable[[str], bool] | None
+Told: TypeAlias = Callable[[str], None] | None
+Ends: TypeAlias = Callable[[str], bool] | None
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 

@@ -102,8 +102,7 @@ class ChatStream:
     """Writes one answer as server-sent events."""
 
     def __init__(self, request: CompletionRequest) -> None:
-        counted = {"usage": None} if request.usage else {}
-        self._request, self._head = request, {**_head(request, "chat.completion.chunk"), **counted}
+        self._request, self._head = request, _head(request, "chat.completion.chunk") | ({"usage": None} if request.usage else {})
 
     def begin(self) -> bytes:
         """Return the events before the first text."""

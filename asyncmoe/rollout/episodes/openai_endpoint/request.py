@@ -106,7 +106,7 @@ class Completion:
 
 
 def assistant(text: str, calls: Sequence[Mapping[str, str]]) -> Message:
-    """Return the policy's message in normal form. CallArguments are compared as JSON values, because clients write them anew."""
+    """Return the policy's message in normal form. Arguments are compared as JSON values, because clients write them anew."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [{**call, "arguments": canonical(call["arguments"])} for call in calls]

@@ -27,7 +27,9 @@ TOOL: Any = {"name": "double", "description": "Twice x", "input_schema": {"type"
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    made = openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    made._tokenizer.chat_template = "{{ tools }}" + made._tokenizer.chat_template
+    return made
 
 
 def served(policy: Policy, known: Tokenizer, client: Callable[[str, Session], Awaitable[None]], on_conflict: OnConflict = "run") -> None:
@@ -64,7 +66,7 @@ def test_anthropics_client_calls_tools(known: Tokenizer, suffix: str) -> None:
             asked: Any = {"model": "claude", "max_tokens": 90, "system": "be brief", "tools": [TOOL]}
             messages: list[Any] = [{"role": "user", "content": "twice 21?"}]
             raw = await client.messages.with_raw_response.create(**asked, messages=messages, extra_body={"temperature": 0.0})
-            assert raw.headers["asyncmoe-overridden"] == "temperature, tools"
+            assert raw.headers["asyncmoe-overridden"] == "temperature"
             first = anthropic.types.Message.model_validate((await raw.parse()).to_dict())
             text, use = first.content
             assert (text.text, use.name, use.input, first.stop_reason) == ("let me see", "double", {"x": 21}, "tool_use")

@@ -103,7 +103,6 @@ def test_a_foreign_history_is_written_with_results_in_the_order_of_their_calls(k
     ("template", "style", "message", "lost"),
     [
         (ALONE, "hermes", {"role": "developer", "content": "be"}, r"messages\[1\]: got a message of the role system"),
-        (ALONE, "hermes", {"role": "tool", "content": "be"}, "a message of the role tool"),
         (CHAT_TEMPLATE, "llama3", {"role": "assistant", "tool_calls": CALLS}, "tool_calls"),
         (CHAT_TEMPLATE, "hermes", {**CALLED, "reasoning_content": "hm"}, "reasoning_content"),
         (LLAMA3, "llama3", CALLED, "content beside tool_calls"),

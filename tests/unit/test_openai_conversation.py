@@ -327,7 +327,7 @@ def test_what_changes_nothing_is_taken() -> None:
     asked = parse(request([user("hi")], max_tokens=5, max_completion_tokens=7, stream_options={"include_usage": True}, **fields))
     assert (asked.most, asked.stream, asked.usage) == (5, False, True)
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    message = {"role": "user", "content": parts, "refusal": None, "annotations": []}
+    message = {"role": "user", "content": parts, "refusal": None, "annotations": [], "reasoning_content": ""}
     assert parse(request([message])).asked.messages == ({"role": "user", "content": "hi"},)
 
 

@@ -37,6 +37,7 @@ KEYS: Mapping[str, str] = {
     "input_key": "task.columns.question",
     "label_key": "task.columns.answer",
     "apply_chat_template": "task.chat_template",
+    "apply_chat_template_kwargs": "task.chat_template_kwargs",
     "custom_reward_function": "scoring.scorer",
     "remote_url": "scoring.scorer",
     "agent_func_path": "environment.kind",

@@ -86,6 +86,7 @@ class TaskSection(SourceSection):
         "arithmetic.",
     )
     system_prompt: str | None = Field(None, description="System message before every conversation that has none.")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables of the chat template, such as {enable_thinking: false}.")
 
     @property
     def chats(self) -> bool:
@@ -135,9 +136,9 @@ class TaskSection(SourceSection):
 
     def _allowed(self) -> dict[str, bool]:
         """Return, for each key that only some kinds have, whether this kind has it."""
-        rows, own = self.kind in READ, plugins.is_name(self.kind)
+        rows, own, chats = self.kind in READ, plugins.is_name(self.kind), self.kind != "arithmetic"
         # A path beside another kind is harmless, and lets an override of the kind alone try a configuration.
-        return {**dict.fromkeys(("sources", *_OF_ROWS[1:]), rows), "options": own, "system_prompt": self.kind != "arithmetic"}
+        return {**dict.fromkeys(("sources", *_OF_ROWS[1:]), rows), "options": own, "system_prompt": chats, "chat_template_kwargs": chats}
 
 
 def _said(value: object) -> str:

@@ -58,7 +58,7 @@ def load(config: Config) -> RolloutParts:
     Raises:
         UserError: one of them is unusable.
     """
-    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code)
+    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code, config.task.chat_template_kwargs)
     loaded, environment = tasks.load(config, tokenizer), environments.load(config, tokenizer)
     scorer = loading.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
     return RolloutParts(tokenizer, loaded.training, loaded.sets, scorer, environment)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncmoe.errors import DataError
 from asyncmoe.imports import uncollected
+from asyncmoe.rollout import chat_template
 
 _PLAIN = "TokenizersBackend"
 """The `tokenizer_class` that transformers 5.0 and later writes for a tokenizer contained entirely in its tokenizer.json."""
-_SAID = "said"
+Mappings = Sequence[Mapping[str, Any]]
+_SAID = "zqxvsaid"
 """Placeholder for an assistant message if only the text after it matters."""
 
 
 class Tokenizer:
     """A Hugging Face tokenizer, and the size of the model's vocabulary, which limits its ids.
+
+    Args:
+        variables: of the chat template, as task.chat_template_kwargs.
 
     Attributes:
         eos: id of the end-of-sequence token, which ends a response.
@@ -26,10 +31,10 @@ class Tokenizer:
 
     Raises:
         DataError: `path` has no tokenizer, or the tokenizer has Python code of its own while `trust_remote_code` is false, needs a package
-            that is not installed, or has no end-of-sequence token.
+            that is not installed, or has no end-of-sequence token; or its chat template does not use one of `variables`.
     """
 
-    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
+    def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
         settings = _settings(path)
         # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
@@ -47,6 +52,9 @@ class Tokenizer:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
         self.vocabulary, self.positions = _limits(path / "config.json")
+        self._variables = variables or {}
+        if (unused := self.unused(self._variables)) is not None:
+            raise DataError("task.chat_template_kwargs", got=unused, expected="variables that the model's chat template uses")
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text, with nothing added before or after it.
@@ -64,13 +72,14 @@ class Tokenizer:
         """
         return self.encode(self.render([{"role": "user", "content": user}]))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, asked: bool = True) -> str:
+    def render(self, messages: Mappings, tools: Mappings = (), *, asked: bool = True, variables: Mapping[str, Any] | None = None) -> str:
         """Render a conversation with the chat template.
 
         Args:
             messages: each with "role", "content" and any other key that the template knows.
             tools: OpenAI's function schemas.
             asked: add the prompt for the assistant's next message.
+            variables: of the template, besides the tokenizer's own.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template cannot render the conversation.
@@ -81,26 +90,47 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         given = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
+        told = {**self._variables, **(variables or {})}
         try:
-            return str(self._tokenizer.apply_chat_template(given[0], tools=given[1], tokenize=False, add_generation_prompt=asked))
+            return str(self._tokenizer.apply_chat_template(given[0], tools=given[1], tokenize=False, add_generation_prompt=asked, **told))
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError("chat template", got=str(error)[:300], expected="messages that it can render") from error
+
+    def unused(self, variables: Iterable[str]) -> str | None:
+        """Return the first of these variables that the chat template does not use, or None."""
+        return next((name for name in variables if name not in chat_template.names(self._tokenizer.chat_template)), None)
+
+    def lacks(self, kind: str) -> bool:
+        """Return whether the chat template leaves out a kind of thing; see `chat_template.lacks`."""
+        return chat_template.lacks(kind, str(self._tokenizer.chat_template), self.render)
+
+    def check(self, messages: Mappings, begin: int = 0, where: str = "messages") -> None:
+        """Refuse messages of which the chat template would leave something out.
+
+        Args:
+            begin: number of messages before them in their conversation.
+            where: name of the conversation, for messages.
+
+        Raises:
+            DataError: names the message and what is lost.
+        """
+        for index, message in enumerate(messages, begin):
+            for kind in filter(self.lacks, chat_template.kinds(message, index == 0)):
+                raise DataError(f"{where}[{index}]", got=f"{kind}, which the chat template leaves out", expected="what it writes")
 
     def between(self, observations: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of tool answers: from the end of an assistant's turn, whose last token was sampled, to its next turn.
 
         Raises:
-            DataError: the chat template does not support tool answers, or renders the messages before them differently.
+            DataError: the chat template does not support tool answers, or leaves them or the turn before them out.
         """
-        messages: list[dict[str, str]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-        answers = [{"role": "tool", "content": text} for text in observations]
-        before = self.render(messages, asked=False)
-        whole = self.render([*messages, *answers])
-        known = before[: before.index(_SAID) + len(_SAID)]
-        if not whole.startswith(known):
-            raise DataError("chat template", got="one that changes a turn when tools answer it", expected="one that adds to it")
-        end = str(self._tokenizer.eos_token)
-        return self.encode(whole[len(known) :].removeprefix(end))
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        answers = [{"role": "tool", "content": text, "tool_call_id": chat_template.CALL_ID} for text in observations]
+        self.check(answers, len(messages), "tool answers")
+        _, said, added = self.render([*messages, *answers]).partition(_SAID)
+        if not said:
+            raise DataError("chat template", got="one that leaves out a turn that tools answer", expected="one that adds to it")
+        return self.encode(added.removeprefix(str(self._tokenizer.eos_token)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens (such as the end of the sequence)."""

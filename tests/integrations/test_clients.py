@@ -27,7 +27,9 @@ TOOL: Any = {"name": "double", "description": "Twice x", "input_schema": {"type"
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    made = openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    made._tokenizer.chat_template = "{{ tools }}" + made._tokenizer.chat_template
+    return made
 
 
 def served(policy: Policy, known: Tokenizer, client: Callable[[str, Session], Awaitable[None]], on_conflict: OnConflict = "run") -> None:
@@ -65,7 +67,7 @@ def test_anthropics_client_calls_tools(known: Tokenizer, suffix: str) -> None:
             messages: list[Any] = [{"role": "user", "content": "twice 21?"}]
             raw = await client.messages.with_raw_response.create(**asked, messages=messages, extra_body={"temperature": 0.0})
             assert raw.headers["asyncmoe-overridden"] == "temperature"
-            first = await raw.parse()
+            first = anthropic.types.Message.model_validate((await raw.parse()).to_dict())
             text, use = first.content
             assert (text.text, use.name, use.input, first.stop_reason) == ("let me see", "double", {"x": 21}, "tool_use")
             assert first.usage.output_tokens == len(policy.asked[0][2])

@@ -198,9 +198,9 @@ class Lines:
     """A template that ends what was said with a line's end."""
 
     def __init__(self, known: Tokenizer) -> None:
-        self.encode, self.decode = known.encode, known.decode
+        self.encode, self.decode, self.check = known.encode, known.decode, known.check
 
-    def render(self, messages: Any, tools: Any = ()) -> str:
+    def render(self, messages: Any, tools: Any = (), variables: Any = None) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
@@ -327,7 +327,7 @@ def test_what_changes_nothing_is_taken() -> None:
     asked = parse(request([user("hi")], max_tokens=5, max_completion_tokens=7, stream_options={"include_usage": True}, **fields))
     assert (asked.most, asked.stream, asked.usage) == (5, False, True)
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    message = {"role": "user", "content": parts, "refusal": None, "annotations": []}
+    message = {"role": "user", "content": parts, "refusal": None, "annotations": [], "reasoning_content": ""}
     assert parse(request([message])).asked.messages == ({"role": "user", "content": "hi"},)
 
 
@@ -515,7 +515,7 @@ def test_several_choices_are_several_conversations_and_each_can_go_on(known: Tok
     assert names(policy) == ["policy", "policy/2", "policy/3", "policy/2"]
 
 
-PIECE = st.sampled_from(["a", " ", "\n", "<tool_call>", "</tool_call>", '{"name":"f","arguments":{"x":1}}', "<", "<tool", ";", "é"])
+PIECE = st.sampled_from([*"a \n<;é", "<think>", "</think>", "<tool", "<tool_call>", "</tool_call>", '{"name":"f","arguments":{"x":1}}'])
 
 
 @settings(max_examples=examples(150))
@@ -541,4 +541,4 @@ def test_a_call_that_is_not_json_is_text(known: Tokenizer, call: str) -> None:
     words = f'<tool_call>{{"name":"f","arguments":{{"x":{call}}}}}</tool_call>'
     policy = Policy(openai_policy.text(known, words))
     message, _ = asyncio.run(ask(Session(policy.episode(known)), [user("a")], tools=[TOOL]))
-    assert message == {"role": "assistant", "content": words}
+    assert message == {"role": "assistant", "content": words, "refusal": None}

@@ -321,7 +321,7 @@ def test_openais_client_is_told_what_was_overridden_and_gets_text_as_it_is_sampl
     with caplog.at_level("WARNING"):
         served(policy, known, client)
     assert [record.getMessage() for record in caplog.records if "an agent sets" in record.getMessage()] == [
-        "an agent sets temperature, seed: the run's own sampling is used instead, and no later request is logged (environment.on_conflict)"
+        "an agent sets temperature, seed, which the run's sampling or chat template ignores; this is said once (environment.on_conflict)"
     ]
 
 

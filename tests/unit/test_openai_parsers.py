@@ -188,7 +188,7 @@ def test_one_call_at_a_time_is_a_conflict_where_only_an_engine_reads_calls(known
 
     async def overridden(url: str, session: Session) -> None:
         async with post(url, session, body) as reply:
-            assert reply.headers["asyncmoe-overridden"] == "parallel_tool_calls"
+            assert reply.headers["asyncmoe-overridden"] == "parallel_tool_calls, tools"
             assert len((await reply.json())["choices"][0]["message"]["tool_calls"]) == 2
 
     async def refused(url: str, session: Session) -> None:

@@ -1,4 +1,4 @@
-"""The Responses API, spoken by OpenAI's own client."""
+"""The Responses API, spoken by OpenAI's own client; and the fields of answers, by OpenAI's own types."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import ResponseFunctionToolCall
+from openai.types import Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseStreamEvent
+from openai.types.shared import ErrorObject
+from pydantic import TypeAdapter
 
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
-from tests.unit.openai_served import post, says, served
+from tests.unit.openai_served import MESSAGES, post, says, served
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             raw = await client.responses.with_raw_response.create(model="m", input="a", instructions="be", tools=[FUNCTION], temperature=0)
-            assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature"
+            assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature, tools"
             told = raw.parse()
             _, call = told.output
             assert (told.output_text, told.temperature, told.status) == ("so", 0.7, "completed")
@@ -122,5 +126,51 @@ def test_what_it_refuses_is_named(known: Tokenizer, fields: dict[str, Any], name
             told = await reply.json()
             assert (reply.status, told["error"]["message"].startswith(named)) == (400, True), told
             assert told.get("type") is None
+
+    served(says(known), known, client)
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+
+async def told(url: str, session: Session, path: str, **body: Any) -> Any:
+    """The answer, or the events of a stream."""
+    async with post(url, session, json.dumps(body).encode(), path=path) as reply:
+        lines = (await reply.text()).split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")] if body.get("stream") else json.loads(lines[0])
+
+
+@pytest.mark.parametrize("said", ["hello", f"so {CALL} {CALL}", CALL, "x" * 200, "é🙂"])
+def test_answers_are_of_openais_types(known: Tokenizer, said: str) -> None:
+    chat: Any = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True}
+    asked: Any = {"input": "a", "tools": [{"type": "function", "name": "f"}], "include": ["message.output_text.logprobs"]}
+
+    async def client(url: str, session: Session) -> None:
+        whole: Any = ChatCompletion.model_validate(await told(url, session, "chat/completions", **chat, n=2))
+        calls = [call.id for choice in whole.choices for call in choice.message.tool_calls or []]
+        assert len(set(calls)) == len(calls)
+        tokens = whole.choices[0].logprobs.content
+        assert b"".join(bytes(one.bytes) for one in tokens).decode() == "".join(one.token for one in tokens).replace("\ufffd", "")
+        parts = await told(url, session, "chat/completions", **chat, stream=True, stream_options={"include_usage": True})
+        assert [part["usage"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        chunks: Any = [ChatCompletionChunk.model_validate(part) for part in parts]
+        assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (whole.usage.prompt_tokens, len(tokens))
+        indices = [call.index for part in chunks for choice in part.choices for call in choice.delta.tool_calls or []]
+        assert (indices, len({part.id for part in chunks})) == (list(range(len(calls) // 2)), 1)
+        response = Response.model_validate(await told(url, session, "responses", **asked))
+        *_, end = map(TypeAdapter(ResponseStreamEvent).validate_python, await told(url, session, "responses", **asked, stream=True))
+        items = [item.id for item in (*response.output, *end.response.output)]
+        assert len(set(items)) == len(items) == 2 * len(response.output)
+
+    served(says(known, said), known, client)
+
+
+def test_models_and_errors_are_of_openais_types(known: Tokenizer) -> None:
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            raw = await client.models.with_raw_response.list()
+        assert [Model.model_validate(one).id for one in json.loads(raw.content)["data"]] == ["policy"]
+        for path in ("chat/completions", "responses", "nothing"):
+            ErrorObject.model_validate((await told(url, session, path))["error"])
 
     served(says(known), known, client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -10,6 +11,8 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
 _EVERY = 4
 """Tokens between two looks for a stop text if nobody reads along: at most so many are sampled in vain, and at a quarter of the cost."""
 _WINDOW = 64
+Told: TypeAlias = Callable[[str], None] | None
+Ends: TypeAlias = Callable[[str], bool] | None
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -19,17 +22,18 @@ class Listening:
     Args:
         stops: texts, the first of which to appear ends the response. The token that completes it is the response's last.
         told: called with each piece of text.
+        ends: asked, with the response up to the end of a stop text, whether it ends there; None: always.
 
     Attributes:
         stopped_by: the text that ended the response, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), told: Callable[[str], None] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), told: Told = None, ends: Ends = None) -> None:
         self.every = 1 if told is not None else _EVERY
         self.kept: int | None = None
         self.live = True
         self.stopped_by: str | None = None
-        self._tokenizer, self._stops, self._told = tokenizer, tuple(stops), told
+        self._tokenizer, self._stops, self._told, self._asked = tokenizer, tuple(stops), told, ends
         self._longest = max(map(len, self._stops), default=0)
         self.forget()
 
@@ -51,6 +55,7 @@ class Listening:
         self._tokens: list[int] = []
         self._begin = self._read = 0
         self._tail = ""
+        self._said: list[str] = []
 
     def _piece(self) -> str:
         """Return the text that the last tokens add. A character whose bytes are not complete waits for the next token.
@@ -70,6 +75,9 @@ class Listening:
         text = self._tail + piece
         self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._said.append(piece)
+        if self._asked is not None:
+            found = [(at, stop) for at, stop in found if self._asked("".join(self._said)[: at + len(stop) - len(text) or None])]
         if found:
             self.stopped_by = min(found)[1]
         return bool(found)

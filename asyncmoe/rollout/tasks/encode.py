@@ -34,8 +34,8 @@ class Encoder:
             where: name of the example, for messages.
 
         Raises:
-            DataError: see `check`; or the tokenizer has no chat template, the template cannot render the messages, or a token is outside
-                the vocabulary.
+            DataError: see `check`; or the tokenizer has no chat template, the template cannot render the messages or leaves some of them
+                out, or a token is outside the vocabulary.
         """
         check(example, where)
         if is_tokens(example.prompt):
@@ -48,6 +48,7 @@ class Encoder:
             text = example.prompt
             return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns, where=where)
         messages = self._messages(example.prompt)
+        self._tokenizer.check(messages, where=f"{where}, prompt")
         rendered = self._tokenizer.render(messages)
         check_text(rendered, f"{where}, prompt")  # a call of a tool is text too
         tokens = self._tokenizer.encode(rendered)

@@ -23,11 +23,13 @@ def bounds(config: Config) -> Bounds:
 
 
 def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
-    """Return the environment that a configuration names; with a tokenizer, also check that its chat template describes tools.
+    """Return the environment that a configuration names; with a tokenizer, also check that its chat template describes tools
+    and takes their answers.
 
     Raises:
         ConfigError: no such class, `environment.options` cannot construct it, or it cannot demonstrate and the run has a warm-up; see also
             `WithTools.described`.
+        DataError: the chat template has no place for the tools' answers.
     """
     section = config.environment
     if section.kind == "single_turn":
@@ -46,6 +48,8 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
         )
         if tokenizer is not None:
             with_tools.described(tokenizer)
+            if config.task.chats:
+                tokenizer.between(["?"])
         made: Environment = with_tools
     elif section.kind == "openai":
         assert section.agent is not None

@@ -22,7 +22,7 @@ from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
-from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, parsed, read_by_engine
+from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, opening, parsed, read_by_engine
 from asyncmoe.rollout.episodes.tools.loading import load
 from asyncmoe.rollout.episodes.tools.mcp import McpTools, check_options, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
@@ -93,9 +93,8 @@ class WithTools:
         return self._schemas
 
     def _in_template(self, tokenizer: Tokenizer) -> tuple[Mapping[str, Any], ...]:
-        every, messages = tuple(map(schema, self.runners.values())), [{"role": "user", "content": "?"}]
-        if tokenizer.render(messages, every) != tokenizer.render(messages):
-            return every
+        if not tokenizer.lacks("tools"):
+            return tuple(map(schema, self.runners.values()))
         if self._wanted:
             expected, hint = "a chat template that describes tools", "set it to false and describe the tools in task.system_prompt"
             raise ConfigError("environment.tools.schemas", got="true, but the chat template leaves tools out", expected=expected, hint=hint)
@@ -119,7 +118,7 @@ class WithTools:
 
     async def _calls(self, agent: Agent, response: Response, tokenizer: Tokenizer) -> Sequence[Call | Malformed]:
         if (own := STYLES.get(self._style)) is not None:
-            return find(response.text, own)
+            return find(response.text, own, opening(response.turns[0].given, tokenizer))
         return parsed(await read_by_engine(agent, response, self._style, tuple(map(schema, self.runners.values())), tokenizer))
 
     @property

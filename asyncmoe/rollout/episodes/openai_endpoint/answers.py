@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.request import AnswerCall
-from asyncmoe.rollout.episodes.tools.calls import OPEN, Call, Style, find, parsed
+from asyncmoe.rollout.episodes.tools.calls import CLOSE, OPEN, Call, Style, find, parsed
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 HERMES: Style = "hermes"
@@ -17,9 +18,13 @@ HERMES: Style = "hermes"
 _MISTRAL_ID = 9
 
 
-def split(text: str, calls: bool) -> tuple[str, tuple[AnswerCall, ...]]:
-    """Return a response's text and its "hermes" tool calls, which are taken out of the text if `calls` is true."""
-    found = [call for call in find(text, HERMES) if isinstance(call, Call)] if calls else []
+def split(text: str, calls: bool, opening: str = "") -> tuple[str, tuple[AnswerCall, ...]]:
+    """Return a response's text and its "hermes" tool calls, which are taken out of the text if `calls` is true.
+
+    Args:
+        opening: as for `find`.
+    """
+    found = [call for call in find(text, HERMES, opening) if isinstance(call, Call)] if calls else []
     if not found:
         return text, ()
     starts, ends = [call.start for call in found], [call.end for call in found]
@@ -63,6 +68,12 @@ def _named(found: Sequence[Call], style: str, before: int) -> tuple[AnswerCall, 
         }
         made.append(AnswerCall(own.get(style, f"call_{secrets.token_hex(12)}"), name, call.arguments))
     return tuple(made)
+
+
+def in_text(message: Message) -> Message:
+    """Return a message with its calls in its text as the policy writes them, for a template that leaves calls out."""
+    calls = [f"{OPEN}{json.dumps(call['function'], ensure_ascii=False)}{CLOSE}" for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": (), "content": "\n".join(filter(None, [message["content"], *calls]))} if calls else message
 
 
 def schemas(tools: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:

@@ -63,12 +63,12 @@ class ChatApi:
             conflicts.note("top_logprobs", "is not recorded for other tokens than the sampled one")
         check_format(fields.pop("response_format", {"type": "text"}), "response_format", conflicts)
         _check_other(fields)
-        options = taken(fields, "stream_options", dict, "an object", {})
+        options, variables = (taken(fields, name, dict, "an object", {}) for name in ("stream_options", "chat_template_kwargs"))
         check_sampling(fields, sampling, conflicts)
         refuse_rest(fields)
         return CompletionRequest(
             model,
-            policy_request(messages, tools if calls else ()),
+            policy_request(messages, tools if calls else (), variables),
             most,
             stream,
             usage=options.get("include_usage") is True,
@@ -102,7 +102,7 @@ class ChatStream:
     """Writes one answer as server-sent events."""
 
     def __init__(self, request: CompletionRequest) -> None:
-        self._request, self._head = request, _head(request, "chat.completion.chunk")
+        self._request, self._head = request, _head(request, "chat.completion.chunk") | ({"usage": None} if request.usage else {})
 
     def begin(self) -> bytes:
         """Return the events before the first text."""
@@ -212,14 +212,15 @@ def _messages(messages: object) -> list[Message]:
 
 
 def _message(message: object, where: str) -> Message:
-    """Return the normal form: "role", "content" (text), and if present "name", "tool_call_id" and "tool_calls" (id, name, arguments)."""
+    """Return the normal form: "role", "content" (text), and if present "name", "tool_call_id", "reasoning_content" and "tool_calls" (id,
+    name, arguments)."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise wrong(where, f"must be an object with a role of {', '.join(_ROLES)}")
-    given = {key: value for key, value in message.items() if value not in (None, [], {})}
-    if unknown := set(given) - {"role", "content", "name", "tool_call_id", "tool_calls"}:
+    given = {key: value for key, value in message.items() if value not in (None, "", [], {})}
+    if unknown := set(given) - {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"}:
         raise wrong(f"{where}.{min(unknown)}", "is not supported")
     made = {"role": given["role"], "content": text_of(given.get("content", ""), f"{where}.content")}
-    for key in ("name", "tool_call_id"):
+    for key in ("name", "tool_call_id", "reasoning_content"):
         if key in given:
             made[key] = text_of(given[key], f"{where}.{key}")
     if "tool_calls" in given:
@@ -240,10 +241,9 @@ def _tool_call(call: object, where: str) -> dict[str, str]:
 
 def _told(answer: Completion) -> dict[str, Any]:
     """Return a message in the form the API returns it."""
-    if not answer.calls:
-        return {"role": "assistant", "content": answer.text}
     calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
-    return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}
+    content = answer.text or (None if calls else "")
+    return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
 
 
 def _logprobs(request: CompletionRequest, answer: Completion) -> dict[str, Any] | None:
@@ -251,8 +251,10 @@ def _logprobs(request: CompletionRequest, answer: Completion) -> dict[str, Any] 
 
 
 def token_logprobs(answer: Completion) -> list[dict[str, Any]]:
-    """Return the log-probabilities of a response's tokens; a token without text of its own is the empty text."""
-    return [{"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in answer.logprobs]
+    """Return the log-probabilities of a response's tokens; a token without text of its own is the empty text, and one that is a part of a
+    character has no bytes."""
+    bytes_of = {text: [] if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode()) for text, _ in answer.logprobs}
+    return [{"token": text, "logprob": value, "bytes": bytes_of[text], "top_logprobs": []} for text, value in answer.logprobs]
 
 
 def _head(request: CompletionRequest, kind: str) -> dict[str, Any]:

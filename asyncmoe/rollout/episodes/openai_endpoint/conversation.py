@@ -15,36 +15,13 @@ refuse this; then only what they write after such an answer is taken from them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from asyncmoe.errors import DataError
+from asyncmoe.rollout.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-
-
-class Renderer(Protocol):
-    """The part of a tokenizer used here."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asked: bool = True) -> str:
-        """Render the conversation with the chat template, if `asked` up to the start of the assistant's next message.
-
-        Raises:
-            DataError: the template refuses the messages.
-        """
-        ...
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        ...
-
-    def decode_all(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,11 +32,13 @@ class PolicyRequest:
         messages: the client's messages, in `protocol`'s normal form.
         rendered: the same messages in the form the chat template accepts.
         tools: OpenAI's function schemas.
+        variables: of the chat template, besides the run's.
     """
 
     messages: tuple[Message, ...]
     rendered: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,31 +72,37 @@ class Conversation:
     ended: int | None
 
 
-def begin(asked: PolicyRequest, renderer: Renderer) -> NewContent:
-    """Render and tokenize the first request of a conversation."""
-    text = renderer.render(asked.rendered, asked.tools)
-    return NewContent(asked, text, renderer.encode(text))
+def begin(asked: PolicyRequest, tokenizer: Tokenizer) -> NewContent:
+    """Render and tokenize the first request of a conversation.
+
+    Raises:
+        DataError: the template refuses the messages, or leaves some of them out; so do the functions below.
+    """
+    tokenizer.check(asked.rendered)
+    text = tokenizer.render(asked.rendered, asked.tools, variables=asked.variables)
+    return NewContent(asked, text, tokenizer.encode(text))
 
 
-def extend(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> NewContent | None:
+def extend(known: Conversation, asked: PolicyRequest, tokenizer: Tokenizer) -> NewContent | None:
     """Return the content that `asked` adds to a conversation, or None if it does not continue the conversation."""
     size = len(known.asked.messages)
     if len(asked.messages) <= size or asked.messages[:size] != known.asked.messages:
         return None
+    tokenizer.check(asked.rendered[size:], size)
     rendered = (*known.asked.rendered, *asked.rendered[size:])
     try:
-        text = renderer.render(rendered, asked.tools)
+        text = tokenizer.render(rendered, asked.tools, variables=asked.variables)
     except DataError:
-        return _results(known, asked, renderer)
+        return _results(known, asked, tokenizer)
     if not text.startswith(known.text):
         return None
-    tokens = renderer.encode(text[len(known.text) :])
+    tokens = tokenizer.encode(text[len(known.text) :])
     if known.ended is not None and tokens[:1] == (known.ended,):
         tokens = tokens[1:]
-    return NewContent(PolicyRequest(asked.messages, rendered, asked.tools), text, tokens)
+    return NewContent(replace(asked, rendered=rendered), text, tokens)
 
 
-def _results(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> NewContent | None:
+def _results(known: Conversation, asked: PolicyRequest, tokenizer: Tokenizer) -> NewContent | None:
     """Return the results of tools that `asked` adds to a conversation, as the template writes them after an answer that called the tools;
     None if it adds anything else, or the template does not end that answer as the policy did."""
     size = len(known.asked.messages)
@@ -125,15 +110,16 @@ def _results(known: Conversation, asked: PolicyRequest, renderer: Renderer) -> N
     if known.ended is None or any(message["role"] != "tool" for message in more):
         return None
     called = ({"role": "user", "content": "?"}, said)
-    before, whole, end = renderer.render(called, asked=False), renderer.render((*called, *more)), renderer.decode_all((known.ended,))
+    before, whole = tokenizer.render(called, asked=False), tokenizer.render((*called, *more), variables=asked.variables)
+    end = tokenizer.decode_all((known.ended,))
     if not whole.startswith(before) or end not in before:
         return None
     text = before.rpartition(end)[2] + whole[len(before) :]
-    rendered = PolicyRequest(asked.messages, (*known.asked.rendered, *more), asked.tools)
-    return NewContent(rendered, f"{known.text}{end}{text}", renderer.encode(text))
+    rendered = (*known.asked.rendered, *more)
+    return NewContent(replace(asked, rendered=rendered), f"{known.text}{end}{text}", tokenizer.encode(text))
 
 
-def answered(given: NewContent, message: Message, tokens: Sequence[int], finish: str, renderer: Renderer) -> Conversation:
+def answered(given: NewContent, message: Message, tokens: Sequence[int], finish: str, tokenizer: Tokenizer) -> Conversation:
     """Return the conversation after an answer.
 
     Args:
@@ -141,7 +127,7 @@ def answered(given: NewContent, message: Message, tokens: Sequence[int], finish:
         tokens: the sampled tokens of the answer.
         finish: "stop" or "length".
     """
-    text = renderer.decode(tokens)
+    text = tokenizer.decode(tokens)
     rendered = (*given.asked.rendered, {"role": "assistant", "content": text})
-    ended = tokens[-1] if finish == "stop" and renderer.decode(tokens[-1:]) == "" else None
-    return Conversation(PolicyRequest((*given.asked.messages, message), rendered, given.asked.tools), given.text + text, ended)
+    ended = tokens[-1] if finish == "stop" and tokenizer.decode(tokens[-1:]) == "" else None
+    return Conversation(replace(given.asked, messages=(*given.asked.messages, message), rendered=rendered), given.text + text, ended)

@@ -150,7 +150,7 @@ def _stopped(answer: Completion) -> dict[str, Any]:
     reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(answer.finish, "end_turn")
     if answer.stopped_by is not None and not answer.calls:
         reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by if reason == "stop_sequence" else None}
 
 
 def _calls(choice: Mapping[str, Any], conflicts: Conflicts) -> bool:

@@ -57,7 +57,7 @@ class Conflicts:
             RequestRefused: `on_conflict` is "refuse".
         """
         if self.on_conflict == "refuse":
-            raise wrong(name, f"{message} where what is sampled is trained on. Leave it out, or set environment.on_conflict to run")
+            raise wrong(name, f"{message}. The run and its chat template decide: leave it out, or set environment.on_conflict to run")
         if name not in self.names:
             self.names.append(name)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
+from asyncmoe.rollout.chat_template import CallArguments
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
 
@@ -126,22 +128,30 @@ def _number(text: str) -> float | int:
 
 
 def for_template(message: Message) -> Message:
-    """Return a message in the form chat templates accept: call arguments are objects."""
+    """Return a message in the form chat templates accept: call arguments are objects, and a developer is whom they call the system."""
+    message = {**message, "role": "system"} if message["role"] == "developer" else message
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
         try:
-            arguments = json.loads(call["arguments"])
-        except (ValueError, RecursionError):
+            arguments = CallArguments(json.loads(call["arguments"]))
+        except (TypeError, ValueError, RecursionError):
             arguments = call["arguments"]
         calls.append({"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
 
 
-def policy_request(messages: Sequence[Message], tools: Sequence[Message]) -> PolicyRequest:
+def policy_request(messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any] | None = None) -> PolicyRequest:
     """Return the part of a request that the policy sees."""
-    return PolicyRequest(tuple(messages), tuple(map(for_template, messages)), tuple(tools))
+    return PolicyRequest(tuple(messages), tuple(map(for_template, _in_order(messages))), tuple(tools), variables or {})
+
+
+def _in_order(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield the messages, results of tools in the order of their calls: few templates show the ids that clients tell them apart by."""
+    order = {call["id"]: number for message in messages for number, call in enumerate(message.get("tool_calls", ()))}
+    for _, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        yield from sorted(group, key=lambda message: order.get(message.get("tool_call_id", ""), len(order)))
 
 
 class Stream(Protocol):

@@ -67,13 +67,13 @@ class ResponsesApi:
         if taken(fields, "top_logprobs", int, "a whole number", 0):
             conflicts.note("top_logprobs", "is not recorded for other tokens than the sampled one")
         _check_text(fields, conflicts)
-        include = taken(fields, "include", list, "a list", [])
+        include, variables = taken(fields, "include", list, "a list", []), taken(fields, "chat_template_kwargs", dict, "an object", {})
         _check_service(fields, conflicts)
         check_sampling(fields, sampling, conflicts)
         refuse_rest(fields)
         return CompletionRequest(
             model,
-            policy_request((*first, *history), tools if calls else ()),
+            policy_request((*first, *history), tools if calls else (), variables),
             most,
             stream,
             calls=calls,
@@ -248,7 +248,7 @@ _ARGUMENTS = ("arguments", "arguments")
 def _message(item: Mapping[str, Any], where: str) -> Message:
     if item.get("role") not in _ROLES:
         raise wrong(where, f"must have a role of {', '.join(_ROLES)}")
-    if unknown := set(item) - {"type", "role", "content", "id", "status", "phase"}:
+    if unknown := {key for key in item if item[key] not in (None, "", [], {})} - {"type", "role", "content", "id", "status", "phase"}:
         raise wrong(f"{where}.{min(unknown)}", "is not supported")
     return {"role": item["role"], "content": text_of(item.get("content"), f"{where}.content", _TEXTS)}
 

@@ -129,7 +129,7 @@ class OpenAIEndpoint:
         if new := [name for name in asked.overridden if name not in self._told]:
             self._told.update(new)
             names, key = ", ".join(new), "environment.on_conflict"
-            log.warning("an agent sets %s: the run's own sampling is used instead, and no later request is logged (%s)", names, key)
+            log.warning("an agent sets %s, which the run's sampling or chat template ignores; this is said once (%s)", names, key)
 
     def _session(self, request: web.Request) -> Session:
         """Return the session that a request is for.

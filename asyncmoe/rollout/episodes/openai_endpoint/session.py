@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import TOO_LONG, Agent, Episode, Response
@@ -23,9 +24,10 @@ from asyncmoe.rollout.episodes.openai_endpoint.request import (
     OnConflict,
     RequestRefused,
     assistant,
+    wrong,
 )
 from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
-from asyncmoe.rollout.episodes.tools.calls import CLOSE, read_by_engine
+from asyncmoe.rollout.episodes.tools.calls import CLOSE, find, opening, read_by_engine
 
 
 @dataclass(eq=False)
@@ -76,13 +78,21 @@ class Session:
         self._over = False
 
     def parse(self, api: Api, body: bytes) -> CompletionRequest:
-        """See `Api.parse`. A response cannot end with its first call where only an engine can read calls, once it has ended."""
-        asked = api.parse(body, self._episode.sampling, self._on_conflict)
-        if not asked.one_call or self._style == answers.HERMES:
-            return asked
+        """See `Api.parse`; what the chat template leaves out is a conflict too, or refused. A response cannot end with its first call where
+        only an engine can read calls, once it has ended."""
+        asked, tokenizer = api.parse(body, self._episode.sampling, self._on_conflict), self._episode.tokenizer
         conflicts = Conflicts(self._on_conflict, [*asked.overridden])
-        conflicts.note("parallel_tool_calls", f"cannot be false with calls in the style {self._style},")
-        return replace(asked, one_call=False, overridden=tuple(conflicts.names))
+        hermes = self._style == answers.HERMES
+        if asked.one_call and not hermes:
+            conflicts.note("parallel_tool_calls", f"cannot be false with calls in the style {self._style},")
+        named = any("name" in message and message["role"] != "tool" for message in asked.asked.messages)
+        for lost in (kind for kind, sent in (("tools", asked.asked.tools), ("name", named)) if sent and tokenizer.lacks(kind)):
+            conflicts.note(lost, "is left out by the chat template, so that only the prompt can tell it")
+        if (unused := tokenizer.unused(asked.asked.variables)) is not None:
+            raise wrong(f"chat_template_kwargs.{unused[:100]}", "is no variable of the chat template. Leave it out")
+        if hermes and tokenizer.lacks("tool_calls"):
+            asked = replace(asked, asked=replace(asked.asked, rendered=tuple(map(answers.in_text, asked.asked.rendered))))
+        return replace(asked, one_call=asked.one_call and hermes, overridden=tuple(conflicts.names))
 
     def count(self, request: CompletionRequest) -> int:
         """Return the number of tokens of a request as the beginning of a conversation.
@@ -161,7 +171,8 @@ class Session:
                     line.agent.see(given.tokens)
                     line.seen = given.tokens
                 seen = len(line.agent.tokens)
-                response = await line.agent.respond(max_new_tokens=request.most, stop=stops or None, told=hear)
+                ends = partial(_ends, opening(given.tokens, self._episode.tokenizer)) if request.one_call else None
+                response = await line.agent.respond(max_new_tokens=request.most, stop=stops or None, told=hear, ends=ends)
                 answer = await self._settled(request, line, given, response, seen, speech)
             finally:
                 line.busy = False
@@ -196,7 +207,7 @@ class Session:
             count = sum(len(message.get("tool_calls", ())) for message in request.asked.messages)
             text, calls = answers.split_by_engine(said, read, self._style, count, tokenizer)
         else:
-            text, calls = answers.split(said, request.calls)
+            text, calls = answers.split(said, request.calls, opening(response.turns[0].given, tokenizer))
         if speech is not None:
             # A tokenizer may decode a whole text otherwise than its pieces; the client has the pieces.
             text = text if text.startswith(speech.said) else speech.said
@@ -245,6 +256,11 @@ class Session:
 
     def _next_name(self) -> str:
         return MODEL if not self._lines else f"{MODEL}/{len(self._lines) + 1}"
+
+
+def _ends(opening: str, said: str) -> bool:
+    """Return whether a stop text ends a response: that of a call does not within a thought."""
+    return not said.endswith(CLOSE) or bool(find(said, answers.HERMES, opening))
 
 
 def _over() -> RequestRefused:

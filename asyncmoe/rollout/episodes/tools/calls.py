@@ -5,6 +5,9 @@ Two styles:
 - `hermes`: `<tool_call>{"name": "calculator", "arguments": {"expression": "12+7"}}</tool_call>`, as Qwen and Hermes models are trained to.
 - `brackets`: `[calculator: 12+7]`, or `[12+7]` for the first tool. For models so small that every token counts. An argument cannot contain
   "]" or a newline; ordinary text in brackets is read as a call.
+
+What a model writes while it thinks is no call, in these styles and in those that an engine reads. A thought ends with the response if
+nothing else ends it, and begins before the response if the prompt ends with its opening, as some chat templates write it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,15 @@ MAX_CHARACTERS = 65536
 """Maximum length of one call's arguments."""
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_THINK = r"(?:<(?:\w+[:|])?think(?:_\w+)?>|\[THINK\]|◁think▷|<\|START_THINKING\|>)"
+_THOUGHT = r"(?:</(?:\w+[:|])?think(?:_\w+)?>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>)"
+"""The beginning and the end of a thought (sglang 0.5.23, srt/parser/reasoning_parser.py)."""
+_THOUGHTS = rf"{_THINK}.*?(?:{_THOUGHT}|\Z)"
+_ENDS: Mapping[Style, tuple[str, str]] = {"hermes": (OPEN, CLOSE), "brackets": ("[", "]")}
+_PARTS = {
+    style: re.compile(rf"{_THOUGHTS}|(?P<ended>{_THOUGHT})|{re.escape(begin)}(?P<inner>.*?)(?P<end>{re.escape(end)}|\Z)", re.DOTALL)
+    for style, (begin, end) in _ENDS.items()
+}
 _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(.*)", re.DOTALL)
 
 
@@ -60,30 +72,39 @@ class Malformed:
     why: str
 
 
-def find(text: str, style: Style) -> tuple[Call | Malformed, ...]:
-    """Return the calls in a response in order, at most `MAX_CALLS`, in time linear in the response's length."""
+def find(text: str, style: Style, opening: str = "") -> tuple[Call | Malformed, ...]:
+    """Return the calls in a response in order, at most `MAX_CALLS`, in time linear in the response's length.
+
+    Args:
+        opening: as `opening` returns it.
+    """
     found: list[Call | Malformed] = []
-    begin, end = (OPEN, CLOSE) if style == "hermes" else ("[", "]")
-    start = text.find(begin)
-    while start >= 0 and len(found) < MAX_CALLS:
-        stop = text.find(end, start + len(begin))
-        if stop < 0:
-            found.append(Malformed(start, len(text), f"error: {begin} without {end}"))
+    for part in _PARTS[style].finditer(opening + text):
+        start, after, inner = part.start() - len(opening), part.end() - len(opening), part["inner"]
+        if inner is None:  # a thought, or the end of one that the prompt has begun
+            found = [] if part["ended"] else found
+        elif len(found) == MAX_CALLS:
             break
-        inner, after = text[start + len(begin) : stop], stop + len(end)
-        if len(inner) > MAX_CHARACTERS:
+        elif not part["end"]:
+            found.append(Malformed(start, after, f"error: {' without '.join(_ENDS[style])}"))
+        elif len(inner) > MAX_CHARACTERS:
             found.append(Malformed(start, after, f"error: a call of {len(inner)} characters, more than {MAX_CHARACTERS}"))
         else:
             found.append(_hermes(inner, start, after) if style == "hermes" else _brackets(inner, start, after))
-        start = text.find(begin, after)
     return tuple(found)
+
+
+def opening(given: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the opening of the thought that a response begins in, because the tokens given before it end with one; else ""."""
+    opened = re.search(rf"({_THINK})\s*\Z", tokenizer.decode_all(given[-16:]))  # more tokens than any opening has
+    return opened[1] if opened is not None else ""
 
 
 async def read_by_engine(
     agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
 ) -> Sequence[ParsedCall]:
     """Return the calls in a response as an engine's parser reads them: from its text with special tokens, without the token that ended it,
-    and up to the stop text if one did.
+    up to the stop text if one did, and without thoughts.
 
     Raises:
         TrajectoryRejected: there is no engine, or it failed. The episode ends with this reason, even if the environment catches it.
@@ -92,13 +113,20 @@ async def read_by_engine(
     text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)
     if response.stopped_by is not None:
         text = text.partition(response.stopped_by)[0]
+    aloud = re.sub(rf"\A\s*(?:{_THOUGHTS}\s*)*", "", opening(response.turns[0].given, tokenizer) + text, flags=re.DOTALL)
+    if not aloud:
+        return ()
     try:
         if agent.parse is None:
             raise TrajectoryRejected(ERROR, f"environment.tools.style={style} needs an engine, and there is none")
-        return await agent.parse(text, style, schemas)
+        read = await agent.parse(aloud, style, schemas)
+        if (more := re.search(_THINK, aloud)) is not None and not any(more[0] in call.parameters for call in read):
+            # Not an argument of a call: another thought.
+            read = await agent.parse(re.sub(_THOUGHTS, "", aloud, flags=re.DOTALL), style, schemas)
     except TrajectoryRejected as rejected:
         agent.failure = agent.failure or rejected
         raise
+    return [ParsedCall(call.name, call.parameters, text[: len(text) - len(aloud)] + call.rest) for call in read]
 
 
 def parsed(calls: Sequence[ParsedCall]) -> tuple[Call | Malformed, ...]:

@@ -212,7 +212,7 @@ def _user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
     for block in blocks:
         if block.get("type") == "tool_result":
             told, name = text_of(block.get("content", ""), f"{where}.content"), text_of(block.get("tool_use_id"), f"{where}.tool_use_id")
-            made.append({"role": "tool", "content": told, "tool_call_id": name})
+            made.append({"role": "tool", "content": f"error: {told}" if block.get("is_error") else told, "tool_call_id": name})
         elif made and made[-1]["role"] == "user":
             made[-1] = {"role": "user", "content": made[-1]["content"] + text_of([block], f"{where}.content")}
         else:

@@ -67,8 +67,11 @@ def run(config: Config) -> dict[str, object]:
         return supervise(config, partial(_start, config, file))
 
 
-def check(config: Config) -> Survey:
+def check(config: Config, *, weights: bool = True) -> Survey:
     """Check whatever can be checked before a process starts; writes nothing. Return the checkpoints that were found.
+
+    Args:
+        weights: whether the model's weights are here too; their headers are then compared with its configuration.
 
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
@@ -87,7 +90,8 @@ def check(config: Config) -> Survey:
     if config.launch == "local" and devices.none_here():
         _check_without_gpu(config, here)
     hf = budget.hf_of(config)
-    models.check(config, hf, cpu_engines=here and devices.none_here())
+    there = weights and not to_make(config.model, config.run.dir)
+    models.check(config, hf, cpu_engines=here and devices.none_here(), weights=config.model.path if there else None)
     _check_adapter(config, hf)
     _check_host(config, hf)
     newest = checkpoints.newest(config.run.dir)

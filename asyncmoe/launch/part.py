@@ -68,7 +68,7 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     loaded = with_local_model(configuration.load(config, overrides))
     engine_agent.check_node(loaded.engines.nodes, name, node)
     check_engine_python(loaded.engines.python)
-    models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here())
+    models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here(), weights=loaded.model.path)
     name = name or engine_agent.default_name(index)
     process = process_name(name, node)
     processes.record(loaded.run.dir, process)

@@ -17,14 +17,15 @@ def validate(config: Config) -> str:
     """Check whatever can be known before a run starts: sizes, the model and its files, the engines' Python, checkpoints, and the user's own
     code, tasks and data, which are imported, read and tried as before a run. Return what the run would be, in one line.
 
-    Weights are neither read nor downloaded: of a model on the hub that is not in the cache, the other files are fetched and then deleted.
+    Of the weights only headers are read, and none are downloaded: of a model on the hub that is not in the cache, the other files are
+    fetched and then deleted.
 
     Raises:
         UserError: what would stop the run.
     """
     with tempfile.TemporaryDirectory(prefix="asyncmoe-validate-") as scratch:
         config, download = hub.described(config, Path(scratch, "described"))
-        local.check(config)
+        local.check(config, weights=download is None)
         asyncio.run(parts.load_and_check(_with_tokenizer(config, Path(scratch))))
     engines = f"{config.engines.count} engine{'s' if config.engines.count > 1 else ''} of {config.engines.tp} rank(s)"
     size = f"{config.run.steps} steps of {config.rollout.batch} trajectories, {config.trainer.ranks} trainer rank(s), {engines}"

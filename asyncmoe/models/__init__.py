@@ -9,9 +9,10 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.config.engines import EngineSection
-from asyncmoe.errors import ConfigError, DataError, LayoutError
-from asyncmoe.models import checks
-from asyncmoe.models.families import FAMILIES, FAMILY, family_of, try_family, with_family
+from asyncmoe.errors import ConfigError, DataError, LayoutError, together
+from asyncmoe.models import checks, headers
+from asyncmoe.models.config_keys import FAMILY
+from asyncmoe.models.families import FAMILIES, family_of, try_family, with_family
 from asyncmoe.models.family import Family
 from asyncmoe.models.hub import is_id
 from asyncmoe.models.lora import halves
@@ -42,7 +43,7 @@ __all__ = [
 
 
 def load_hf_config(path: Path) -> dict[str, Any]:
-    """Read `config.json` of a model directory, or the file itself.
+    """Read `config.json` of a model directory, or the file itself, with the values of absent keys (`Family.completed`).
 
     Raises:
         DataError: there is no such directory or file, or it is not a JSON object.
@@ -61,7 +62,8 @@ def load_hf_config(path: Path) -> dict[str, Any]:
         raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
     if FAMILY in values:
         raise DataError(str(file), got=f"the key {FAMILY}", expected="none: model.family alone names the code of a family")
-    return values
+    family = FAMILIES.get(str(values.get("model_type")))
+    return values if family is None else family.completed(values)
 
 
 def hf_config_of(config: Config) -> dict[str, Any]:
@@ -69,19 +71,26 @@ def hf_config_of(config: Config) -> dict[str, Any]:
     return with_family(load_hf_config(config.model.path), config.model.family)
 
 
-def check(config: Config, hf: Mapping[str, Any], *, cpu_engines: bool = False) -> None:
-    """Refuse impossible combinations of model and parallel sizes before a run starts.
+def check(config: Config, hf: Mapping[str, Any], *, cpu_engines: bool = False, weights: Path | None = None) -> None:
+    """Refuse a model that cannot be trained, and impossible combinations of model and parallel sizes, before a run starts.
 
     Args:
         cpu_engines: the engines are known to compute on CPUs.
+        weights: the model's directory, if its files are to be compared with `hf` (`headers.faults`).
 
     Raises:
+        UserError: unsupported model family, or a line for each fault of the model.
         ConfigError: names the key and the possible values.
-        UserError: unsupported model family.
     """
     family = family_of(hf)
     try_family(hf)
-    checks.check_trained_layers(hf)
+    faults = [*family.faults(hf), *checks.untrained_layers(hf)]
+    try:
+        faults += headers.faults(weights, hf) if weights is not None else []
+    except ConfigError as error:
+        faults += [error] if str(error) not in map(str, faults) else []
+    if faults:
+        raise together(faults)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     _check_float8(config, hf)
     if cpu_engines:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import gcd
 
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.sglang import VOCAB_MULTIPLE, EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, rope
@@ -24,44 +24,52 @@ def common_features(hf: HfConfig) -> list[Wanted]:
     """Return the features that no family supports: each would make the trained model differ from the served one."""
     return [
         ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
-        ("attention_bias", bool(hf.get("attention_bias", False)), (False,)),
+        ("attention_bias", bool(hf.get("attention_bias")), (False,)),
         ("attention_dropout", hf.get("attention_dropout") or 0, (0,)),
-        ("use_sliding_window", bool(hf.get("use_sliding_window", False)), (False,)),
-        ("rope_parameters.rope_type", rope(hf).get("rope_type"), ("default",)),
+        ("use_sliding_window", bool(hf.get("use_sliding_window")), (False,)),
+        ("layer_types", sorted({*(hf.get("layer_types") or ())} - {"full_attention"}), ([],)),
+        ("rope_parameters.rope_type", rope(hf)["rope_type"], ("default",)),
+        ("partial_rotary_factor", rope(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0, (1.0,)),
     ]
 
 
-def check_features(family: str, m: Shape, wanted: Iterable[Wanted]) -> None:
-    """Refuse a model with an unsupported feature or contradictory sizes.
+def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
+    """Return an error for each unsupported feature.
 
     Args:
         wanted: of two entries for a key, the later one applies.
+    """
+    last = {one[0]: one for one in wanted}.values()
+    found = [(f"{key} in config.json", repr(got), " or ".join(map(repr, carried))) for key, got, carried in last if got not in carried]
+    why = f"({family} is supported only without this feature)"
+    return [ConfigError(what, got=got, expected=f"{carried} {why}") for what, got, carried in found]
+
+
+def several_experts(hf: HfConfig) -> Wanted:
+    """Return what is wanted where the weights of the chosen experts are divided by their sum. That of a single one would always be 1: its
+    router would not learn, and Megatron builds no such router."""
+    several = hf.get("num_experts_per_tok") != 1
+    return ("num_experts_per_tok with routing weights divided by their sum", "several" if several else 1, ("several",))
+
+
+def check_shape(m: Shape) -> None:
+    """Refuse contradictory sizes.
 
     Raises:
         ConfigError: names the first fault.
     """
-    for key, got, carried in {one[0]: one for one in wanted}.values():
-        if got not in carried:
-            expected = f"{' or '.join(map(repr, carried))} ({family} is supported only without this feature)"
-            raise ConfigError(f"{key} in config.json", got=repr(got), expected=expected)
     m.attention.check(m)
     if m.experts_per_token > m.experts:
         raise ConfigError("num_experts_per_tok in config.json", got=m.experts_per_token, expected=f"at most num_experts = {m.experts}")
 
 
-def check_trained_layers(hf: HfConfig) -> None:
-    """Refuse a model with layers that would stay untrained.
-
-    Raises:
-        ConfigError: the model has layers of multi-token prediction.
-    """
-    if extra := hf.get("num_nextn_predict_layers"):
-        raise ConfigError(
-            "num_nextn_predict_layers in config.json",
-            got=extra,
-            expected="0, as layers of multi-token prediction are neither trained nor sent to engines, and would soon predict another model",
-            hint="set it to 0: the model is then trained, served and exported without them",
-        )
+def untrained_layers(hf: HfConfig) -> list[UserError]:
+    """Return an error if a model has layers of multi-token prediction, which would stay untrained."""
+    if not (extra := hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers")):
+        return []
+    expected = "0, as layers of multi-token prediction are neither trained nor sent to engines, and would soon predict another model"
+    hint = "set it to 0: the model is then trained, served and exported without them"
+    return [ConfigError("num_nextn_predict_layers in config.json", got=extra, expected=expected, hint=hint)]
 
 
 def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:

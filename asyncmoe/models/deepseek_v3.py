@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from asyncmoe.models import latent, sigmoid
 from asyncmoe.models.checks import Wanted
+from asyncmoe.models.config_keys import ALL
 from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
@@ -42,4 +43,9 @@ FAMILY = Family(
     features=_features,
     router=sigmoid.arguments,
     engine=EngineClass(shares_tied_head=True, head_on_every_stage=False, replicates_dense=True, glued=("kv_a",)),
-)
+    keys={
+        **ALL, "norm_topk_prob": True, "n_shared_experts": 1, "num_key_value_heads": 128, "max_position_embeddings": 4096,
+        "q_lora_rank": 1536, "rope_interleave": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        "first_k_dense_replace": 3, "moe_layer_freq": None, "scoring_func": None, "topk_method": None,
+    },
+)  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, cast
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, UserError, an
 from asyncmoe.models import deepseek_v3, glm4_moe, llama, mixtral, qwen3, qwen3_moe
+from asyncmoe.models.config_keys import FAMILY
 from asyncmoe.models.family import Family
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.shape import Shape
@@ -22,9 +23,6 @@ FAMILIES: Mapping[str, Family] = {
     for model_type in (family.name, *family.also)
 }
 """Supported families by `model_type`."""
-FAMILY = "asyncmoe_family"
-"""Key under which a model's configuration in memory names the user's own family. In a file it is refused, because a checkpoint must not
-choose the code that runs."""
 KEY = "model.family"
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncmoe.models import checkpoint, checks, megatron, sglang, shape
+from asyncmoe.errors import ConfigError, UserError, together
+from asyncmoe.models import checkpoint, checks, config_keys, megatron, sglang, shape
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, Shapes
@@ -27,6 +28,8 @@ class Family:
         router: keyword arguments of TransformerConfig for the routing of tokens to experts.
         engine: properties of SGLang's class for the family.
         hf_names: the family's own names on disk within a layer (see `checkpoint.hf_name`).
+        keys: keys of config.json besides the sizes, with the value that transformers' class for the `model_type` gives an absent one; a key
+            that is neither here nor in `config_keys` is refused. Empty: any key is accepted.
     """
 
     name: str
@@ -36,17 +39,34 @@ class Family:
     engine: EngineClass
     hf_names: Mapping[str, str] = field(default_factory=dict)
     also: tuple[str, ...] = ()
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    def completed(self, hf: HfConfig) -> dict[str, Any]:
+        """Return a configuration with the values of absent keys."""
+        return {**self.keys, **hf}
 
     def check(self, hf: HfConfig, trainer: MegatronParallel, engine: EngineParallel) -> None:
         """Refuse a model with an unsupported feature, and parallel sizes that do not divide it.
 
         Raises:
-            ConfigError: names the first fault.
+            ConfigError: has a line for each fault of the model, or names the first unsuitable size.
         """
-        m = self.shape_of(hf)
-        checks.check_features(self.name, m, checks.common_features(hf) + self.features(hf))
+        if found := self.faults(hf):
+            raise together(found)
+        m = self.shape_of(self.completed(hf))
         checks.check_trainer(self.name, m, trainer)
         checks.check_engine(self.name, m, self.engine, engine)
+
+    def faults(self, hf: HfConfig) -> list[UserError]:
+        """Return what is wrong with a model's configuration: keys that are not understood, unsupported features, contradictory sizes."""
+        hf = self.completed(hf)
+        found = config_keys.unknown(hf, self.keys)
+        try:
+            found += checks.unsupported(self.name, checks.common_features(hf) + self.features(hf))
+            checks.check_shape(self.shape_of(hf))
+        except ConfigError as error:
+            found.append(error)
+        return found
 
     def tensors(self, hf: HfConfig) -> Shapes:
         """Return the canonical tensors and their shapes."""
@@ -79,6 +99,7 @@ class Family:
     def megatron_config(self, hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the keyword arguments of TransformerConfig and GPTModel that the model determines, without parallel sizes, dtypes
         and fusions."""
+        hf = self.completed(hf)
         m = self.shape_of(hf)
         return {**megatron.transformer_arguments(hf, m), **self.router(hf)}, megatron.gpt_arguments(hf, m)
 

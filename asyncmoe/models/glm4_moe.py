@@ -6,6 +6,7 @@ from __future__ import annotations
 from asyncmoe.models import sigmoid
 from asyncmoe.models.attention import Grouped
 from asyncmoe.models.checks import Wanted
+from asyncmoe.models.config_keys import ALL
 from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, rope
@@ -29,6 +30,7 @@ def _features(hf: HfConfig) -> list[Wanted]:
     return [
         *sigmoid.features(hf),
         ("attention_bias", bool(hf.get("attention_bias")), (False, True)),
+        ("partial_rotary_factor", _rotary(hf), (_rotary(hf),)),
         ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
     ]
 
@@ -39,4 +41,9 @@ FAMILY = Family(
     features=_features,
     router=sigmoid.arguments,
     engine=EngineClass(shares_tied_head=False, head_on_every_stage=True, replicates_dense=True, redundant=False),
-)
+    keys={
+        **ALL, "norm_topk_prob": True, "n_shared_experts": 1, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "use_qk_norm": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    },
+)  # fmt: skip

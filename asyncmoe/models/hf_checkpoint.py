@@ -11,11 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncmoe.errors import DataError
+from asyncmoe.models.headers import INDEX, SINGLE, files_of
 from asyncmoe.platform.float8 import dequantised
 from asyncmoe.reshard.float8 import SCALES, scales_shape
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def file_name(number: int, count: int) -> str:
@@ -39,12 +37,8 @@ class HFCheckpoint:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, Any] = {}
-        if (path / INDEX).is_file():
-            self._file_of = self._read_index()
-        elif (path / SINGLE).is_file():
-            self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-        else:
-            raise DataError(str(path), got="no safetensors", expected=f"{SINGLE} or {INDEX}")
+        named = files_of(path)
+        self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE) if named is None else named
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous copy of a tensor, cast to `dtype`; a float8 tensor in blocks is multiplied by its scales.
@@ -64,12 +58,6 @@ class HFCheckpoint:
         if tuple(tensor.shape) != tuple(shape):
             raise DataError(f"{self._path}: tensor {name}", got=f"shape {list(tensor.shape)}", expected=f"shape {list(shape)}")
         return tensor
-
-    def _read_index(self) -> dict[str, str]:
-        try:
-            return dict(json.loads((self._path / INDEX).read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(str(self._path / INDEX), got=f"{type(error).__name__}: {error}", expected="a safetensors index") from error
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from asyncmoe.models.attention import Grouped
 from asyncmoe.models.checks import Wanted
+from asyncmoe.models.config_keys import ALL
 from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, rope, rope_factor
 
 
 def _shape_of(hf: HfConfig) -> Shape:
-    """As in transformers, a configuration without num_key_value_heads has as many as heads."""
+    """As in transformers, no num_key_value_heads means as many as heads."""
     return decoder({**hf, "num_key_value_heads": hf.get("num_key_value_heads") or hf.get("num_attention_heads")}, Grouped(qk_norm=False))
 
 
@@ -26,7 +27,6 @@ def _features(hf: HfConfig) -> list[Wanted]:
     wanted: list[Wanted] = [
         ("mlp_bias", bool(hf.get("mlp_bias")), (False,)),
         ("rope_parameters.rope_type", turned["rope_type"], ("default", "llama3")),
-        ("partial_rotary_factor", turned.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)), (1.0,)),
     ]
     if turned["rope_type"] == "llama3":
         rope_factor(turned)
@@ -41,4 +41,5 @@ FAMILY = Family(
     features=_features,
     router=lambda hf: {},
     engine=EngineClass(shares_tied_head=True, head_on_every_stage=True, dp_attention=False, tied_stages=False),
+    keys={**ALL, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "mlp_bias": False},
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asyncmoe.models.attention import Grouped
-from asyncmoe.models.checks import Wanted
+from asyncmoe.models.checks import Wanted, several_experts
+from asyncmoe.models.config_keys import ALL
 from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
@@ -28,6 +29,7 @@ def _features(hf: HfConfig) -> list[Wanted]:
     hidden, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
     head_dim = hidden // heads
     return [
+        several_experts(hf),
         ("hidden_size", hidden, (head_dim * heads,)),
         ("head_dim", hf.get("head_dim") or head_dim, (head_dim,)),
         ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
@@ -44,4 +46,8 @@ FAMILY = Family(
     router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
     engine=EngineClass(shares_tied_head=False, head_on_every_stage=True, experts=_MOE, dp_attention=False),
     hf_names={"router": f"{_MOE}.gate.weight"},
-)
+    keys={
+        **ALL, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": None,
+        "router_jitter_noise": 0.0,
+    },
+)  # fmt: skip

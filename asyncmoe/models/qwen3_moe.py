@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncmoe.models.attention import Grouped
-from asyncmoe.models.checks import Wanted
+from asyncmoe.models.checks import Wanted, several_experts
 from asyncmoe.models.family import Family
+from asyncmoe.models.qwen3 import KEYS
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
 
@@ -33,6 +34,7 @@ def _dense_layers(hf: HfConfig) -> frozenset[int]:
 def _features(hf: HfConfig) -> list[Wanted]:
     """Return the restrictions of SGLang's class: it neither shares nor loads a tied output layer, and has experts in every layer."""
     return [
+        *([several_experts(hf)] if hf.get("norm_topk_prob") else []),
         ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
         ("layers without experts (mlp_only_layers, decoder_sparse_step)", sorted(_dense_layers(hf)), ([],)),
     ]
@@ -40,7 +42,7 @@ def _features(hf: HfConfig) -> list[Wanted]:
 
 def _router(hf: HfConfig) -> dict[str, Any]:
     """Return Megatron's post-softmax for renormalized top-k of a softmax over all experts, which equals a softmax over the chosen ones."""
-    return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not hf.get("norm_topk_prob", False)}
+    return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not hf.get("norm_topk_prob")}
 
 
 FAMILY = Family(
@@ -49,4 +51,5 @@ FAMILY = Family(
     features=_features,
     router=_router,
     engine=EngineClass(shares_tied_head=False, head_on_every_stage=True),
+    keys={**KEYS, "num_key_value_heads": 4, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None},
 )

@@ -163,14 +163,22 @@ def positive(hf: HfConfig, *names: str) -> int:
 
 
 def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
-    """Return the rotary parameters under transformers 5's names. Version 4 used rope_theta and rope_scaling, once with the key "type".
+    """Return the rotary parameters under transformers 5's names, as its `convert_rope_params_to_dict` does. Version 4 used rope_theta and
+    rope_scaling, once with the key "type".
 
     Args:
         theta: the family's rope_theta for a configuration without one.
+
+    Raises:
+        ConfigError: they are no object.
     """
-    scaling = hf.get("rope_scaling") or {}
-    old = {"rope_theta": hf.get("rope_theta", theta), "rope_type": scaling.get("type", "default"), **scaling}
-    return {**old, **(hf.get("rope_parameters") or {})}
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError("rope_parameters in config.json", got=repr(given), expected="an object")
+    found = {"rope_theta": hf.get("rope_theta", theta), "rope_type": given.get("type", "default"), **given}
+    if found["rope_type"] != "default":
+        found.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
+    return found
 
 
 def rope_factor(parameters: Mapping[str, Any]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.checks import Wanted
+from asyncmoe.models.checks import Wanted, several_experts
 from asyncmoe.models.shape import HfConfig, positive
 
 
@@ -39,11 +39,10 @@ def features(hf: HfConfig) -> list[Wanted]:
         ConfigError: unsupported numbers of experts or groups.
     """
     groups, experts, top_k = _groups(hf), sizes(hf)["experts"], positive(hf, "num_experts_per_tok")
-    if top_k == 1:
-        raise ConfigError("num_experts_per_tok in config.json", got=1, expected="2 or more (one score is not divided by itself)")
     if experts % groups:
         raise ConfigError("n_group in config.json", got=groups, expected=f"a divisor of n_routed_experts = {experts}")
     found: list[Wanted] = [
+        several_experts(hf),
         ("norm_topk_prob", hf.get("norm_topk_prob", True), (True,)),
         ("moe_layer_freq", hf.get("moe_layer_freq", 1), (1,)),
     ]
@@ -64,7 +63,7 @@ def arguments(hf: HfConfig) -> dict[str, Any]:
 
 
 def _groups(hf: HfConfig) -> int:
-    """Return the number of expert groups; 1, the default, restricts nothing."""
+    """Return the number of expert groups; 1, which null stands for, restricts nothing."""
     return positive({"n_group": 1, **{key: value for key, value in hf.items() if value is not None}}, "n_group")
 
 

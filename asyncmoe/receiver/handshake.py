@@ -8,7 +8,7 @@ import torch
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.models import EngineParallel
-from asyncmoe.models.families import FAMILY
+from asyncmoe.models.config_keys import FAMILY
 from asyncmoe.receiver.protocol import EngineRanks, Parameter, Ready, Terms
 from asyncmoe.reshard import RankLayout
 from asyncmoe.reshard.float8 import SCALES

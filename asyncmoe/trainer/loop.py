@@ -7,6 +7,7 @@ same answers, so the ranks need no collective to agree on the next action.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -69,7 +70,11 @@ def run(config: Config) -> None:
     if place.rank == 0:
         log.info("%d rank(s), %s", place.world, kernels.detect())
     newest = checkpoint_choice.choose(config.run.dir, place)
-    built = gpt.build(hf, config, place)
+    try:
+        built = gpt.build(hf, config, place)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        traceback.print_exc()  # Megatron raised it for its arguments, as at every start; devices, disks and other ranks raise others
+        raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="one that Megatron builds") from error
     if place.rank == 0:
         for line in built.switches.lines:
             log.info("%s", line)

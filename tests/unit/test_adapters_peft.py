@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, PeftConfig
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError, UserError
@@ -124,6 +126,29 @@ def test_features_and_modules_that_are_not_carried_over_are_named() -> None:
     refused(r"experts\.lora_A\.weight: got \(3, 8\), expected \(12, 6\), of 4 experts", parameters, {
         "base_model.model.model.layers.0.mlp.experts.lora_A.weight": half
     })  # fmt: skip
+
+
+ODD = {"peft_type": "IA3", "init_lora_weights": "pissa", "rank_pattern": {"q": 8}, "alpha_pattern": {"q": 8}}
+MEANT = {"r", "lora_alpha", "target_parameters", *(one.name for one in dataclasses.fields(PeftConfig))} - {"peft_type"}
+NOTHING = {"target_modules", "exclude_modules", "layers_pattern", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config"}
+PLAIN = {"r": 4, "lora_alpha": 4, "peft_type": "LORA"}
+
+
+def test_every_key_of_pefts_configuration_is_understood_or_refused() -> None:
+    odd = {field.name: ODD.get(field.name, "odd") for field in dataclasses.fields(LoraConfig) if field.name not in MEANT}
+    with pytest.raises(UserError) as caught:
+        peft.check_features({**PLAIN, **odd})
+    assert {line.split()[0] for line in str(caught.value).splitlines()} == odd.keys() - NOTHING - {"ensure_weight_tying"}
+    assert "path_initial_model_for_weight_conversion" in str(caught.value)
+
+
+def test_what_says_nothing_or_keeps_the_base_weights_passes() -> None:
+    for init in (True, False, "gaussian", "orthogonal"):
+        peft.check_features(
+            {**PLAIN, **dict.fromkeys(MEANT - {"r", "lora_alpha"}), "init_lora_weights": init, "new": None, "loftq_config": {}}
+        )
+    with pytest.raises(UserError, match=r"unheard_of in adapter_config\.json: got 1, expected null"):
+        peft.check_features({**PLAIN, "unheard_of": 1})
 
 
 def test_what_training_starts_from_fits_it(tmp_path: Path) -> None:

@@ -256,7 +256,6 @@ def test_a_damaged_checkpoint_is_set_aside_before_anything_starts(tmp_path: Path
 @pytest.mark.usefixtures("no_engine")
 def test_a_run_with_a_journal_keeps_its_records_and_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before its first checkpoint, too."""
-    monkeypatch.setattr(local, "to_make", lambda *_: False)
     monkeypatch.setattr(local.versions, "record", lambda *_: None)
     run = tmp_path / "run"
     run.mkdir()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,39 @@ def test_settings_that_differ_are_a_line_each(copy: Path, tmp_path: Path, change
     assert not (tmp_path / "out").exists()
 
 
+def test_every_field_of_megatrons_configuration_is_understood_or_refused() -> None:
+    """A field that a newer Megatron has belongs among those of the model or of the system; until then, Bridge's that set it are refused."""
+    found: set[str] = set()
+    for file in ("core/transformer/transformer_config.py", "core/model_parallel_config.py"):
+        (path,) = (Path(root) / file for root in find_spec("megatron").submodule_search_locations)  # type: ignore[union-attr]
+        fields = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
+        found |= {field.target.id for field in fields if isinstance(field.target, ast.Name)}
+    wanted = [settings.expected(plain_megatron.hf_of(name)) for name in plain_megatron.MODELS]
+    refused = {field for field in found if any(settings.differences({field: 7}, one) for one in wanted)}
+    assert refused == found & {name for one in wanted for name in one}
+    left = found - refused - set(settings.unknown(dict.fromkeys(found, 7), every=False))
+    assert settings.unknown(dict.fromkeys(left, 7), every=True) == []
+
+
+ODD = {
+    "rotary_seq_len_interpolation_factor": 4, "no_rope_freq": [1, 0, 0, 0], "softmax_type": "off-by-one", "squared_relu": True,
+    "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "window_size": (4, 0), "spec": ["my.layers", "spec"], "use_mup": True,
+    "attention_output_gate": True, "moe_shared_expert_gate": True, "rotary_percent": 0.5,
+}  # fmt: skip
+USUAL = {"moe_router_load_balancing_type": "seq_aux_loss", "spec": ["local"], "fp8": "hybrid", "hybrid_attention_ratio": 0.0, "lr": 1e-4}
+
+
+def test_arguments_that_change_what_a_model_computes_are_refused(copy: Path, tmp_path: Path) -> None:
+    file = copy / "megatron" / ITERATION / "common.pt"
+    plain = {name: value for name, value in vars(unpickling.common(file)["args"]).items() if isinstance(value, str | float | list | None)}
+    torch.save({"args": argparse.Namespace(**plain | USUAL)}, file)
+    command.import_checkpoint(copy / "megatron", tmp_path / "out", copy / "hf")
+    torch.save({"args": argparse.Namespace(**plain | ODD)}, file)
+    with pytest.raises(UserError) as caught:
+        command.import_checkpoint(copy / "megatron", tmp_path / "more", copy / "hf")
+    assert {line.split()[0] for line in str(caught.value).splitlines()} == ODD.keys()
+
+
 def test_a_model_of_another_kind_is_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         command.import_checkpoint(plain / "moe/megatron", tmp_path / "out", plain / "dense/hf")
@@ -188,12 +223,14 @@ def test_what_megatron_bridge_writes_is_compared(plain: Path, tmp_path: Path) ->
         "rotary_base": 10000.0,
         "num_moe_experts": 8,
     }
-    file.write_text(yaml.safe_dump({"model": model}))
+    usual = {"activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False}, "tensor_model_parallel_size": 8, "new": None}
+    file.write_text(yaml.safe_dump({"model": model | usual}))
     assert imported(tmp_path, "moe", tmp_path / "out").notes == ()
-    file.write_text(yaml.safe_dump({"model": {**model, "rotary_base": 1e6, "layernorm_zero_centered_gamma": True}}))
+    odd = {"rotary_base": 1e6, "layernorm_zero_centered_gamma": True, "activation_func": {"_target_": "torch.nn.functional.gelu"}, "new": 2}
+    file.write_text(yaml.safe_dump({"model": {**model, **odd}}))
     with pytest.raises(UserError) as caught:
         imported(tmp_path, "moe", tmp_path / "more")
-    assert [line.partition(" ")[0] for line in str(caught.value).splitlines()] == ["rotary_base", "layernorm_zero_centered_gamma"]
+    assert {line.partition(" ")[0] for line in str(caught.value).splitlines()} == odd.keys()
     file.write_text("model: !!python/object/apply:os.system [touch /tmp/x]")
     with pytest.raises(DataError, match=r"run_config\.yaml: got ConstructorError: .*expected the configuration that Megatron-Bridge"):
         imported(tmp_path, "moe", tmp_path / "more")

@@ -149,7 +149,7 @@ def test_llama_without_a_number_of_key_heads_has_as_many_as_heads() -> None:
     ("changes", "words"),
     [
         ({"norm_topk_prob": False}, ["norm_topk_prob", "got False", "expected True"]),
-        ({"num_experts_per_tok": 1}, ["num_experts_per_tok", "got 1", "2 or more"]),
+        ({"num_experts_per_tok": 1}, ["num_experts_per_tok", "got 1", "several"]),
         ({"n_group": 3}, ["n_group", "got 3", "n_routed_experts = 8"]),
         ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}, ["num_experts_per_tok // topk_group", "got 1", "expected 2"]),
         ({"first_k_dense_replace": 5}, ["first_k_dense_replace", "got 5", "at most 4"]),
@@ -185,7 +185,7 @@ def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) ->
     [
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, ["rope_type", "'linear'", "'default' or 'yarn'"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, ["rope_type", "'dynamic'"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["original_max_position_embeddings", "nothing"]),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": None}}, ["original_max_position_embeddings", "nothing"]),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, ["rope_parameters.factor", "a number"]),
         ({"rope_parameters": {**YARN, "mscale": None}}, ["mscale and mscale_all_dim", "'one'", "'both' or 'neither'"]),
         ({"rope_parameters": {**YARN, "attention_factor": 1.1}}, ["attention_factor", "got 1.1"]),
@@ -214,7 +214,7 @@ def test_impossible_for_deepseek(changes: dict[str, Any], words: list[str]) -> N
 def test_a_rule_for_biases_that_there_are_not(model: str, train: str, word: str) -> None:
     values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "trainer": {"router_bias_rate": 0.1}}
     models.check(parse(values), MODELS["glm"])
-    hf = {**MODELS[model], "mlp_only_layers": []}
+    hf = {key: value for key, value in MODELS[model].items() if key != "mlp_only_layers"}
     chosen = parse({**values, "train": train, "lora": {"targets": ["q_proj"], "rank": 2}})
     refused(lambda: models.check(chosen, hf), ["trainer.router_bias_rate: got 0.1", "expected 0", word])
 
@@ -284,7 +284,7 @@ def test_unknown_family(kind: str | None) -> None:
 
 def test_load_hf_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF))
-    assert models.load_hf_config(tmp_path) == HF
+    assert models.load_hf_config(tmp_path).items() >= HF.items()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,12 @@ def test_anthropics_api_calls_tools_streams_and_counts(known: Tokenizer) -> None
         told = json.loads(await send("messages", messages=MESSAGES, system="be"))
         assert told["content"][0] == {"type": "text", "text": "so"}
         assert (told["content"][1]["input"], told["stop_reason"]) == ({"x": 1.0}, "tool_use")
-        result = {"type": "tool_result", "tool_use_id": told["content"][1]["id"], "content": [{"type": "text", "text": "2"}], "is_error": True}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": told["content"][1]["id"],
+            "content": [{"type": "text", "text": "2"}],
+            "is_error": True,
+        }
         # JavaScript writes 1.0 as 1.
         told["content"][1]["input"] = {"x": 1}
         messages = [*MESSAGES, {"role": "assistant", "content": told["content"]}, {"role": "user", "content": [result]}]

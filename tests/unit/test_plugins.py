@@ -438,8 +438,7 @@ def test_ranks_can_compare_sources() -> None:
 def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
     made = tmp_path / "model"
     if not made.exists():
-        made.mkdir()
-        (made / "config.json").write_text(json.dumps(make.settings(MadeModel())))
+        make.make_model(made, MadeModel(), seed=0)
     family = objective_keys.pop("family", "auto")
     return parse(
         {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -9,13 +11,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.launch import trainer_starts, watch
 from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import Processes
+from asyncmoe.launch.torchrun import free_port, torchrun
+from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.records import trainer_restarts as counted
@@ -185,3 +191,23 @@ def test_the_summary_counts_restarts(configured: Config) -> None:
     with (configured.run.dir / METRICS).open("ab") as file:
         file.write(msgspec.json.encode(Resume(resumed_at=30, epoch=2)) + b"\n")
     assert watch.write_summary(configured.run.dir)["trainer_restarts"] == 2
+
+
+FAMILY = """
+from dataclasses import replace
+from asyncmoe.models.qwen3_moe import FAMILY as QWEN
+ODD = replace(QWEN, router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False, "moe_router_topk": 1})
+"""
+
+
+def test_a_model_that_megatron_refuses_ends_the_trainer_with_a_users_error(tmp_path: Path) -> None:
+    """Which is not started again."""
+    make_model(tmp_path / "model", MadeModel(), seed=0)
+    (tmp_path / "odd.py").write_text(FAMILY)
+    settings = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "model.family=odd:ODD", "trainer.ranks=1", "trainer.ep=1"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration.load(ROOT / "examples/demo.yaml", settings).model_dump(mode="json")))
+    command = [sys.executable, *torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(tmp_path / "run.yaml"))]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert f"the model {tmp_path / 'model'}: got ValueError(" in done.stdout + done.stderr
+    assert done.returncode == UserError.exit_code

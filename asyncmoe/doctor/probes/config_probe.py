@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,10 +31,7 @@ arg_groups/model_override_base.py), which supports float16, bfloat16 and float8.
 _FLOAT32 = "engines.dtype: got float32, which SGLang's attention on GPUs does not take, expected bfloat16"
 _ANY = ""
 """The host that stands for all addresses."""
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
-_LONGEST_HEADER = 100 << 20
-"""The longest header that safetensors accepts, in bytes."""
 
 
 def read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, RunFacts]:
@@ -153,7 +149,7 @@ def on_gpus(config: Config, hf: Mapping[str, Any]) -> OnGpus:
 
 
 def model(config: Config) -> ModelFacts:
-    """Return the facts that are available without reading the weights.
+    """Return the facts that are available from the headers of the weights.
 
     Raises:
         ImportError: asyncmoe's extension, which layouts need, is missing.
@@ -167,7 +163,8 @@ def model(config: Config) -> ModelFacts:
     path = config.model.path
     try:
         hf, making = budget.hf_of(config), make.to_make(config.model, config.run.dir)
-        models.check(config, hf, cpu_engines=not config.engines.join and devices.none_here())
+        here = not config.engines.join and devices.none_here()
+        models.check(config, hf, cpu_engines=here, weights=None if making else path)
     except UserError as error:
         return ModelFacts(str(path), trouble=str(error))
     if making:
@@ -179,26 +176,8 @@ def model(config: Config) -> ModelFacts:
         family=str(hf["model_type"]),
         parameters=adapter or weights,
         weights_bytes=weights * ITEM_BYTES.get(models.engine_dtype(hf, config.engines), 2),
-        trouble=next(broken(path), None),
+        trouble=None if any((path / name).is_file() for name in _TOKENIZERS) else f"{path}: no tokenizer.json",
     )
-
-
-def broken(path: Path) -> Iterator[str]:
-    """Yield the missing and truncated files of a model directory."""
-    if not any((path / name).is_file() for name in _TOKENIZERS):
-        yield f"{path}: no tokenizer.json"
-    files = [_SINGLE]
-    if (path / _INDEX).is_file():
-        try:
-            files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            yield f"{path / _INDEX} is no index of safetensors: {error}"
-            return
-    for name in files:
-        if not (path / name).is_file():
-            yield f"{path}: no {name}"
-        elif trouble := _cut_short(path / name):
-            yield f"{path / name}: {trouble}"
 
 
 def _way(config: Config, several: bool) -> TransportName:
@@ -225,22 +204,6 @@ def _disk(config: Config) -> Disk:
     complete = checkpoints.newest(config.run.dir)
     count = len([path for path in kept.iterdir() if not path.suffix]) if complete else 0
     return machine.disk(config.run.dir, count)
-
-
-def _cut_short(file: Path) -> str | None:
-    """Compare a safetensors file's size with its header; the file holds the header's length in 8 bytes, the header, and the tensors."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        header = int.from_bytes(opened.read(8), "little")
-        if header > _LONGEST_HEADER:
-            return "it does not begin like a safetensors file"
-        text = opened.read(header)
-    try:
-        ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "its header is cut short" if len(text) < header else "its header is not that of a safetensors file"
-    expected = 8 + header + max(ends, default=0)
-    return None if size == expected else f"it has {size} bytes, its header says {expected}; download it again"
 
 
 def _elements(shapes: Iterable[tuple[int, ...]]) -> int:

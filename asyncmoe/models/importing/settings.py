@@ -9,6 +9,7 @@ Source: `core_transformer_config_from_args` and `validate_args` of Megatron-LM (
 
 from __future__ import annotations
 
+import re
 import types
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -57,8 +58,32 @@ _NEVER: Mapping[str, object] = {
     "rope_scaling": False,
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
+    "rotary_percent": 1.0,
+    "activation_func": "silu",
+    "softmax_type": "vanilla",
+    "moe_router_load_balancing_type": None,
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192},
 }
 """What a family that says nothing of them has."""
+_OTHER = re.compile(
+    r"interpolation|no_rope|mrope|softmax_scale|skip_freq|clamp_value|glu_(linear|interleave)|output_gate|on_post|attention_variant$|"
+    r"linear_attention_(freq|type)|expert_gate|moe_latent|on_input|limited_devices|router_force|capacity_factor|use_mup|mhc_connections|"
+    r"^hybrid_(override|layer|att|mlp)|is_hybrid|heterogeneous|quant_recipe|^spec$|_relu|geglu|_gelu|retro_add"
+)
+"""Names of what no family has, by pattern; None, false and 0 say nothing."""
+_SYSTEM = re.compile(
+    r"^_|^[ft]p_?\d*_|^(fp|bf)\d+|^(cp|dsa|gdp|gtp|hf|linear|mamba|mhc|mtp|mup)_|^moe_(enable|extended|grouped|use|layer_rec|pad|paged|"
+    r"single|token_drop)|^num_layers_|^qk_clip|^use_(arb|cpu|fused|kitchen|mamba|ring|te|transf)|(^|_)(allreduce|autocast|backend|barrier|"
+    r"batch|bf16|bias_update|chunks?|clone|comm|cuda|deallocate|deepep|defer|deterministic|dispatch(er)?|dropout|dtype|fp32|fused|fusion|"
+    r"gemm|generation|hybridep|inference|init_m\w*|input_jitter|kitchen|latents|logger|logging|loss|microbatch\w*|ncclep|offload\w*|"
+    r"overlap|parallel|perform|permute|persist|pipeline|padding|quantile|recompute|remat|replay|seqlen\w*|sequence|split|sync_func|"
+    r"grads?(_\w+)?_func|symmetric|timers|token_loss|wgrad|yarn)(_|$)|flash_|account_for|activations$|all_reduce|disable_|distribute_saved|"
+    r"hetereogenous_dist|input_store|invariant|layer_scaling$|make_vocab|max_attention_logit|memory_efficient|min_offloaded|"
+    r"num_weight_shards|^scatter|^seq_length|should_pad|test_mode|transformer_(impl|layer_spec)|variable_seq|^vocab_size|_modules$|"
+    r"^scale_factor$|^max_position|^untie_|^group_query"
+)
+"""Fields of TransformerConfig and of what Bridge makes of it that change nothing of what the trained weights compute: how, on which system
+and in which precision they were trained, and details of features that are refused."""
 
 
 def check(folder: Path, hf: HfConfig, model: Path) -> list[str]:
@@ -79,9 +104,21 @@ def check(folder: Path, hf: HfConfig, model: Path) -> list[str]:
         UserError(f"{name} of the checkpoint", got=got, expected=f"{wanted}, as config.json in {model} says")
         for name, got, wanted in differences(found, expected(hf))
     ]
+    for name in unknown(found, every=(folder / BRIDGE).is_file()):
+        differ.append(UserError(f"{name} of the checkpoint", got=found[name], expected="only settings that asyncmoe's families have"))
     if differ:
         raise together(differ)
     return []
+
+
+def unknown(found: Mapping[str, Any], *, every: bool) -> list[str]:
+    """Return the settings of a model that are not understood.
+
+    Args:
+        every: all settings are of the model, as Bridge's are; most arguments of Megatron-LM are not.
+    """
+    others = sorted(name for name in found.keys() - {*_COMPARED, *_NEVER} if found[name] and found[name] != ["local"])
+    return [name for name in others if _OTHER.search(name) or (every and not _SYSTEM.search(name))]
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -117,6 +154,8 @@ def _of_bridge(file: Path) -> dict[str, Any]:
 def normal(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under one name each, with Megatron's defaults where None stands for them."""
     found = {_ALIASES.get(name, name): value for name, value in arguments.items()}
+    if found.get("scale_factor"):  # of Bridge's Llama 3.1
+        found |= {"rope_scaling": True, "rope_scaling_factor": found["scale_factor"]}
     if _UNTIED in found:
         found["share_embeddings_and_output_weights"] = not found[_UNTIED]
     if found.get(_GROUPED) is False or found.get("num_query_groups", 0) is None:
@@ -135,7 +174,7 @@ def expected(hf: HfConfig) -> dict[str, Any]:
     known = {**_NEVER, **transformer, **gpt}
     left_out = set()
     if known["multi_latent_attention"]:
-        left_out |= {"num_query_groups", "kv_channels", "rotary_percent"}
+        left_out |= {"num_query_groups", "kv_channels"}
         if known["rope_type"] == "rope":
             left_out |= {"rotary_scaling_factor"}
     if not family.shape_of(hf).dense_layers:
@@ -169,10 +208,14 @@ def _frequency(value: Any, layers: int) -> Any:
     return [int(layer % value == 0) for layer in range(layers)] if isinstance(value, int) and value > 0 else value
 
 
+_BALANCED = re.compile(r"(\W*(none|None|(seq_|global_)?aux_loss)\W*)+")
+"""Kinds of balancing that only add to the loss; another one routes otherwise."""
 _MEANING: Mapping[str, Callable[[Any], Any]] = {
     "moe_router_topk_scaling_factor": lambda value: 1.0 if value is None else value,
     "moe_router_num_groups": lambda value: None if value == 1 else value,
     "rotary_percent": float,
+    "activation_func": lambda value: "silu" if re.search(r"\bsilu\b", str(value)) else value,
+    "moe_router_load_balancing_type": lambda value: None if _BALANCED.fullmatch(str(value)) else value,
 }
 
 

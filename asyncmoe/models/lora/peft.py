@@ -29,7 +29,7 @@ import safetensors
 from safetensors import SafetensorError
 
 from asyncmoe.config.lora import ATTENTION, MLP, TARGETS
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import DataError, UserError, together
 from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, check_rank, pairs, served, served_config, shared
 from asyncmoe.models.shape import Shape, Shapes
 from asyncmoe.storage import share
@@ -55,6 +55,13 @@ _PLAIN = {
     "alora_invocation_tokens": None,
 }
 """Keys of PEFT's configuration that change the computation, with the only supported value of each."""
+_CONVERT = "save it with path_initial_model_for_weight_conversion of PEFT's save_pretrained, as an adapter of the unchanged weights"
+_UNDERSTOOD = frozenset({
+    "peft_type", "r", "lora_alpha", "base_model_name_or_path", "init_lora_weights", "rank_pattern", "alpha_pattern", "target_parameters",
+    "auto_mapping", "peft_version", "task_type", "revision", "inference_mode", "target_modules", "exclude_modules", "layers_pattern",
+    "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
+})  # fmt: skip
+"""Keys that are read; and from the second line on those that change nothing: notes, training, and modules, which the tensors say."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ def from_peft(m: Shape, files: Files) -> Adapter:
     Raises:
         UserError: an unsupported feature, a module that cannot have an adapter here, or halves of a wrong shape.
     """
-    _check_features(files.config)
+    check_features(files.config)
     values: dict[str, np.ndarray] = {}
     for name, value in files.tensors.items():
         match = _NAME.fullmatch(name)
@@ -278,18 +285,29 @@ def read(path: Path) -> Files:
     return Files(config, dtype, {name: np.frombuffer(e["data"], DTYPES[dtype]).reshape(e["shape"]) for name, e in stored})
 
 
-def _check_features(config: Mapping[str, Any]) -> None:
+def check_features(config: Mapping[str, Any]) -> None:
+    """Refuse whatever is not understood of an adapter's configuration.
+
+    Raises:
+        UserError: a line for each key, by name.
+    """
+    faults = [
+        UserError(f"{key} in {CONFIG}", got=value, expected=json.dumps(_PLAIN.get(key)))
+        for key, value in config.items()
+        if value and value != _PLAIN.get(key) and key not in _UNDERSTOOD
+    ]
     if config.get("peft_type") != "LORA":
-        raise UserError(f"peft_type in {CONFIG}", got=config.get("peft_type"), expected="LORA")
-    for key, expected in _PLAIN.items():
-        if config.get(key, expected) not in (expected, [] if expected is None else expected):
-            raise UserError(f"{key} in {CONFIG}", got=config[key], expected=json.dumps(expected))
+        faults.append(UserError(f"peft_type in {CONFIG}", got=config.get("peft_type"), expected="LORA"))
+    if (init := config.get("init_lora_weights", True)) not in (True, False, "gaussian", "orthogonal"):
+        faults.append(UserError(f"init_lora_weights in {CONFIG}", got=init, expected="one that keeps the base weights", hint=_CONVERT))
     rank, alpha = config["r"], config["lora_alpha"]
     for key, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
         for pattern, got in (config.get(key) or {}).items():
             # PEFT's conversion of the named form doubles the rank of gate_up_proj.
             if not pattern.endswith("gate_up_proj") or got != 2 * value:
-                raise UserError(f"{key} in {CONFIG}", got=f"{got} for {pattern}", expected=f"{value} for all layers")
+                faults.append(UserError(f"{key} in {CONFIG}", got=f"{got} for {pattern}", expected=f"{value} for all layers"))
+    if faults:
+        raise together(faults)
 
 
 def _unstacked(

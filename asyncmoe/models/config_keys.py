@@ -1,0 +1,51 @@
+"""The keys of config.json: what an absent one stands for, which ones are understood, and that no other passes.
+
+An absent key has the value that transformers' class of the `model_type` gives it, because engines read config.json with that class. A key
+that is neither understood nor known to change nothing could mean another model than the one that is trained and served.
+
+Source: configuration_*.py of transformers 5.19 for each `model_type`; `RotaryEmbeddingConfigMixin` of modeling_rope_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from asyncmoe.errors import ConfigError, UserError
+
+FAMILY = "asyncmoe_family"
+"""Key under which a model's configuration in memory names the user's own family. In a file it is refused, because a checkpoint must not
+choose the code that runs."""
+ALL: dict[str, Any] = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0,
+}  # fmt: skip
+"""Keys of every family; see `Family.keys`."""
+_READ = re.compile(
+    rf"{FAMILY}|model_type|(torch_)?dtype|quantization_config|rope_theta|partial_rotary_factor|layer_types|(vocab|hidden|"
+    r"(moe_)?intermediate)_size|num_(hidden_layers|(attention|key_value)_heads|(local_)?experts(_per_tok)?|nextn_predict_layers|"
+    r"mtp_layers)|n_routed_experts|kv_lora_rank|(qk_|v_)?(rope_|nope_)?head_dim|rope_(parameters|scaling)(\.((rope_)?type|rope_theta|"
+    r"factor|original_max\w+|(low|high)_freq_factor|beta_(fast|slow)|mscale(_all_dim)?|attention_factor|truncate|partial_rotary_factor))?"
+)
+"""Keys that are read, refused or checked of every model: sizes, which must be there, and what may be said in several ways."""
+_NOTHING = re.compile(
+    r"_.*|.*_token_ids?|architectures|auto_map|transformers(_version|\.js_config)|name_or_path|use_cache|initializer_range|pretraining_tp|"
+    r"(output_)?router_(logits|aux_loss_coef)|aux_loss_alpha|seq_aux|ep_size|max_window_layers|id2label|label2id|num_labels|problem_type|"
+    r"output_(hidden_states|attentions)|(use_)?return_dict(_in_generate)?|chunk_size_feed_forward|tie_last_hidden_states|tokenizer_class|"
+    r"task_specific_params|(attn|experts)_implementation|is_llama_config|unsloth_(fixed|version)|(max|min)_(length|new_tokens)|do_sample|"
+    r"temperature|top_[kp]|repetition_penalty|num_(beams|return_sequences)|is_(de|en)coder\w*|add_cross_attention|tie_encoder_decoder|"
+    r"torchscript|rope_interleaved|model_max_length|max_sequence_length|gradient_checkpointing"
+)
+"""Keys that change nothing of what a model computes: notes, settings of training, and of generation, which each request states itself."""
+
+
+def unknown(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> list[UserError]:
+    """Return an error that names the keys which are not understood; none if `keys`, those of the family, are empty."""
+    inner = {key: value for key, value in hf.items() if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping)}
+    given = {**hf, **{f"{key}.{name}": value for key, values in inner.items() for name, value in values.items()}}
+    odd = [key for key in given.keys() - keys.keys() if given[key] is not None and not (_READ.fullmatch(key) or _NOTHING.fullmatch(key))]
+    if not odd or not keys:
+        return []
+    told = ", ".join(f"{key} = {given[key]!r}"[:120] for key in sorted(odd))
+    hint = "remove what the model computes the same without; anything else makes it a model that asyncmoe does not train"
+    return [ConfigError("keys of config.json", got=told, expected="only keys that its model_type has for asyncmoe", hint=hint)]

@@ -35,9 +35,10 @@ def settle() -> None:
     except KeyError:
         for variable in ("LOGNAME", "USER"):
             os.environ.setdefault(variable, str(uid))
-    if not _is_home(Path(os.path.expanduser("~")), uid):
+    if not _is_home(home := Path(os.path.expanduser("~")), uid):
         with writing("folder in place of a home", Path(tempfile.gettempdir())):
             os.environ["HOME"] = str(own_folder(f"asyncmoe-home-{uid}") or tempfile.mkdtemp(prefix="asyncmoe-home-"))
+        log.warning("HOME: got %s, expected a folder that this user may write to; libraries get %s", home, os.environ["HOME"])
     given = [name for variable in ("no_proxy", "NO_PROXY") for name in os.environ.get(variable, "").replace(" ", "").split(",") if name]
     if not {"http", "https", "all"}.isdisjoint(getproxies()) and "*" not in given:
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys((*given, *_EVERYWHERE, *_own_names())))

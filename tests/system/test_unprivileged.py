@@ -48,4 +48,5 @@ def test_a_run_needs_no_privilege_no_name_no_home_and_no_proxy() -> None:
         done = subprocess.run(words, timeout=300.0, check=False, **told)
         assert done.returncode == 0, f"{done.stderr[-3000:]}\n{logs(Path(place, 'run'))}"
         assert json.loads(Path(place, "run/summary.json").read_text())["steps"] == 3
+        assert "ProxyError" not in Path(place, "run/logs/engine-0.log").read_text()
     assert wait_for(lambda: not marked(mark), 20.0), marked(mark)

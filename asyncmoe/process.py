@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.logs import BoundedLog, LogBounds
@@ -76,6 +77,23 @@ def _tell_parent(text: str) -> None:
                 memory.write(f"{text}\n")
 
 
+class _Unbroken(io.FileIO):
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            if (written := super().write(data)) is not None:
+                return written
+        return memoryview(data).nbytes
+
+
+def unbroken_output() -> None:
+    """Drop what cannot be written to standard output or error from now on: a run goes on without the reader of what it says, and on a full
+    disk. Its files have all of it."""
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
+            raw = io.BufferedWriter(_Unbroken(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+
+
 def leave(status: int) -> NoReturn:
     """End this process at once, without the interpreter's own end.
 
@@ -95,7 +113,8 @@ def die_with_parent(parent: int | None = None) -> None:
     Args:
         parent: process id of the parent, if known: this process ends at once if that one ended before Linux was asked.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        print("prctl(PR_SET_PDEATHSIG) is refused: this process does not end with its parent", file=sys.stderr, flush=True)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signal.SIGTERM)
 
@@ -116,7 +135,8 @@ def freeze() -> None:
 def yield_cores() -> None:
     """Give the other threads of the process priority over the calling thread; on Linux each thread has its own niceness (sched(7))."""
     thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _YIELDING)
+    with suppress(OSError):  # a filter of system calls may refuse it
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _YIELDING)
 
 
 class Child:
@@ -145,9 +165,11 @@ class Child:
         outlives: bool = False,
     ) -> None:
         self.name, self.log = name, log
-        self._words = os.memfd_create(_MEMORY)
-        weakref.finalize(self, os.close, self._words)
-        words = {_LAST_WORDS: f"/proc/{os.getpid()}/fd/{self._words}"}
+        words, self._words = {}, -1
+        with suppress(OSError):  # vm.memfd_noexec=2 refuses it; then its log alone has its errors
+            self._words = os.memfd_create(_MEMORY)
+            weakref.finalize(self, os.close, self._words)
+            words = {_LAST_WORDS: f"/proc/{os.getpid()}/fd/{self._words}"}
         with writing(f"log of {name}", log):
             log.parent.mkdir(parents=True, exist_ok=True)
             self._bounded = BoundedLog(log, bounds or LogBounds())
@@ -211,7 +233,7 @@ class Child:
 
         It is what the process has told its parent, or else what is in the log.
         """
-        told = os.pread(self._words, _MOST_WORDS, 0).decode(errors="replace")
+        told = "" if self._words < 0 else os.pread(self._words, _MOST_WORDS, 0).decode(errors="replace")
         lines = (told or self.output()).splitlines()
         errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
         return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)

@@ -7,7 +7,6 @@ ended.
 from __future__ import annotations
 
 import fcntl
-import getpass
 import os
 import shutil
 import stat
@@ -40,29 +39,33 @@ class Scratch:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
             made = self.path / f"{_LOCK}.new"
             self._lock: IO[str] = made.open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system may lack locks; then nobody removes what is left
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
             made.rename(self.path / _LOCK)  # nobody finds it unlocked
 
     def environment(self) -> dict[str, str]:
         """Return the variables that have a child process use the folder; what is worth keeping stays where it would be without it."""
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(self._compiled())
+        name = f"torchinductor_{os.geteuid()}"
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(own_folder(name) or self.path / name)
         return {"TMPDIR": str(self.path), VARIABLE: self.path.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
-
-    def _compiled(self) -> Path:
-        """Return the folder for torch's compiled code, which is executed: the usual one only if no other user can have written into it."""
-        kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        with suppress(OSError):
-            kept.mkdir(mode=0o700, exist_ok=True)
-            found = kept.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-                kept.chmod(0o700)  # torch may have made it first, for all to list
-                return kept
-        return self.path / kept.name
 
     def remove(self) -> None:
         """Remove the folder, after the processes that use it have ended. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def own_folder(name: str) -> Path | None:
+    """Return a folder for temporary files that is kept for later processes; None if another user can have written into it. What
+    compilers leave there is executed."""
+    kept = Path(tempfile.gettempdir()) / name
+    with suppress(OSError):
+        kept.mkdir(mode=0o700, exist_ok=True)
+        found = kept.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            kept.chmod(0o700)
+            return kept
+    return None
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 from asyncmoe import interrupts
 from asyncmoe.cli.arguments import ConfigPath, Overrides
 from asyncmoe.imports import uncollected
+from asyncmoe.process import unbroken_output
 
 
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
@@ -24,6 +25,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     from asyncmoe import config as configuration
     from asyncmoe.config import moved
 
+    unbroken_output()
     with interrupts.stopping(interrupts.NO_RUN_YET):
         moved.check_place(config, overrides or ())
         read = partial(moved.of_run, idle=False) if moved.is_run(config) else configuration.load

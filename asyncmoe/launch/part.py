@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from asyncmoe import installed, interrupts
+from asyncmoe import installed, interrupts, surroundings
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.imports import uncollected
 from asyncmoe.process import say
@@ -130,6 +130,7 @@ def main(run: Callable[[], object]) -> None:
     sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
     try:
         try:
+            surroundings.settle()
             run()
         except ModuleNotFoundError as error:
             if error.name in _EXTENSIONS:

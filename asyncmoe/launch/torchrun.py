@@ -11,9 +11,10 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncmoe import surroundings
 from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
 from asyncmoe.imports import uncollected
 from asyncmoe.process import KILLED, say
@@ -63,13 +64,17 @@ class FailedRank:
 
 def run(arguments: Sequence[str]) -> None:
     """Run torchrun in this process; if a rank fails, exit with the status of the root-cause rank."""
+    surroundings.settle()
     with uncollected():
         from torch.distributed import run as agent
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         from asyncmoe.launch import agent_store
 
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # its ranks do not hear it either (`launch.slurm.task`)
+        close: Callable[..., None] = PContext.close
+        setattr(PContext, "close", lambda context, *_: close(context, signal.SIGHUP))  # noqa: B010
     scratch = Scratch()
     agent_store.install(scratch.path)
     os.environ.update(scratch.environment())

@@ -13,9 +13,11 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncmoe.config.watch import AlertsSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.surroundings import proxy_for
 from asyncmoe.telemetry.alerts import Alert
 
 _MOST_WAITING = 100
@@ -77,7 +79,9 @@ class Alarm:
         if self._webhook is None:
             return
         request = urllib.request.Request(self._webhook, body, {"Content-Type": "application/json"}, method="POST")
-        _NO_REDIRECTS.open(request, timeout=self._section.timeout_s).close()
+        proxies = {} if (proxy := proxy_for(self._webhook)) is None else {urlsplit(self._webhook).scheme: proxy}
+        opener = urllib.request.build_opener(_Refuse, urllib.request.ProxyHandler(proxies))
+        opener.open(request, timeout=self._section.timeout_s).close()
 
     def _call(self, body: bytes) -> None:
         if self._section.command is None:
@@ -113,9 +117,6 @@ class _Refuse(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Mapping[str, str], newurl: str) -> None:  # type: ignore[override]
         return None
-
-
-_NO_REDIRECTS = urllib.request.build_opener(_Refuse)
 
 
 def _address(webhook: str | None) -> str | None:

@@ -84,7 +84,7 @@ class Cluster:
     def idle(self) -> bool:
         """Every node waits for jobs."""
         found = self.call("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", check=False).stdout.split()
-        return sorted(found) == sorted(self.nodes)
+        return {*found} == {*self.nodes}
 
 
 @contextmanager
@@ -136,11 +136,14 @@ def configuration(directory: Path, nodes: tuple[str, ...], ports: list[int]) -> 
         "SlurmdParameters": "config_overrides",
         "KillWait": 5,
         "MailProg": "/bin/true",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
     }
     lines = [f"{key}={value}" for key, value in head.items()]
     for node, port in zip(nodes, ports[1:], strict=True):
         lines.append(f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={_NODE_CPUS} State=UNKNOWN")
-    return "\n".join([*lines, "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP", ""])
+    lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=120")
+    return "\n".join([*lines, "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2", ""])
 
 
 def free_ports(number: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import checkpoints
-from tests.system.runs import MARK, SMALL, logs, marked, metrics, provide, wait_for
+from tests.system.runs import MARK, REPOSITORY, SMALL, logs, marked, metrics, provide, wait_for
 from tests.system.slurm_cluster import Cluster, cluster, missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -154,7 +155,7 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
 
 
-def test_engines_of_another_job_join_and_leave_and_the_time_limit_requeues(jobs: Jobs) -> None:
+def test_engines_of_another_job_join_and_leave_and_time_limit_and_preemption_requeue(jobs: Jobs) -> None:
     job = jobs.train(2, "run.steps=4000")
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 4)
     more = jobs.submit(1, "slurm/rollout.sbatch", str(jobs.run))
@@ -173,8 +174,41 @@ def test_engines_of_another_job_join_and_leave_and_the_time_limit_requeues(jobs:
     assert kept == checkpoints.directory(jobs.run, metrics(jobs.run)[-1]["step"])
     assert f"job {job} is requeued with {kept.name}" in jobs.story(job)
     assert f"job {job} resumes from {kept.name}" in jobs.story(job)
+    steps = metrics(jobs.run)[-1]["step"]
+    jobs.wait(job, "a step of the second start", START_S, lambda: metrics(jobs.run)[-1]["step"] > steps)
+    jobs.slurm.submit("--partition=urgent", "--nodes=3", "--exclusive", f"--output={jobs.tmp}/urgent.log", "--wrap=true")
+    jobs.wait(job, "a third start", START_S, lambda: jobs.story(job).count(" resumes from ") > 1)
+    kept = checkpoints.newest(jobs.run)
+    assert kept == checkpoints.directory(jobs.run, metrics(jobs.run)[-1]["step"]), jobs.everything()
+    assert f"requeued with {kept.name}: SLURM warned its steps of their end, as before a preemption" in jobs.story(job)
+    assert jobs.slurm.fact(job, "Restarts") == "2"
+    assert not (jobs.run / "slurm-lost.json").exists()
     jobs.slurm.call("scancel", str(job))
     assert jobs.ended(job) == "CANCELLED", jobs.everything()
+
+
+HOSTILE = (
+    "SLURM_LABELIO=1 SLURM_WAIT=1 SLURM_TIMELIMIT=1 SLURM_MEM_PER_CPU=1 SLURM_NTASKS_PER_NODE=4 SLURM_STDOUTMODE=none SLURM_REMOTE_CWD=/ "
+    "SLURM_EXACT=1 SLURM_DISTRIBUTION=arbitrary SLURM_HOSTFILE=/nonexistent SLURM_GPUS_PER_TASK=8 SLURM_HINT=nomultithread SLURM_NTASKS=9 "
+    "SLURM_IMMEDIATE=1 SLURM_OVERCOMMIT=1 SLURM_THREADS_PER_CORE=7 SLURM_EXCLUSIVE=1 SLURM_EXPORT_ENV=NONE SRUN_CPUS_PER_TASK=99"
+)
+"""Variables by which srun would do something else."""
+
+
+def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs: Jobs) -> None:
+    """A site's own script, whose output has no room, submitted without the user's environment."""
+    script = jobs.tmp / "own.sh"
+    settings = f"{HOSTILE} {MARK}={jobs.mark} PYTHONPATH={REPOSITORY}"
+    script.write_text(f'#!/bin/bash\nexport {settings}\nexec {sys.executable} -m asyncmoe.launch.slurm "$@" > /dev/full\n')
+    places = (f"run.dir={jobs.run}", f"model.path={jobs.model}")
+    options = ("--parsable", "--export=NONE", "--exclusive", "--mem=0", "--nodes=2", f"--output={jobs.tmp}/%j.log")
+    job = int(jobs.slurm.call("sbatch", *options, str(script), "examples/demo.yaml", *places, *SMALL, "run.steps=20").stdout)
+    jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 4)
+    parts = ("task .* rollout ", "task .* engine ", "task .* trainer ", "asyncmoe.platform.sglang", "-m asyncmoe.trainer ")
+    lines = marked(jobs.mark)
+    assert all(any(re.search(part, line) for line in lines) for part in parts), lines
+    assert jobs.ended(job) == "COMPLETED", jobs.everything()
+    assert json.loads((jobs.run / "summary.json").read_text())["steps"] == 20
 
 
 def test_too_few_nodes_are_named_and_the_job_fails(jobs: Jobs) -> None:

@@ -83,6 +83,7 @@ TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
             "torch.OutOfMemoryError: CUDA out of memory",
         ),
         ("usage: server.py\nserver.py: error: unrecognized arguments: --nonsense\n", "unrecognized arguments: --nonsense"),
+        (TRACE + "requests.exceptions.ProxyError: HTTPConnectionPool(host='proxy', port=3128): refused\n", "ProxyError"),
         (TRACE + "asyncmoe.platform.sglang.cpu.PatchTargetGone: sglang: got 0.6.0, expected 0.5.23\n", "sglang: got 0.6.0"),
     ],
 )

@@ -33,7 +33,7 @@ class Job:
         overrides = [f"run.dir={tmp}", "warmup.steps=2", "run.steps=10", "cluster.requeues=2"]
         self.config: Config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", overrides)
         self.requeued: list[str] = []
-        self.running = True
+        self.running, self.preempted = True, False
 
     def save(self, step: int) -> Path:
         checkpoints.start(self.config.run.dir, step)
@@ -48,6 +48,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     made = Job(tmp_path)
     monkeypatch.setattr(control, "requeue", made.requeued.append)
     monkeypatch.setattr(control, "running", lambda name: made.running)
+    monkeypatch.setattr(control, "preempted", lambda name: made.preempted)
     return made
 
 
@@ -84,6 +85,15 @@ def test_a_loss_is_requeued_so_often_as_allowed(job: Job, capsys: pytest.Capture
     assert job.requeued == ["12_3", "12_3"]
 
 
+def test_a_preemption_is_no_loss(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    before = job.save(4)
+    for job.preempted, asked, cause in ((False, Asked(), None), (True, Asked(), DEAD), (True, Asked(requeue=True), None)):
+        job.conclude(asked, cause, before)
+        assert "with step-00000004: SLURM warned its steps of their end, as before a preemption" in capsys.readouterr().out
+    assert job.requeued == ["12_3"] * 3
+    assert outcome.lost_before(job.config.run.dir / outcome._LOST, "12_3") == 0
+
+
 def test_a_mistake_ends_it_with_its_own_status(job: Job) -> None:
     with pytest.raises(AsyncmoeError, match=r"^controller on n1: scoring.scorer: got x") as raised:
         job.conclude(Asked(), MISTAKE)
@@ -97,6 +107,9 @@ def test_a_cancelled_job_stays_out_of_the_queue_however_its_steps_end(job: Job) 
     job.running = False  # the signal has not come yet
     with pytest.raises(AsyncmoeError, match="job 12_3 was cancelled"):
         job.conclude(Asked(), DEAD)
+    job.preempted = True
+    with pytest.raises(AsyncmoeError, match="job 12_3 was preempted; progress since the last checkpoint is lost"):
+        job.conclude(Asked(now=True), DEAD)
     assert job.requeued == []
 
 

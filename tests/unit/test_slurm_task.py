@@ -58,18 +58,42 @@ def test_a_port_that_is_taken_is_named() -> None:
     task.check_free(port)
 
 
-def test_sigurg_becomes_the_signal_that_a_part_stops_at() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGURG, signal.SIGINT)}
-    heard: list[int] = []
-    try:
-        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-        task.stop_as(signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGURG)
-        time.sleep(0)
-        assert heard == [signal.SIGINT]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+WARNED = """
+import os, signal, subprocess, time
+from asyncmoe.launch import part
+from asyncmoe.launch.slurm import task
+def main(run):
+    child, heard = subprocess.Popen(["sleep", "60"]), []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    for number, pid in ((signal.SIGTERM, child.pid), (signal.SIGTERM, os.getpid()), (signal.SIGURG, os.getpid())):
+        os.kill(pid, number)
+        time.sleep(0.5)
+        print(len(heard), child.poll(), flush=True)
+    child.kill()
+part.main = main
+task.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "status", "said"),
+    [("rollout", 0, "0 None\n1 None\n1 None\n"), ("engine", 0, "0 None\n0 None\n1 None\n"), ("joining", -signal.SIGTERM, "0 -15\n")],
+)
+def test_sigterm_warns_the_controller_once_and_ends_only_engines_of_other_jobs(tmp_path: Path, role: str, status: int, said: str) -> None:
+    arguments = ["none.yaml", "0", *(() if role == "rollout" else ("0", "0"))]
+    command = [sys.executable, "-c", WARNED, str(tmp_path), "step", role, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "SLURMD_NODENAME": "n7"}, check=False, timeout=60)
+    assert (done.returncode, (tmp_path / "step.n7.log").read_text()) == (status, said)
+
+
+def test_ranks_that_hear_no_sigterm_are_ended_at_once(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("import os, sys, time; time.sleep(300 * int(os.environ['RANK'])); sys.exit(3)")
+    code = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); from asyncmoe.launch import torchrun as t; "
+    code += "t.run(t.arguments_of(2, ('127.0.0.1', t.free_port('127.0.0.1')), 'one'))"
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, check=False, timeout=120)
+    assert done.returncode == 3
+    assert time.monotonic() - begin < 30, "as long as torchrun waits before it kills"
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from asyncmoe import surroundings
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.process import say
+from asyncmoe.process import say, unbroken_output
+
+_READ_BY_SRUN = re.compile(
+    r"SRUN_\w+|SLURM_(BCAST\w*|CLUSTERS|COMPRESS|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU|DEBUG|DELAY_BOOT|DEPENDENCY|DISABLE_STATUS|DIST\w+"
+    r"|EPILOG|EXACT|EXCLUSIVE|EXIT_\w+|EXPORT_ENV|GPUS|GPUS_PER_(SOCKET|TASK)|GPU_BIND|GRES|HINT|HOSTFILE|IMMEDIATE|LABELIO|MEM_\w+|NO_KILL"
+    r"|NPROCS|NTASKS\w*|OPEN_MODE|OVERCOMMIT|PROLOG|REMOTE_CWD|RESV_PORTS|SIGNAL|SPREAD_JOB|SRUN_\w+|STD\w+MODE|STEP_GRES|TEST_EXEC|THREAD\w*"
+    r"|TIMELIMIT|TRES_\w+|UNBUFFEREDIO|USE_MIN_NODES|WAIT|WORKING_DIR)"
+)
+"""Variables by which srun changes steps (srun(1), "Input environment variables"). sbatch sets some of them from options of the whole job,
+where a step has one task a node, all of its memory and every GPU."""
 
 
 class Stop:
@@ -39,7 +51,11 @@ def main(run: Callable[[Sequence[str], Stop], None]) -> None:
     """
     stop = Stop()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    unbroken_output()
+    for name in filter(_READ_BY_SRUN.fullmatch, [*os.environ]):
+        del os.environ[name]  # `steps.srun` says all that there is to say
     try:
+        surroundings.settle()
         run(sys.argv[1:], stop)
     except AsyncmoeError as error:
         say(error)

@@ -61,6 +61,11 @@ def running(name: str) -> bool:
     return set(_run("squeue", "--noheader", f"--jobs={name}", "--format=%T").split()) == {"RUNNING"}
 
 
+def preempted(name: str) -> bool:
+    """Return whether SLURM has chosen to preempt a job, whose steps it warns by SIGTERM if its partition has a grace time."""
+    return re.search(r"\bPreemptTime=\d", _run("scontrol", "--oneliner", "show", "job", name)) is not None
+
+
 def seconds_left(name: str) -> float | None:
     """Return the seconds until a job's time limit; None if there is no limit or SLURM does not report it."""
     return parse_left(_run("squeue", "--noheader", f"--jobs={name}", "--format=%L"))

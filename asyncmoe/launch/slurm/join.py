@@ -73,7 +73,7 @@ def plan(where: Allocation, config: Config, resolved: Path, each: int, program: 
         head, number = where.nodes[place - place % nodes], place % nodes
         for index in range(each):
             name = f"engine.job{where.job}.{head}.{index}"
-            task = steps.engine(resolved, name, index, number)
+            task = ["joining", *steps.engine(resolved, name, index, number)[1:]]
             planned.append(steps.srun(where, process_name(name, number), [node], config.run.dir / "logs", program, task))
     return planned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -38,12 +39,18 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
         AsyncmoeError: the run ended unfinished and is not requeued.
     """
     # A cancelled job is signalled after its steps, and must not be requeued.
-    if stop.now or (cause is not None and _cancelled(where)):
+    if stop.now or (cause is not None and not _says(control.running, where, otherwise=True)):
         raise told_to_end(where)
     newest = checkpoints.newest(config.run.dir)
-    if cause is not None:
+    finished, recurs = _is_finished(config, newest), cause is not None and cause.exit_code in RECURRING
+    # Steps that SLURM warns of a preemption save and end by themselves; nothing was lost that `cluster.requeues` would count.
+    warned = cause is None and not stop.save
+    if not finished and not recurs and (warned or _says(control.preempted, where, otherwise=False)):
+        _say(f"job {where.name} is requeued with {_at(newest)}: SLURM warned its steps of their end, as before a preemption")
+        control.requeue(where.name)
+    elif cause is not None:
         _lost(where, config, cause)
-    elif stop.save and not _is_finished(config, newest):
+    elif stop.save and not finished:
         _stopped(where, before, newest, stop)
     else:
         with storage.writing("summary and report of the run", config.run.dir):
@@ -53,7 +60,7 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
 
 
 def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:
-    at = "no checkpoint" if newest is None else newest.name
+    at = _at(newest)
     if not stop.requeue:
         then = "starts over" if newest is None else "resumes from there"
         raise Interrupted(f"stopped at {at}; the same command {then}")
@@ -64,17 +71,22 @@ def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: 
     control.requeue(where.name)
 
 
-def _cancelled(where: Allocation) -> bool:
+def _at(newest: Path | None) -> str:
+    return "no checkpoint" if newest is None else newest.name
+
+
+def _says(ask: Callable[[str], bool], where: Allocation, otherwise: bool) -> bool:
     try:
-        return not control.running(where.name)
+        return ask(where.name)
     except AsyncmoeError as error:
-        _say(f"assuming the job is running: {error}")
-        return False
+        _say(f"assuming that the job is {'' if otherwise else 'not '}{ask.__name__}: {error}")
+        return otherwise
 
 
 def told_to_end(where: Allocation) -> AsyncmoeError:
-    """Return the error of a cancelled job."""
-    return AsyncmoeError(f"job {where.name} was cancelled; progress since the last checkpoint is lost")
+    """Return the error of a cancelled job, or of one that was preempted without time to save."""
+    how = "preempted" if _says(control.preempted, where, otherwise=False) else "cancelled"
+    return AsyncmoeError(f"job {where.name} was {how}; progress since the last checkpoint is lost")
 
 
 def _is_finished(config: Config, newest: Path | None) -> bool:

@@ -59,7 +59,8 @@ class EndedStep:
             named = _NAMED.match(self.reason) is not None
             return f"{self.reason if named else f'{self.name} on {self.node}: {self.reason}'} (log: {self.log})"
         if self.returncode < 0:
-            how = f"was ended by {_signal_name(-self.returncode)}, as when memory runs out"
+            memory = ", as when memory runs out" if self.returncode == -signal.SIGKILL else ""
+            how = f"was ended by {_signal_name(-self.returncode)}{memory}"
             return f"{self.name} on {self.node}: {how}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
         return f"{self.name} on {self.node}: ended with status {self.returncode}; its log is {self.log}"
 
@@ -192,11 +193,11 @@ def first_cause(parts: Sequence[Part]) -> AsyncmoeError:
 
 
 def end_all(parts: Sequence[Part]) -> None:
-    """End the steps that still run, with SIGTERM first; other steps of the job are left alone."""
+    """End the steps that still run, with SIGHUP first; other steps of the job are left alone."""
     running = [part for part in parts if part.status is None]
     try:
         for number in _numbers(running).values():
-            control.signal_step(number, "TERM")
+            control.signal_step(number, "HUP")
     except AsyncmoeError as error:
         log.warning("steps are ended by their srun alone: %s", error)
     wait_until(lambda: all(part.status is not None for part in running), _POLITE_S)

@@ -164,10 +164,13 @@ def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, wh
     - `--cpu-bind=none`: a task would be bound to one core, but starts many processes.
     - `--mpi=none`: tasks do not use MPI, so SLURM need not start a PMIx server.
     - `--kill-on-bad-exit`: otherwise ranks wait long for the ranks of a node whose task has ended.
+    - `--wait=0`: the tasks of other nodes may end as late as they like after the first.
+    - `--export=ALL`: a step has the batch script's variables also where `sbatch --export=NONE` started that without the user's.
     """
     group = allocation.group_of(nodes[0])
     flags = [f"--job-name={name}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-    flags += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=1", "--cpu-bind=none", "--mpi=none", *where.flags]
+    flags += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=1", "--wait=0", "--cpu-bind=none", "--mpi=none"]
+    flags += ["--export=ALL", *where.flags]
     if group.index is not None:
         flags.append(f"--het-group={group.index}")
     program = [where.python, "-m", "asyncmoe.launch.slurm.task", str(logs), name, *arguments]

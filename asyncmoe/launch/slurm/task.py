@@ -1,7 +1,8 @@
 """The task of a step on each of its nodes: `python -m asyncmoe.launch.slurm.task LOGS STEP ROLE CONFIG ...`.
 
-Its output goes to a log of the step and the node. SLURM sends SIGURG to every process of a step; only the task handles it, by raising
-the signal that asks its part to stop.
+Its output goes to a log of the step and the node. SLURM sends a signal to every process of a step. SIGURG asks a part to stop: only the
+task handles it, by raising the signal that asks its part. SIGHUP ends all of them. With SIGTERM SLURM warns of the end of the job, as
+before a preemption: all processes of a run block it but the controller's task, which takes it for SIGURG, and the trainer saves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,18 +38,21 @@ def main() -> None:
         say(error)
         sys.exit(error.exit_code)
     roles: dict[str, Callable[[str, list[str]], None]] = {"rollout": _rollout, "engine": _engine, "trainer": _trainer}
-    roles[role](node, arguments)
+    if role != "joining":  # an engine of another job than the run's, which leaves
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    roles.get(role, _engine)(node, arguments)
 
 
 def _rollout(node: str, arguments: list[str]) -> None:
     stop_as(signal.SIGINT)
+    threading.Thread(target=_heed_warning, name="warning", daemon=True).start()
     config, epoch = arguments
     os.environ[TRAINER_EPOCH] = epoch
     part.main(lambda: part.controller(Path(config)))
 
 
 def _engine(node: str, arguments: list[str]) -> None:
-    stop_as(signal.SIGTERM)
+    stop_as(signal.SIGINT)
     config, name, index, number = arguments
     part.main(lambda: part.engine(Path(config), name=name, index=int(index), node=int(number)))
 
@@ -96,8 +101,18 @@ def check_free(port: int) -> None:
 
 
 def stop_as(number: signal.Signals) -> None:
-    """Raise the signal `number` in this process on SIGURG."""
-    signal.signal(signal.SIGURG, lambda *_: signal.raise_signal(number))
+    """Raise the signal `number` in this process on the first SIGURG; a warning may be followed by the batch script's own request."""
+
+    def once(*_: object) -> None:
+        signal.signal(signal.SIGURG, signal.SIG_IGN)
+        signal.raise_signal(number)
+
+    signal.signal(signal.SIGURG, once)
+
+
+def _heed_warning() -> None:
+    signal.sigwait({signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGURG)
 
 
 def _write_to(log: Path, step: str) -> None:

@@ -7,6 +7,7 @@ import msgspec
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.types import GARBAGE, SHOWN, TIMEOUT, UNAVAILABLE, Sample
+from asyncmoe.surroundings import proxy_for
 
 _LATER = {408, 429}
 """Statuses below 500 with which a server asks for a retry."""
@@ -37,7 +38,8 @@ class Poster:
         """
         if self._session is None:
             # `LimitedScorer` limits the calls in flight. We close idle connections before the server does (uvicorn: after 5 s).
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, proxy=proxy_for(self.url))
         bound = aiohttp.ClientTimeout(self._timeout_s)
         try:
             async with self._session.post(self.url, data=body, headers=self._headers, timeout=bound, allow_redirects=False) as reply:

@@ -43,4 +43,4 @@ def _wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = os.environ.get("NETRC")
-    return any(path.is_file() for path in ([Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]))
+    return any(Path(os.path.expanduser(path)).is_file() for path in ([named] if named else ["~/.netrc", "~/_netrc"]))

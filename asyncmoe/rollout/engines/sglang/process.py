@@ -104,8 +104,11 @@ class SGLangProcess:
         """The reason the process ended, or None while it runs."""
         if self._child.returncode is None:
             return None
-        reason = reason_in(self._child.output())
-        return f"{reason or f'ended with status {self._child.returncode}'} (log: {self._child.log})"
+        output = self._child.output()
+        if (reason := reason_in(output)) is None:
+            reason = f"ended with status {self._child.returncode}"
+            reason += "".join(f"; its last words: {line.strip()[-400:]}" for line in output.rstrip().splitlines()[-1:])
+        return f"{reason} (log: {self._child.log})"
 
     async def wait_ready(self) -> None:
         """Return once the server accepts requests, including requests for the adapter that the receivers write, if any.
@@ -257,12 +260,14 @@ def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:
 
 
 def reason_in(log: str) -> str | None:
-    """Return the log line that best explains the exit: a failed bind, else the last root-cause exception, else a usage error; or None."""
+    """Return the log line that best explains the exit: a failed bind, else the last root-cause exception, else a usage error, else the last
+    exception of any kind; or None."""
     lines = [line.strip() for line in log.splitlines()]
-    raised = [line for line in lines if _RAISED.match(line) and not _CONSEQUENCE.search(line)]
+    every = [line for line in lines if _RAISED.match(line)]
+    raised = [line for line in every if not _CONSEQUENCE.search(line)]
     usage = [line for line in lines if ": error: " in line]
     bind = [line for line in lines if "error while attempting to bind" in line]
-    found = [*usage, *raised, *bind]
+    found = [*usage, *raised, *bind] or every
     return found[-1][:400] if found else None
 
 

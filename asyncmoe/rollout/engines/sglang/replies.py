@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -154,7 +155,8 @@ class _Connection(asyncio.BufferedProtocol):
         rest = 0 if self._head is None or self._head.size <= _AT_ONCE else self._head.size - self._got
         at = min(rest, _AT_ONCE) or 1
         if at != self._told_at and self.kept:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
+            with suppress(OSError):  # only saves turns of the loop; a filter of system calls may refuse it
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
             self._told_at = at
         if self._head is not None and self._turnstile.full():
             self._transport.pause_reading()

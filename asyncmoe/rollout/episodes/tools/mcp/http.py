@@ -11,21 +11,22 @@ import httpx2
 
 from asyncmoe.rollout.episodes.tools.mcp.process import MAX_BYTES
 from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD
+from asyncmoe.surroundings import proxy_for
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
 _TOO_MUCH = f"more than {MAX_BYTES} bytes in one answer"
 
 
 class Noted(httpx2.AsyncBaseTransport):  # type: ignore[misc]  # the package may be absent
-    """Sends requests by `inner`, and bounds and notes what comes back.
+    """Sends requests to one URL, and bounds and notes what comes back.
 
     Attributes:
         fault: reason and detail (`ToolError`) of the first failure; None: there was none.
     """
 
-    def __init__(self, inner: httpx2.AsyncBaseTransport) -> None:
+    def __init__(self, url: str) -> None:
         self.fault: tuple[str, str] | None = None
-        self._inner = inner
+        self._inner = httpx2.AsyncHTTPTransport(proxy=proxy_for(url))  # a client that is given a transport asks for no proxy itself
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; see `httpx2.AsyncBaseTransport`."""

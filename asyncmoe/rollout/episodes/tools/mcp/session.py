@@ -225,7 +225,7 @@ class _Http:
 
     def __init__(self, server: McpToolServer) -> None:
         self._server = server
-        self._noted = Noted(httpx2.AsyncHTTPTransport())
+        self._noted = Noted(str(server.section.url))
 
     @property
     def fault(self) -> tuple[str, str] | None:

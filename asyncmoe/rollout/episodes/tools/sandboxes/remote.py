@@ -18,6 +18,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.sandbox import ProgramEnded, PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 from asyncmoe.rollout.scoring.http import bounded_body
+from asyncmoe.surroundings import proxy_for
 
 _GRACE_S = 10.0
 """Seconds of a request in addition to the program's own."""
@@ -108,7 +109,8 @@ class RemoteSandbox:
 
     async def _posted(self, body: bytes) -> ProgramEnded:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), auto_decompress=False)
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, proxy=proxy_for(self._url))
         seconds = self._limits.wall_s + _GRACE_S
         most = self._limits.output_bytes * _ESCAPED + _REST_BYTES
         try:

@@ -6,9 +6,11 @@ Every process that needs a name imports it: from the working directory first, th
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import inspect
+import logging
 import os
 import re
 import signal
@@ -16,19 +18,23 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from asyncmoe.errors import ConfigError, UserError, an
 
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 FORM = "package.module:name"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 IMPORT_S, CALL_S = 120.0, 60.0
 """Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less."""
+_LEAVE_S = 15.0
+"""How long a coroutine may take to end when it is cancelled: a tool may have processes to end."""
 _AGAIN_S = 1.0
 """Pause between alarms: code that catches everything is interrupted until it ends."""
 _MOST_NAMED = 8
@@ -44,6 +50,10 @@ def is_name(text: str) -> bool:
 
 class Failed(Exception):
     """A user's code did not return. The text says what it did instead, and where; `__cause__` is what it raised."""
+
+
+class Overdue(Exception):
+    """A user's coroutine took too long."""
 
 
 class _TooLong(BaseException):
@@ -104,6 +114,40 @@ def guarded(seconds: float) -> Iterator[None]:
         raise Failed(f"no result within {seconds:g} s, at {late}") from error
     if error is not None:
         raise Failed(told_at(error)) from error
+
+
+async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -> T:
+    """Call a user's coroutine function and await it, in a task of its own: what it does to its task does not reach the caller's.
+
+    A coroutine that has not ended `_LEAVE_S` after it was cancelled is left to itself.
+
+    Raises:
+        Overdue: it took longer than `seconds`.
+        Failed: it raised SystemExit, KeyboardInterrupt or, as code over anyio does by mistake, a CancelledError though nobody cancelled it.
+        Exception: whatever else it raised.
+    """
+
+    async def contained() -> T:
+        try:
+            return await ask()
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as error:  # SystemExit would end the event loop
+            raise Failed(told_at(error)) from error
+
+    task = asyncio.create_task(contained())
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may wait for it any more
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+            if (await asyncio.wait([task], timeout=_LEAVE_S))[1]:
+                asyncio.tasks._unregister_task(task)  # else the end of the loop would wait for it
+                log.warning("%s does not end when it is cancelled, and is left to itself", whose)
+    if not done:
+        raise Overdue(f"{whose} took longer than {seconds:g} s")
+    return task.result()
 
 
 def load(target: str, key: str, *, forms: str, wanted: str, fits: Callable[[object], bool] = callable) -> Any:
@@ -190,9 +234,11 @@ def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]
 
 
 def told(error: BaseException) -> str:
-    """Return an exception in one line."""
-    text = " ".join(str(error).split())[:1000]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """Return an exception in one line; of `Failed` the text alone."""
+    text = ""
+    with suppress(Exception):  # of a user's class
+        text = " ".join(str(error).split())[:1000]
+    return text if isinstance(error, Failed) else ": ".join(filter(None, (type(error).__name__, text)))
 
 
 def place(found: Callable[..., object]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from pathlib import Path
@@ -26,7 +25,7 @@ def validate(config: Config) -> str:
     with tempfile.TemporaryDirectory(prefix="asyncmoe-validate-") as scratch:
         config, download = hub.described(config, Path(scratch, "described"))
         local.check(config, weights=download is None)
-        asyncio.run(parts.load_and_check(_with_tokenizer(config, Path(scratch))))
+        parts.run(parts.load_and_check(_with_tokenizer(config, Path(scratch))))
     engines = f"{config.engines.count} engine{'s' if config.engines.count > 1 else ''} of {config.engines.tp} rank(s)"
     size = f"{config.run.steps} steps of {config.rollout.batch} trajectories, {config.trainer.ranks} trainer rank(s), {engines}"
     return f"{size}; {download}" if download else size

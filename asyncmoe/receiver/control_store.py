@@ -89,19 +89,15 @@ class Store:
             WaitTimeout: it was not set in time.
             StoreGone: rank 0 is gone.
         """
-        begin = time.monotonic()
-        try:
-            if self._file is None:
-                self._ask(lambda: self._store.wait([key.name], timedelta(seconds=max(0.001, timeout_s))))
-            else:
-                self._wait_in_file(self._file, key, begin, timeout_s, whom)
-            return msgspec.msgpack.decode(self._ask(lambda: self._store.get(key.name)), type=key.type)
-        except dist.DistStoreError as error:
-            raise WaitTimeout(whom or self._peer, key.name, time.monotonic() - begin) from error
+        if self._file is None:
+            self._ask(lambda: self._store.wait([key.name], timedelta(seconds=max(0.001, timeout_s))), key.name, whom)
+        else:
+            self._wait_in_file(self._file, key, timeout_s, whom)
+        return msgspec.msgpack.decode(self._ask(lambda: self._store.get(key.name), key.name, whom), type=key.type)
 
-    def _wait_in_file(self, file: Path, key: Key[Any], begin: float, timeout_s: float, whom: str) -> None:
+    def _wait_in_file(self, file: Path, key: Key[Any], timeout_s: float, whom: str) -> None:
         """Wait for a value as `get` does. A FileStore's own wait does not notice that its keeper is gone."""
-        seen = -1
+        begin, seen = time.monotonic(), -1
         while True:
             self._look()
             # Every change makes the file longer. Asking for its length is cheap, and a daemon thread that does it can be ended by the
@@ -217,13 +213,14 @@ class Store:
         """Return whether all keys are set."""
         return not keys or bool(self._ask(lambda: self._store.check([key.name for key in keys])))
 
-    def _ask(self, call: Callable[[], R]) -> R:
-        """Call the store. Raise StoreGone if rank 0 is gone; a DistStoreError passes."""
+    def _ask(self, call: Callable[[], R], what: str = "an answer of the store", whom: str = "") -> R:
+        """Call the store. Raise WaitTimeout if it waited in vain, StoreGone if rank 0 is gone."""
         self._look()
+        begin = time.monotonic()
         try:
             return call()
-        except dist.DistStoreError:
-            raise
+        except dist.DistStoreError as error:
+            raise WaitTimeout(whom or self._peer, what, time.monotonic() - begin) from error
         except RuntimeError as error:
             raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 

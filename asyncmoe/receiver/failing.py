@@ -16,14 +16,14 @@ _OF_A_PEER = ("is gone", "remote process exited or there was a network error", E
 """Phrases in reports of a rank whose peer has ended or failed: from transports, from NCCL (ncclRemoteError), and `ELSEWHERE`."""
 
 
-def said(error: Exception, terms: Terms, rank: int, device: torch.device) -> str:
+def said(error: Exception, terms: Terms | None, rank: int, device: torch.device) -> str:
     """Describe any error in one line, with the rank that raised it, its host and its device; a `ReportedFailure` has them already.
 
     The text of `in_words` comes first, because `cause` matches the beginning of a report.
     """
     if isinstance(error, ReportedFailure):
         return str(error)
-    return f"{in_one_line(error, terms)} ({protocol.names(terms)[rank]} on {where(device)})"
+    return f"{in_one_line(error, terms)} ({f'rank {rank}' if terms is None else protocol.names(terms)[rank]} on {where(device)})"
 
 
 def where(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from asyncmoe.config.transports import TRANSPORTS
-from asyncmoe.errors import AsyncmoeError, InvariantBroken, ReportedFailure, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.process import yield_cores
 from asyncmoe.receiver import channel, command, delta_messages, failing, handshake, protocol, transfer_plan
 from asyncmoe.receiver.card import card_of, wait_idle
@@ -75,7 +75,7 @@ class Receiver:
         self._staged: Staged | None = None
         self._spare: dict[str, torch.Tensor] = {}
         self._deltas: DeltaStaging | None = None
-        self._left = threading.Event()
+        self._left, self._ended = threading.Event(), ""
         self._device = next(model.parameters()).device
         self._former = former
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
@@ -115,18 +115,16 @@ class Receiver:
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:
-        """Report the error that ended the thread, so that no rank waits for this one."""
+        """Report the error that ended the thread, so that no rank waits for this one, and a commit says why nothing is staged."""
         level = logging.INFO if self._left.is_set() else logging.WARNING  # after `leave` an error is expected
-        why = failing.in_one_line(error, self._terms)
-        log.log(level, "the weight receiver of rank %d ends: %s", self._join.rank, why, exc_info=not isinstance(error, AsyncmoeError))
+        self._ended = failing.said(error, self._terms, self._join.rank, self._device)
+        log.log(level, "the weight receiver ends: %s", self._ended, exc_info=None if isinstance(error, AsyncmoeError) else error)
         if self._left.is_set() or self._store is None or isinstance(error, StoreGone):
             return
         try:
-            whom = f"rank {self._join.rank}" if self._terms is None else protocol.names(self._terms)[self._join.rank]
-            place = "" if isinstance(error, ReportedFailure) else f" ({whom} on {failing.where(self._device)})"
-            self._store.resign(self._number, f"{why}{place}")
-        except AsyncmoeError as gone:
-            log.info("could not report the failure: %s", gone)
+            self._store.resign(self._number, self._ended)
+        except Exception as gone:  # noqa: BLE001  end of the thread: nobody else would hear of it
+            log.warning("could not report the failure: %s", failing.in_one_line(gone))
 
     def leave(self) -> None:
         """Tell the thread to stop receiving."""
@@ -141,7 +139,8 @@ class Receiver:
         with self._lock:
             staged, self._staged = self._staged, None
             if staged is None or (staged.version, staged.update) != (version, update):
-                what = "nothing" if staged is None else f"version {staged.version} of update {staged.update}"
+                ended = f", because its receiver has ended: {self._ended}" if self._ended else ""
+                what = f"nothing{ended}" if staged is None else f"version {staged.version} of update {staged.update}"
                 raise InvariantBroken(f"rank {self._join.rank}: cannot commit version {version} of update {update}: staged is {what}")
             # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
             # the recorded pause is the real one.

@@ -19,7 +19,7 @@ import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.chunks import cut_boxes
 from asyncmoe.reshard.layout import MAX_DIMS, PADDING, RankLayout, Storage
-from asyncmoe.reshard.memory import Array, storage_memory
+from asyncmoe.reshard.memory import Array, addresses_of, check_apart, device_of, memories_of
 from asyncmoe.reshard.plan import (
     COLUMNS,
     DESTINATION,
@@ -70,7 +70,9 @@ def shard_digest(tensors: Mapping[str, tuple[int, ...]], layout: RankLayout, arr
     """
     numbered = enumerate_tensors(tensors)
     table = tabulate(numbered, [layout]).tables[0]
-    bases = host_addresses(dict(zip(table.names, table.storages, strict=True)), arrays, f"rank {layout.rank}: array", write=False)
+    bases, device = addresses(dict(zip(table.names, table.storages, strict=True)), arrays, f"rank {layout.rank}: array", write=False)
+    if device != "cpu":
+        raise LayoutError(f"rank {layout.rank}: arrays to digest", got=device, expected="host memory: only `DeltaReceiver` reads a GPU's")
     rows = piece_copies(numbered, table, np.ones(len(table.pieces), bool))
     return element_table(rows, one_chunk(rows), seeds(numbered, table.names)).read(0, bases, threads)
 
@@ -151,31 +153,12 @@ def one_chunk(copies: np.ndarray) -> np.ndarray:
     return np.array([0, len(copies)], np.int64)
 
 
-def host_addresses(storages: Mapping[str, Storage], arrays: Mapping[str, Array], what: str, *, write: bool) -> np.ndarray:
-    """Return int64[storages]: addresses of the arrays of storages.
-
-    Raises:
-        LayoutError: as `addresses`, or an array is not in host memory.
-    """
-    found, device = addresses(storages, arrays, what, write=write)
-    if device != "cpu":
-        raise LayoutError(f"{what} {next(iter(storages))}", got=device, expected="host memory: only `DeltaReceiver` reads a GPU's")
-    return found
-
-
 def addresses(storages: Mapping[str, Storage], arrays: Mapping[str, Array], what: str, *, write: bool) -> tuple[np.ndarray, str]:
     """Return int64[storages]: addresses of the arrays of storages; and the device of all of them, "cpu" or "cuda:0".
 
     Raises:
-        LayoutError: an array is missing or does not match its storage, or not all are on one device.
+        LayoutError: an array is missing or does not match its storage, is written and shares memory, or not all are on one device.
     """
-    found, devices = [], {}
-    for name, storage in storages.items():
-        if name not in arrays:
-            raise LayoutError(f"{what} {name}", got="nothing", expected=f"an array for each of {len(storages)} storages")
-        memory = storage_memory(arrays[name], storage, f"{what} {name}", write=write)
-        found.append(memory.address)
-        devices[memory.device] = name
-    if len(devices) > 1:
-        raise LayoutError(f"{what}s of a delta", got=" and ".join(sorted(devices)), expected="all on one device")
-    return np.array(found, np.uint64).view(np.int64), next(iter(devices), "cpu")
+    found = memories_of(storages, arrays, what, write=write)
+    check_apart({}, found if write else {})
+    return addresses_of(found.values()), device_of(found.values(), f"{what}s of a delta")

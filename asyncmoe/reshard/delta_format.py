@@ -9,6 +9,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.layout import whole_number
 
 _MAGIC = b"amdelta1"
 _HEADER = struct.Struct("<8sQIIQQQQQ")
@@ -48,9 +49,9 @@ def check_version(version: object) -> None:
 
 
 def check_limit(limit_bytes: int | None) -> None:
-    """Raise LayoutError for a limit below 0."""
-    if limit_bytes is not None and limit_bytes < 0:
-        raise LayoutError("limit_bytes of a delta", got=limit_bytes, expected="at least 0, or None")
+    """Raise LayoutError unless a limit is None, or a whole number of at least 0."""
+    if limit_bytes is not None:
+        whole_number(limit_bytes, "limit_bytes of a delta", 0)
 
 
 def byte_row(message: object) -> np.ndarray:

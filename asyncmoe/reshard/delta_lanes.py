@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.chunks import Chunks, cut_boxes, message_strides
 from asyncmoe.reshard.delta_digest import BLOCK_BYTES, element_table, tensor_strides
-from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS
+from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, whole_number
 from asyncmoe.reshard.plan import (
     COLUMNS,
     DESTINATION,
@@ -90,8 +89,7 @@ def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], message_bytes: int)
     Raises:
         LayoutError: `message_bytes` is less than the largest element.
     """
-    if message_bytes < _LARGEST_ITEM:
-        raise LayoutError("message_bytes of a delta", got=message_bytes, expected=f"at least {_LARGEST_ITEM}")
+    message_bytes = whole_number(message_bytes, "message_bytes of a delta", _LARGEST_ITEM)
     made = (_lane(plan, transfer, message_bytes) for transfer in plan.transfers if chosen(transfer))
     return [lane for lane in made if len(lane)]
 

@@ -51,8 +51,8 @@ def start(device: str, name: str, run: Callable[[], None], failed: Callable[[Exc
         try:
             make_current(device)
             run()
-        except Exception as error:  # noqa: BLE001  top of the thread: `failed` reports it
-            failed(error)
+        except BaseException as error:  # noqa: BLE001  top of the thread: `failed` reports it
+            failed(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=edge, name=name, daemon=True)
     thread.start()

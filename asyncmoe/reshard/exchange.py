@@ -16,8 +16,8 @@ from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard.carry import Carrier, Take
 from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, trailer_offset
 from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
-from asyncmoe.reshard.layout import Storage
-from asyncmoe.reshard.memory import Array, Memory, memory_of, storage_memory
+from asyncmoe.reshard.layout import whole_number
+from asyncmoe.reshard.memory import Array, Memory, addresses_of, check_apart, device_of, memories_of, memory_of
 from asyncmoe.reshard.moved import Moved
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import local_program, message_program, scales_of
@@ -51,7 +51,7 @@ class Exchanger:
             ends the run. A `SharedTransport` itself notices when a peer dies.
 
     Raises:
-        LayoutError: `bucket_bytes` leaves less than one element per peer.
+        LayoutError: `bucket_bytes` leaves less than one element per peer, or a number is out of range.
         WaitTimeout: a peer did not connect in time.
     """
 
@@ -69,10 +69,10 @@ class Exchanger:
         watch: Watch = nothing_to_watch,
     ) -> None:
         self._relieve, self._watch = relieve, watch
-        if bucket_bytes < 1 or buffers < 1:
-            raise LayoutError("bucket_bytes and buffers", got=f"{bucket_bytes} and {buffers}", expected="positive numbers")
+        bucket_bytes, buffers = whole_number(bucket_bytes, "bucket_bytes", 1), whole_number(buffers, "buffers", 1)
+        self._threads = whole_number(threads, "threads", 0, 1 << 10)
         self.rank, self._plan = transport.rank, plan
-        self._timeout_s, self._threads, self._stream, self._buffers = timeout_s, threads, stream, buffers
+        self._timeout_s, self._stream, self._buffers = timeout_s, stream, buffers
         cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
         cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
@@ -83,7 +83,7 @@ class Exchanger:
         self._packs = [message_program(chunks, "destination", self._scales) for chunks in self._outgoing]
         self._unpacks = [message_program(chunks, "source") for chunks in self._incoming]
         self._local = local_program([t.copies for t in mine if t.source == t.destination], self._scales)
-        self._sources = self._destinations = _addresses(())
+        self._sources = self._destinations = addresses_of(())
         self._gpu: GpuCopies | None = None
         self._bound: object = None
         self._runs = self._carried = 0
@@ -104,18 +104,22 @@ class Exchanger:
                 quantised while they are packed (`asyncmoe.reshard.float8`); None if this rank is not a source.
             destination_arrays: arrays by storage name, for all storages of `plan.destinations[rank]`; they are written.
 
-        Arrays and messages must all be in host memory or all on one GPU.
+        Arrays have the dtype and the shape of their storages, but for raw bits (`asyncmoe.reshard.memory.storage_memory`). They and the
+        messages must all be in host memory or all on one GPU.
 
         Raises:
-            LayoutError: an array is missing, or does not match its storage.
+            LayoutError: an array is missing, does not match its storage, or is written and shares memory with another one; or arrays are
+                given to a rank that is not in the plan.
         """
-        rank = self.rank
-        read = {**self._plan.sources.get(rank, {}), **self._scales.storages}
-        sources = _memories(read, source_arrays or {}, f"rank {rank}: source", write=False)
-        wanted = self._plan.destinations.get(rank, {})
-        destinations = _memories(wanted, destination_arrays or {}, f"rank {rank}: destination", write=True)
-        self._prepare(_device([*sources, *destinations, *self._message_memories()]))
-        self._sources, self._destinations = _addresses(sources), _addresses(destinations)
+        read = {**self._plan.sources.get(self.rank, {}), **self._scales.storages}
+        sources = memories_of(read, source_arrays, f"rank {self.rank}: source array", write=False)
+        wanted = self._plan.destinations.get(self.rank, {})
+        destinations = memories_of(wanted, destination_arrays, f"rank {self.rank}: destination array", write=True)
+        check_apart(sources, destinations)
+        if (source_arrays or destination_arrays) and self.rank not in (known := self._plan.match.ranks):
+            raise LayoutError(f"rank {self.rank} of the transport", got="arrays", expected=f"a rank of the plan, one of {known}"[:200])
+        self._prepare(device_of([*sources.values(), *destinations.values(), *self._message_memories()], "arrays of an exchange"))
+        self._sources, self._destinations = addresses_of(sources.values()), addresses_of(destinations.values())
         self._bound = (source_arrays, destination_arrays)
 
     def run(self, timeout_s: float | None = None) -> Moved:
@@ -137,8 +141,8 @@ class Exchanger:
         self._broken = True
         self._until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         moved = Moved()
-        ahead = self._buffers - 1
         rounds = max((len(c) for c in (*self._outgoing, *self._incoming)), default=0)
+        ahead = min(self._buffers - 1, rounds)
         for number in range(max(1, rounds + ahead)):
             if number < rounds:
                 self._pack_round(number, moved)
@@ -268,7 +272,7 @@ class Exchanger:
     def _message_memories(self) -> list[Memory]:
         if not isinstance(self._link, MessageLink):
             device = getattr(self._link, "device", None)
-            return [Memory(0, 0, "uint8", device)] if device and (self._outgoing or self._incoming) else []
+            return [Memory(0, 0, "uint8", device, (0,))] if device and (self._outgoing or self._incoming) else []
         buffers = self._link.buffers
         return [memory_of(buffer, "message buffer", write=True) for buffer in buffers]
 
@@ -294,26 +298,8 @@ def exchange(
         exchanger.run()
 
 
-def _memories(storages: Mapping[str, Storage], arrays: Mapping[str, Array], what: str, *, write: bool) -> list[Memory]:
-    missing = [name for name in storages if name not in arrays]
-    if missing:
-        raise LayoutError(f"{what} array {missing[0]}", got="nothing", expected=f"an array for each of {len(storages)} storages")
-    return [storage_memory(arrays[name], storage, f"{what} array {name}", write=write) for name, storage in storages.items()]
-
-
-def _device(memories: Sequence[Memory]) -> str:
-    devices = sorted({memory.device for memory in memories}) or ["cpu"]
-    if len(devices) > 1:
-        raise LayoutError("arrays and messages of an exchange", got=" and ".join(devices), expected="all on one device")
-    return devices[0]
-
-
-def _addresses(memories: Sequence[Memory]) -> np.ndarray:
-    return np.array([memory.address for memory in memories], np.uint64).view(np.int64)
-
-
 def _address(buffer: Buffer) -> np.ndarray:
-    return _addresses([memory_of(buffer, "message buffer", write=True)])
+    return addresses_of([memory_of(buffer, "message buffer", write=True)])
 
 
 def _trailer(message: np.ndarray, nbytes: int) -> ctypes.c_uint64:

@@ -8,9 +8,11 @@ strides. Fused, interleaved, sharded, replicated and padded storages are all des
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from operator import index
 from typing import overload
 
 from asyncmoe.errors import LayoutError
@@ -48,10 +50,10 @@ class Box:
     @property
     def size(self) -> int:
         """Elements in the box."""
-        return prod(self.extent)
+        return prod(map(index, self.extent))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(self.start, self.extent, strict=True)) + "]"
+        return "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(self.start, self.extent, strict=False)) + "]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,14 @@ class Storage:
     @property
     def size(self) -> int:
         """Elements in the array."""
-        return prod(self.shape)
+        return prod(map(index, self.shape))
 
     @property
     def nbytes(self) -> int:
-        return self.size * ITEM_BYTES[self.dtype]
+        """Bytes of the array. Raises LayoutError if the shape is none, or the dtype unknown."""
+        with well_formed(str(self), f"sizes, and one of {', '.join(ITEM_BYTES)}"):
+            nbytes = self.size * ITEM_BYTES[self.dtype]
+        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,24 @@ def _renamed(piece: Piece, tensor: str, storage: str) -> Piece:
     return Piece(name, piece.box, storage + piece.storage, piece.offset, piece.strides)
 
 
+@contextmanager
+def well_formed(what: str, expected: str) -> Iterator[None]:
+    """Raise LayoutError for what a value of a wrong kind or length causes in the block, which does nothing but read the caller's values."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise LayoutError(what, got=f"{type(error).__name__}: {error}", expected=expected) from error
+
+
+def whole_number(value: int, what: str, least: int, most: int = 1 << 62) -> int:
+    """Return a whole number; raise LayoutError for anything else, and outside of bounds."""
+    with well_formed(what, "a whole number"):
+        value = index(value)
+    if not least <= value <= most:
+        raise LayoutError(what, got=value, expected=f"at least {least}" if value < least else f"at most {most}")
+    return value
+
+
 def whole(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
@@ -213,41 +236,49 @@ class LayoutBuilder:
         The dimensions of the box are aligned with the last dimensions of the storage.
 
         Raises:
-            LayoutError: the storage exists already, or a box does not fit at its corner.
+            LayoutError: the storage exists already, a box does not fit at its corner, or something is no shape or part.
         """
-        if storage in self._storages:
-            raise LayoutError(f"rank {self.rank}: storage {storage}", got="placed twice", expected="placed once")
-        self._storages[storage] = Storage(tuple(shape), dtype or self.dtype)
-        steps = contiguous_strides(shape)
-        for tensor, box, corner in parts:
-            first = len(shape) - len(box.extent)
-            if first < 0 or any(corner[first + k] + n > shape[first + k] for k, n in enumerate(box.extent)):
-                raise LayoutError(
-                    f"rank {self.rank}: {tensor}{box} in {storage}", got=f"corner {tuple(corner)}", expected=f"within {tuple(shape)}"
-                )
-            offset = sum(c * s for c, s in zip(corner, steps, strict=True))
-            self._pieces.append(Piece(tensor, box, storage, offset, steps[first:]))
+        where = f"rank {self.rank}: storage {storage}"
+        with well_formed(where, "a name, a shape, and parts of (tensor, box, corner)"):
+            if storage in self._storages:
+                raise LayoutError(where, got="placed twice", expected="placed once")
+            sizes = tuple(map(index, shape))
+            pieces = [_piece(storage, sizes, *part) for part in parts]
+        self._storages[storage] = Storage(sizes, dtype or self.dtype)
+        self._pieces += pieces
 
     def stack(self, storage: str, parts: Sequence[tuple[str, Box]], dtype: str | None = None) -> None:
-        """Add a storage that holds the boxes stacked along the first dimension."""
-        placed, row = [], 0
-        rest = parts[0][1].extent[1:]
-        for tensor, box in parts:
-            placed.append((tensor, box, (row, *(0 for _ in rest))))
-            row += box.extent[0]
+        """Add a storage that holds the boxes stacked along the first dimension.
+
+        Raises:
+            LayoutError: there is no box, they differ in another dimension, or as `place`.
+        """
+        where, placed, row = f"rank {self.rank}: storage {storage}", [], 0
+        with well_formed(where, "parts of (tensor, box)"):
+            parts = [*parts]
+            rests = {tuple(box.extent[1:]) for _, box in parts}
+            if len(rests) != 1:
+                raise LayoutError(where, got=f"boxes of {sorted(rests)}", expected="one or more, of which only the first dimensions differ")
+            (rest,) = rests
+            for tensor, box in parts:
+                placed.append((tensor, box, (row, *(0 for _ in rest))))
+                row += box.extent[0]
         self.place(storage, (row, *rest), placed, dtype)
 
     def repeat(self, part: RankLayout, prefixes: Sequence[tuple[str, str]]) -> None:
         """Add the storages and pieces of `part` once under each pair of prefixes (of tensors, of storages).
 
         Raises:
-            LayoutError: two storage prefixes are equal.
+            LayoutError: two storage prefixes are equal, or one is no pair of texts.
         """
-        fronts = [storage for _, storage in prefixes]
+        with well_formed(f"rank {self.rank}: what is repeated", "a layout, and pairs of texts"):
+            prefixes = [*prefixes]
+            fronts = [storage for _, storage in prefixes]
+            blocks = [replace(block, prefixes=_joined(prefixes, block.prefixes)) for block in part.blocks if prefixes]
         if len(set(fronts)) < len(fronts):
             raise LayoutError(f"rank {self.rank}: prefixes of storages", got=fronts, expected="all different")
         self._close()
-        self._blocks += [replace(block, prefixes=_joined(prefixes, block.prefixes)) for block in part.blocks]
+        self._blocks += blocks
 
     def build(self) -> RankLayout:
         self._close()
@@ -258,6 +289,15 @@ class LayoutBuilder:
         if self._storages:
             self._blocks.append(Block(self._storages, tuple(self._pieces)))
             self._storages, self._pieces = {}, []
+
+
+def _piece(storage: str, shape: tuple[int, ...], tensor: str, box: Box, corner: Sequence[int]) -> Piece:
+    """Return the piece of a box at a corner of a storage; raise LayoutError if it does not fit there."""
+    steps, first = contiguous_strides(shape), len(shape) - len(box.extent)
+    ends = zip(corner, (1,) * first + tuple(box.extent), shape, strict=False)
+    if first < 0 or len(corner) != len(shape) or any(not 0 <= c <= size - n for c, n, size in ends):
+        raise LayoutError(f"{tensor}{box} in storage {storage}", got=f"corner {tuple(corner)}", expected=f"one within {shape}")
+    return Piece(tensor, box, storage, sum(c * s for c, s in zip(corner, steps, strict=True)), steps[first:])
 
 
 def _joined(outer: Sequence[tuple[str, str]], inner: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

@@ -84,7 +84,7 @@ class Match:
             int64[n, columns of csrc/plan.h], and for each pair of ranks, in order: (source, destination, bytes on the wire, index after the
             pair's last copy, check).
         """
-        return self._matching.part(np.array(sorted(set(ranks)), np.int64))
+        return self._matching.part(np.array(sorted({*ranks} & {*self.ranks}), np.int64))
 
     def traffic(self) -> np.ndarray:
         """Return int64[n, 3]: source, destination and bytes of every pair of different ranks that exchange anything."""

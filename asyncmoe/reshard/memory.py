@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ class Memory:
     dtype: str
     device: str
     """"cpu", or "cuda:0"."""
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
         LayoutError: not an array, not row-major, read-only although `write`, or on a device that is neither CPU nor CUDA.
     """
     if isinstance(array, DeviceBuffer):
-        return Memory(array.address, array.nbytes, "uint8", array.device)
+        return Memory(array.address, array.nbytes, "uint8", array.device, (array.nbytes,))
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
         return _numpy_memory(array, what, write)
     if hasattr(array, "data_ptr") and hasattr(array, "layout"):
@@ -76,23 +77,67 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
         raise LayoutError(what, got=f"DLPack device type {device}", expected=_SOMEWHERE)
     kind = _KINDS.get(code, f"code{code}_")
     dtype = _FLOAT8.get(code) or ("bool" if kind == "bool" else f"{kind}{bits}")
-    name = _DEVICES[device]
-    return Memory(address, elements * bits // 8, dtype, name if name == "cpu" else f"{name}:{index}")
+    name, shape = _DEVICES[device], tuple(getattr(array, "shape", (elements,)))
+    return Memory(address, elements * bits // 8, dtype, name if name == "cpu" else f"{name}:{index}", shape)
 
 
 def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = False) -> Memory:
     """Return the memory of an array for `storage`. Arrays of uint8, or of unsigned integers of the element size, are taken as raw bits.
 
+    Its shape is the storage's, but for dimensions of one element and a last one of bytes; or it is flat.
+
     Raises:
-        LayoutError: as `memory_of`; or the array's dtype or number of bytes does not match the storage.
+        LayoutError: as `memory_of`; or the array's dtype, number of bytes or shape does not match the storage.
     """
-    memory = memory_of(array, what, write=write)
-    raw = f"uint{8 * ITEM_BYTES[storage.dtype]}"
-    if memory.dtype not in (storage.dtype, raw, "uint8"):
+    memory, item = memory_of(array, what, write=write), ITEM_BYTES[storage.dtype]
+    if memory.dtype not in (storage.dtype, f"uint{8 * item}", "uint8"):
         raise LayoutError(what, got=memory.dtype, expected=storage.dtype)
     if memory.nbytes != storage.nbytes:
         raise LayoutError(what, got=f"{memory.nbytes} bytes", expected=f"{storage.nbytes} bytes, {storage.dtype}{list(storage.shape)}")
+    in_bytes = memory.dtype == "uint8" and item > 1 and storage.shape
+    wanted = (*storage.shape[:-1], storage.shape[-1] * item) if in_bytes else storage.shape
+    if len(memory.shape) > 1 and [n for n in memory.shape if n != 1] != [n for n in wanted if n != 1]:
+        raise LayoutError(what, got=f"shape {list(memory.shape)}", expected=f"{list(wanted)}, or a flat array")
     return memory
+
+
+def memories_of(storages: Mapping[str, Storage], arrays: Mapping[str, Array] | None, what: str, *, write: bool) -> dict[str, Memory]:
+    """Return the memory of each storage's array, by the array's name in errors: `what` and the storage's name.
+
+    Raises:
+        LayoutError: an array is missing, or as `storage_memory`.
+    """
+    held: object = {} if arrays is None else arrays
+    if not isinstance(held, Mapping):
+        raise LayoutError(f"{what}s", got=type(held).__name__, expected="a mapping of storages' names to arrays")
+    if missing := [name for name in storages if name not in held]:
+        raise LayoutError(f"{what} {missing[0]}", got="nothing", expected=f"an array for each of {len(storages)} storages")
+    return {f"{what} {name}": storage_memory(held[name], one, f"{what} {name}", write=write) for name, one in storages.items()}
+
+
+def check_apart(read: Mapping[str, Memory], written: Mapping[str, Memory]) -> None:
+    """Raise LayoutError if arrays that are written, by name, share memory with each other or with those that are read."""
+    spans = [(m.device, m.address, m.nbytes, of is written, name) for of in (read, written) for name, m in of.items() if m.nbytes]
+    furthest = furthest_written = ("", 0, "")  # device, end and name of what reaches furthest so far
+    for device, begin, nbytes, writes, name in sorted(spans):
+        other = furthest if writes else furthest_written
+        if (device, begin) < other[:2]:
+            raise LayoutError(name, got=f"memory that is also in {other[2]}", expected="memory of its own, to be written")
+        furthest = max(furthest, (device, begin + nbytes, name))
+        furthest_written = furthest if writes else furthest_written
+
+
+def device_of(memories: Iterable[Memory], what: str) -> str:
+    """Return the device of all memories, "cpu" if there are none; raise LayoutError if there are several."""
+    devices = sorted({memory.device for memory in memories}) or ["cpu"]
+    if len(devices) > 1:
+        raise LayoutError(what, got=" and ".join(devices), expected="all on one device")
+    return devices[0]
+
+
+def addresses_of(memories: Iterable[Memory]) -> np.ndarray:
+    """Return int64[n], as the extension takes addresses."""
+    return np.array([memory.address for memory in memories], np.uint64).view(np.int64)
 
 
 def digest(array: Array, *, threads: int = 0) -> int:
@@ -118,7 +163,7 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
         raise LayoutError(what, got="a read-only array", expected="a writable array")
     if not view.dtype.isnative:
         raise LayoutError(what, got=f"{view.dtype.str}, foreign byte order", expected="the machine's byte order")
-    return Memory(view.__array_interface__["data"][0], view.nbytes, view.dtype.name, "cpu")
+    return Memory(view.__array_interface__["data"][0], view.nbytes, view.dtype.name, "cpu", view.shape)
 
 
 def _torch_memory(array: Array, what: str) -> Memory:
@@ -133,7 +178,8 @@ def _torch_memory(array: Array, what: str) -> Memory:
         address = int(array.data_ptr())
     except RuntimeError as error:  # functional and fake tensors have no memory
         raise LayoutError(what, got=str(error), expected="an array that has memory") from error
-    return Memory(address, array.numel() * array.element_size(), str(array.dtype).removeprefix("torch."), str(array.device))
+    dtype, device = str(array.dtype).removeprefix("torch."), str(array.device)
+    return Memory(address, array.numel() * array.element_size(), dtype, device, tuple(array.shape))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from asyncmoe.reshard.layout import MAX_DIMS, RankLayout, Storage
+from asyncmoe.reshard.layout import MAX_DIMS, RankLayout, Storage, well_formed
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.table import Side, enumerate_tensors, tabulate
 
@@ -126,7 +126,8 @@ def plan_each(
     """Return one plan for each of several destinations (such as buckets) from the same source; as `plan`, but the source is read once."""
     numbered = enumerate_tensors(tensors)
     sources = Sources(numbered, tabulate(numbered, source))
-    wanted = None if ranks is None else list(ranks)
+    with well_formed("ranks", "some of the plan's"):
+        wanted = None if ranks is None else {*ranks}
     return [assemble(Match(sources, tabulate(numbered, destination)), wanted) for destination in destinations]
 
 

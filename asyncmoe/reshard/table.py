@@ -6,12 +6,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Block, Box, Piece, RankLayout, Storage
+from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Block, Box, Piece, RankLayout, Storage, well_formed, whole_number
 
 DTYPES = tuple(ITEM_BYTES)
 DTYPE_BYTES = np.array([ITEM_BYTES[name] for name in DTYPES], np.int64)
@@ -49,9 +50,11 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     Raises:
         LayoutError: a tensor has more than `MAX_DIMS` dimensions, invalid sizes, or the reserved name of padding.
     """
-    for name, shape in shapes.items():
-        if not _is_shape(shape):
-            raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected=f"at most {MAX_DIMS} sizes, each an integer of at least 0")
+    with well_formed("tensors", "a mapping of names to shapes"):
+        for name, shape in shapes.items():
+            if not isinstance(name, str) or not _is_shape(shape):
+                expected = f"a name, and at most {MAX_DIMS} sizes, each an integer of at least 0"
+                raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected=expected)
     if PADDING in shapes:
         raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name, this one is reserved")
     number = {name: i for i, name in enumerate(shapes)}
@@ -118,9 +121,11 @@ def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
     """Convert layouts to tables.
 
     Raises:
-        LayoutError: a duplicate or negative rank, an unknown tensor, storage or dtype, or a box outside its tensor or its storage.
+        LayoutError: a duplicate or negative rank, an unknown tensor, storage or dtype, a box outside its tensor or its storage, or
+            something that is no layout.
     """
-    ordered = sorted(layouts, key=lambda layout: layout.rank)
+    with well_formed("layouts", "a list of RankLayout"):
+        ordered = sorted(layouts, key=lambda layout: whole_number(layout.rank, "rank of a layout", -_MOST))
     if ordered and ordered[0].rank < 0:
         raise LayoutError(f"rank {ordered[0].rank}", got="a negative number", expected="0 or more")
     for rank, count in Counter(layout.rank for layout in ordered).items():
@@ -145,7 +150,8 @@ class _Reader:
         """Return the position of the layout's table. Layouts must outlive the reader."""
         identity = (id(layout.storages), id(layout.pieces))
         if identity not in self._by_identity:
-            table = self._table(layout)
+            with well_formed(f"rank {layout.rank}: layout", "storages by name, and pieces of tuples of integers of 64 bits"):
+                table = self._table(layout)
             content = (_digest(table.pieces), _digest(table.shapes), table.names)
             if content not in self._by_content:
                 self._by_content[content] = len(self.tables)
@@ -230,7 +236,7 @@ def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
     """Return tuples as int64[n, MAX_DIMS], padded in front with `fill`."""
     fronts = [(fill,) * n for n in range(MAX_DIMS, -1, -1)]
     try:
-        return _integers([fronts[len(row)] + row for row in rows]).reshape(-1, MAX_DIMS)
+        return _integers([fronts[len(row)] + tuple(row) for row in rows]).reshape(-1, MAX_DIMS)
     except IndexError:
         longest = max(rows, key=len)
         raise LayoutError(f"box of {len(longest)} dimensions", got=longest, expected=f"at most {MAX_DIMS}") from None
@@ -245,7 +251,8 @@ def _integers(values: list[int] | list[tuple[int, ...]]) -> np.ndarray:
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:
-    return len(shape) <= MAX_DIMS and all(isinstance(n, int | np.integer) and 0 <= n < _MOST for n in shape)
+    whole = len(shape) <= MAX_DIMS and all(isinstance(n, int | np.integer) and n >= 0 for n in shape)
+    return whole and prod(max(1, int(n)) for n in shape) < _MOST
 
 
 def _check_bounds(tensors: Tensors, table: Table) -> None:

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
@@ -93,7 +91,7 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     journaling = Journaling.open(config, hf, models.recording(config, hf))
     keeper = kept.take_over(config, run_dir, memory)  # after the journal, which refuses a second controller
     keep_files()
-    uvloop.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
+    parts.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
 
 
 async def _serve(
@@ -348,6 +346,7 @@ class Controller:
             journal=self._journaling.journal,
             elsewhere=self._fleet,
             rounds=Rounds(rollout.groups_per_step, rollout.tail_batching),
+            most_s=config.environment.timeout_s + config.scoring.deadline_s,
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
         try:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
+
+import uvloop
 
 from asyncmoe.config import Config
 from asyncmoe.journal.unjournaled import Unjournaled
@@ -22,6 +26,7 @@ from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.scoring import loading, trial
+from asyncmoe.rollout.scoring.plugin import close_own
 from asyncmoe.rollout.scoring.types import Scorer
 from asyncmoe.rollout.tasks import EvaluationQuestions, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -47,9 +52,20 @@ class RolloutParts:
         await trial.before_engines(config, self.tokenizer, self.task, self.evaluated, self.scorer)
 
     async def close(self) -> None:
-        """Close the scorer and, if it can be closed, the environment."""
-        closing = getattr(self.environment, "close", None)
-        await asyncio.gather(self.scorer.close(), *([] if closing is None else [closing()]))
+        """Close the scorer and the environment."""
+        # Tools may have servers to end.
+        await asyncio.gather(self.scorer.close(), close_own(self.environment, "the environment", seconds=60.0))
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run an event loop until a coroutine has ended. SystemExit in another task, such as one that a user's code has begun, ends that task
+    alone: it is raised where the task is awaited. The loop stops at it (asyncio's `Task` raises it twice), and goes on where it was."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        task = runner.get_loop().create_task(main)
+        while not task.done():
+            with suppress(SystemExit):
+                runner.run(asyncio.wait([task]))
+        task.result()
 
 
 def load(config: Config) -> RolloutParts:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
@@ -64,6 +65,7 @@ class Producer:
         journal: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
         elsewhere: holds what `episode` brings; None: this process does.
         rounds: has groups start in rounds, of which the slowest are put off; needs `unit` group. None: no rounds.
+        most_s: seconds that the limits of the configuration allow an episode; a group in which none ends for longer is named in the log.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class Producer:
         journal: Unjournaled | None = None,
         elsewhere: Elsewhere | None = None,
         rounds: Rounds[Start] | None = None,
+        most_s: float | None = None,
     ) -> None:
-        self._elsewhere = elsewhere
+        self._elsewhere, self._most_s = elsewhere, most_s
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
         self._filter_equal, self._samples, self._journal = filter_equal, samples, journal or Unjournaled()
         self._start_over = _ENGINE | start_over
@@ -153,7 +156,7 @@ class Producer:
         for member in admit.members:
             place = EpisodeId(admit.group.number, member, admit.attempt)
             flight.places.append(place)
-            flight.tasks.add(tasks.create_task(self._member(flight, place)))
+            flight.tasks.add(tasks.create_task(self._member(flight, place), name=place.key()))
 
     async def _member(self, flight: Flight, place: EpisodeId) -> None:
         try:
@@ -248,7 +251,7 @@ class Producer:
         finished: list[Members] = []
         try:
             while not flight.state.whole:
-                ended = await flight.ended.get()
+                ended = await self._next(flight)
                 if ended is None or flight.round_end == "put_off":
                     raise PutOff
                 place, outcome = ended
@@ -264,6 +267,15 @@ class Producer:
             self._queue.spared(flight.state.spare)
             flight.state = flight.state.close()
         return sorted(finished, key=lambda episode: episode[0].episode)
+
+    async def _next(self, flight: Flight) -> tuple[EpisodeId, Members | TrajectoryRejected] | None:
+        """Return what becomes of the next member of a group to end."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._most_s):
+                    return await flight.ended.get()
+            late = ", ".join(sorted(task.get_name() for task in flight.tasks if not task.done()))
+            log.warning("no episode of group %d has ended for %g s, longer than any may take: %s", flight.group.number, self._most_s, late)
 
     def _failed(self, flight: Flight, place: EpisodeId, rejected: TrajectoryRejected) -> None:
         """Count a failed member, and restart it or its group if the reason permits. Raise `rejected` if the group fails with it."""

@@ -39,16 +39,8 @@ async def blocking_in_a_coroutine(base_url: str, api_key: str, prompt: str, answ
     blocking(base_url, api_key, prompt, answer)
 
 
-async def raises(base_url: str, api_key: str, prompt: str, answer: str) -> None:
-    raise LookupError("no idea")
-
-
 async def rejects(base_url: str, api_key: str, prompt: str, answer: str) -> None:
     raise TrajectoryRejected("scorer_error", "the judge is away")
-
-
-async def exits(base_url: str, api_key: str, prompt: str, answer: str) -> None:
-    raise SystemExit(3)
 
 
 async def hangs(base_url: str, api_key: str, prompt: str, answer: str) -> None:

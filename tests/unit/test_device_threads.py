@@ -68,7 +68,7 @@ def in_thread(act: Callable[[], Any]) -> Any:
 def test_an_address_does_not_depend_on_the_current_device(machine: Machine) -> None:
     tensor = on_device1(3, 4)
     found = in_thread(lambda: memory_module.memory_of(tensor, "w"))
-    assert found == memory_module.Memory(tensor.data_ptr(), 48, "float32", "cuda:1")
+    assert found == memory_module.Memory(tensor.data_ptr(), 48, "float32", "cuda:1", tuple(tensor.shape))
     assert machine.contexts == set()
 
 

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from test_producer import until
 
+from asyncmoe import plugins
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.rollout import parts
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
+from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
+from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
+from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.exact import Exact
+from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
+from asyncmoe.rollout.scoring.parse_score import read
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
@@ -139,9 +153,8 @@ def test_rewards_of_other_agents_are_refused(rewards: Any, tokenizer: Tokenizer)
     assert reason(Two(rewards), tokenizer) == "environment_error"
 
 
-@pytest.mark.parametrize("rewards", [float("nan"), float("inf"), "1", {"solver": 1.0, "checker": float("nan")}, [1.0]])
-def test_rewards_that_are_no_numbers_are_refused(rewards: Any, tokenizer: Tokenizer) -> None:
-    assert reason(Two(rewards), tokenizer) == "bad_reward"
+def test_every_reward_is_a_number(tokenizer: Tokenizer) -> None:
+    assert reason(Two({"solver": 1.0, "checker": "1"}), tokenizer) == "bad_reward"  # type: ignore[dict-item]
 
 
 class Raises:
@@ -161,22 +174,8 @@ class Mute:
         return 1.0
 
 
-class TimesOutItself:
-    async def run(self, episode: Episode) -> float:
-        raise TimeoutError
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        (Raises(), "environment_error"),
-        (TimesOutItself(), "environment_error"),
-        (Hangs(), "environment_timeout"),
-        (Mute(), "empty_response"),
-    ],
-)
-def test_an_environment_that_fails_ends_its_episode_under_a_reason(environment: Environment, expected: str, tokenizer: Tokenizer) -> None:
-    assert reason(environment, tokenizer, timeout_s=0.2) == expected
+def test_an_environment_in_which_nobody_responds_has_no_trajectory(tokenizer: Tokenizer) -> None:
+    assert reason(Mute(), tokenizer) == "empty_response"
 
 
 class Misuses:
@@ -385,3 +384,88 @@ class Plain(Echo):
         said = tuple(tokens[-2:])
         await asyncio.sleep(0)
         return PooledGeneration(Generation.of(said, (-0.5,) * 2, (VersionSpan("0", 0, 2),), "stop", 0), 0)
+
+
+# ---------------------------------------------------------------- users' code of every kind
+
+LIMIT_S = 0.3
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+async def does(what: Any, *_: object) -> object:
+    """Misbehave, or return something."""
+    match what:
+        case "cancels its task":
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            await asyncio.sleep(9)
+        case "exits in a task":
+            await asyncio.gather(does(SystemExit(4)), asyncio.sleep(0))
+        case "is deaf":
+            while True:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(9)
+        case BaseException():
+            raise what
+    return what
+
+
+def stage(kind: str, act: Any, known: Tokenizer) -> Any:
+    """Return what an episode runs with in which a user's code of a kind acts."""
+
+    async def run(made: Episode) -> object:
+        made.agent().see("1")
+        await made.agent().respond()
+        return await act()
+
+    judge, limits = plugin.AsyncScorer(act, act, None, LIMIT_S), ScoringLimits(4, 9.0, 0, 0.0, 99, 9.0)
+    scorer = LimitedScorer("it", judge, partial(read, separator=None, decode=str), limits)
+    environment: Any = SingleTurn()
+    match kind:
+        case "environment":
+            environment = SimpleNamespace(run=run, close=partial(does, SystemExit(5)))
+        case "tool":
+            environment = WithTools(["calculator"], "brackets", chat=False)
+            tool: Any = SimpleNamespace(name="act", description="", parameters={}, call=act)
+            environment.runners = {"act": Runner(tool, ToolLimits(LIMIT_S))}
+        case "agent":
+            environment = OpenAIEnvironment("asyncio:sleep", timeout_s=LIMIT_S)
+            environment._function = act
+    most_s = LIMIT_S if kind == "environment" else 9.0
+    return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, most_s)  # type: ignore[arg-type]
+
+
+RAISES = [KeyError("mine"), TimeoutError(), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), KeyboardInterrupt()]
+BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2)]
+GOOD = [True, np.float32(0.5), np.array(0.5), torch.tensor(0.5)]
+REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": "tool_crash"}
+REASONS["agent"] = "agent_error|empty_response"
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["cancels its task", "exits in a task", "is deaf", *RAISES, *BAD, *GOOD],
+    ids=lambda one: one if isinstance(one, str) else type(one).__name__,
+)
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_a_users_code_does(kind: str, what: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_LEAVE_S", 0.1)
+    found: list[str] = []
+
+    async def main() -> None:
+        made = stage(kind, partial(does, what), tokenizer)
+        asked = Prompt("[1]", tokenizer.encode("[1]"), "")  # of which `Echo` makes a call of a tool
+        for number in range(2):
+            try:
+                found.append(str((await episode.run(made, asked, EpisodeId(0, number, 0)))[0].reward))
+            except TrajectoryRejected as rejected:
+                found.append(rejected.reason)
+        await plugin.close_own(made.environment, "it")
+
+    parts.run(main())
+    good = kind in ("scorer", "environment") and any(what is one for one in GOOD)
+    wanted = f"{kind}_timeout" if isinstance(what, str) and what == "is deaf" else str(float(what)) if good else REASONS[kind]
+    assert [bool(re.fullmatch(wanted, one)) for one in found] == [True, True], found

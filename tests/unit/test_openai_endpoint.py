@@ -203,12 +203,10 @@ def test_an_agent_that_blocks_blocks_only_itself(agent: str, known: Tokenizer) -
     assert play(agent, says(known), known, episodes=4) == [None] * 4
 
 
-@pytest.mark.parametrize(("agent", "reason"), [("raises", "agent_error"), ("exits", "agent_error"), ("hangs", "agent_timeout")])
-def test_an_agent_that_fails(agent: str, reason: str, known: Tokenizer) -> None:
+def test_an_agent_that_hangs_is_cancelled(known: Tokenizer) -> None:
     openai_agents.released.clear()
-    assert play(agent, says(known), known, timeout_s=5.0 if reason == "agent_error" else 0.2) == [reason]
-    if agent == "hangs":
-        assert openai_agents.released.wait(10)
+    assert play("hangs", says(known), known, timeout_s=0.2) == ["agent_timeout"]
+    assert openai_agents.released.wait(10)
 
 
 def test_an_agent_may_reject_with_a_reason_of_its_own(known: Tokenizer) -> None:

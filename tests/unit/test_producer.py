@@ -64,12 +64,13 @@ def produce(
     first: int = 0,
     start_over: frozenset[str] = frozenset(),
     max_rejected: float = 1.0,
+    most_s: float | None = None,
 ) -> None:
     """Run `body` beside a producer."""
 
     async def run() -> None:
         held = made or queue()
-        made_by = Producer(held, Numbers(), alone(play), GROUP, first, start_over=start_over, max_rejected=max_rejected)
+        made_by = Producer(held, Numbers(), alone(play), GROUP, first, start_over=start_over, max_rejected=max_rejected, most_s=most_s)
         producing = asyncio.create_task(made_by.run())
         following = asyncio.create_task(body(held))
         await asyncio.wait({producing, following}, return_when=asyncio.FIRST_COMPLETED)
@@ -123,6 +124,18 @@ def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:
 
     produce(play, body)
     assert sorted(cancelled) == ["g1.e0.a0.t0", "g1.e1.a0.t0", "g1.e3.a0.t0"]
+
+
+def test_a_group_that_does_not_end_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
+        if (place.group, place.episode) == (0, 2):
+            await asyncio.sleep(60)
+        return respond(prompt, place)
+
+    async def body(held: BoundedQueue) -> None:
+        await until(lambda: "group 0 has ended for 0.05 s, longer than any may take: g0.e2.a0.t0" in caplog.text)
+
+    produce(play, body, most_s=0.05)
 
 
 @pytest.mark.parametrize("reason", ["engine_died", "engine_error", "engine_timeout"])

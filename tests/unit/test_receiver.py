@@ -562,6 +562,19 @@ def test_a_failed_update_is_said_and_the_next_finds_a_new_channel(receiving: Sen
     assert receiving.norm == 4
 
 
+def test_whatever_ends_a_receiver_is_reported(receiving: Sending, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = worker._receivers[receiving.model]
+
+    def ends(*_: object) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(receiver._store, "_have", ends)
+    receiver.join(10.0)
+    assert "RuntimeError: SystemExit: 3 (engine.0 rank 0 on " in receiving.store.resigned()
+    with pytest.raises(InvariantBroken, match="staged is nothing, because its receiver has ended: RuntimeError: SystemExit: 3"):
+        receiving.commit(10, 1)
+
+
 def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "places", lambda: {})
     monkeypatch.setattr(handshake, "obstacles", lambda _: [])

@@ -61,10 +61,10 @@ def test_the_digest_of_a_tensor_does_not_depend_on_cuts_or_order() -> None:
 class _OnDevice:
     """An array as DLPack shows one that lies on a GPU."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], address: int = 1 << 12) -> None:
         import torch
 
-        self.layout, self.shape, self.device = torch.strided, shape, torch.device("cuda", 0)
+        self.layout, self.shape, self.device, self.address = torch.strided, shape, torch.device("cuda", 0), address
         self.dtype = torch.bfloat16
 
     def is_conj(self) -> bool:
@@ -76,7 +76,7 @@ class _OnDevice:
         return True
 
     def data_ptr(self) -> int:
-        return 4096
+        return self.address
 
     def numel(self) -> int:
         return int(np.prod(self.shape))
@@ -91,13 +91,13 @@ class _OnDevice:
 def test_memory_of_a_device_that_is_not_there_is_refused() -> None:
     """And shard_digest reads host memory only."""
     ranks, shapes, wanted = large("bfloat16", 2)
-    halves = {f"half{i}": _OnDevice((700, 500)) for i in range(2)}
+    halves = {f"half{i}": _OnDevice((700, 500), (i + 1) << 30) for i in range(2)}
     error, said = (UserError, "GPU 0: got 0 visible devices") if _C.CUDA else (LayoutError, "arrays of a delta: got cuda:0, expected host")
     for bind in (lambda: ranks.senders[0].bind({"s": _OnDevice((700, 1000))}), lambda: ranks.receivers[1].bind(halves)):
         if _C.cuda_device_count() == 0:
             with pytest.raises(error, match=said):
                 bind()
-    with pytest.raises(LayoutError, match="array half0: got cuda:0, expected host memory"):
+    with pytest.raises(LayoutError, match="arrays to digest: got cuda:0, expected host memory"):
         shard_digest(shapes, wanted, halves)
     with pytest.raises(LayoutError, match="destination arrays of a delta: got cpu and cuda:0, expected all on one device"):
         ranks.receivers[1].bind({**halves, "half1": ranks.destinations[1]["half1"]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -215,8 +216,11 @@ def test_builder_refuses_what_does_not_fit() -> None:
     builder.stack("s", [("w", W)])
     with pytest.raises(LayoutError, match="placed twice"):
         builder.stack("s", [("w", W)])
-    with pytest.raises(LayoutError, match="corner"):
-        builder.place("t", (4, 6), [("w", W, (1, 0))])
+    for wrong in [(1, 0), (0,), (0, -1), (0, 0, 0)]:
+        with pytest.raises(LayoutError, match=r"storage t: got corner \("):
+            builder.place("t", (4, 6), [("w", W, wrong)])
+    with pytest.raises(LayoutError, match=r"storage t: got boxes of \[\], expected one or more"):
+        builder.stack("t", [])
 
 
 def test_nothing_to_do() -> None:
@@ -245,6 +249,9 @@ BAD_ARRAYS: list[tuple[str, Callable[[], object], str]] = [
     ("another dtype", lambda: np.zeros((4, 6), np.float64), "float64"),
     ("same width, another kind", lambda: np.zeros((4, 6), np.int32), "int32"),
     ("too small", lambda: np.zeros((4, 5), np.float32), "80 bytes"),
+    ("of the transposed shape", lambda: np.zeros((6, 4), np.float32), "shape [6, 4], expected [4, 6]"),
+    ("of another shape", lambda: np.zeros((2, 2, 6), np.float32), "shape [2, 2, 6]"),
+    ("bytes, of the transposed shape", lambda: np.zeros((6, 16), np.uint8), "shape [6, 16], expected [4, 24]"),
     ("transposed", lambda: np.zeros((6, 4), np.float32).T, "row-major"),
     ("torch, transposed", lambda: torch.zeros(6, 4).T, "row-major"),
     ("torch, another dtype", lambda: torch.zeros(4, 6, dtype=torch.bfloat16), "bfloat16"),
@@ -264,6 +271,16 @@ def test_bad_array(made: Callable[[], object], word: str) -> None:
     assert "destination array sw" in str(caught.value)
 
 
+@pytest.mark.parametrize("places", [(0, 24, 0, 40), (0, 24, 23, 50), (0, 3, 50, 12), (0, 24, 30, 53), (0, 10, 30, 54)])
+def test_what_is_written_has_memory_of_its_own(places: tuple[int, ...]) -> None:
+    """Where w and b are read, and written: over a source, over its end, within one beyond another, over the other; only read twice."""
+    memory = np.arange(90, dtype=np.float32)
+    w, b, to_w, to_b = (memory[place : place + size] for place, size in zip(places, (24, 6, 24, 6), strict=True))
+    said = r"rank 0: .* array s[wb]: got memory that is also in rank 0: .* array s[wb]"
+    with pytest.raises(LayoutError, match=said) if places[3] != 54 else nullcontext():
+        exchange(LOCAL, LocalTransport(), {"sw": w, "sb": b}, {"sw": to_w, "sb": to_b})
+
+
 def test_a_missing_array_is_named() -> None:
     with pytest.raises(LayoutError, match="rank 0: source array sw"):
         exchange(LOCAL, LocalTransport(), None, arrays())
@@ -275,6 +292,8 @@ GOOD_ARRAYS: list[tuple[str, Callable[[], object]]] = [
     ("raw bytes", lambda: np.zeros(96, np.uint8)),
     ("raw words", lambda: np.zeros(24, np.uint32)),
     ("bytearray", lambda: bytearray(96)),
+    ("bytes of each row", lambda: np.zeros((4, 24), np.uint8)),
+    ("with a dimension of one", lambda: torch.zeros(4, 1, 6)),
     ("torch", lambda: torch.zeros(4, 6)),
     ("torch parameter", lambda: torch.nn.Parameter(torch.zeros(4, 6))),
     ("part of a torch tensor", lambda: torch.zeros(2, 4, 6)[1]),
@@ -308,6 +327,8 @@ def test_one_process_cannot_carry_out_a_plan_of_two() -> None:
     made = plan(TENSORS, [whole(0)], [whole(1)])
     with pytest.raises(InvariantBroken, match=r"ranks \[0, 1\]"):
         exchange(made, LocalTransport(0), arrays(), None)
+    with pytest.raises(LayoutError, match="rank 5 of the transport: got arrays"):
+        exchange(made, LocalTransport(5), arrays(), arrays())
 
 
 # ---------------------------------------------------------------- buckets

@@ -72,7 +72,7 @@ def exchangers(monkeypatch: pytest.MonkeyPatch) -> list[Exchanger]:
     found = []
     for rank in range(2):
         device = "cuda:0" if rank == GPU_RANK else "cpu"
-        monkeypatch.setattr(module, "_device", lambda memories, device=device: device)
+        monkeypatch.setattr(module, "device_of", lambda memories, what, device=device: device)
         exchanger = Exchanger(made, transports[rank], bucket_bytes=1001, timeout_s=20, threads=1)
         exchanger.bind(filled(striped(rank, False), numbered(SHAPES, np.int16), np.int16), blank(striped(rank, True), np.int16))
         SIDES.update({id(p): "destination" for p in exchanger._packs} | {id(p): "source" for p in exchanger._unpacks})
@@ -137,7 +137,7 @@ def test_copies_that_never_end(exchangers: list[Exchanger]) -> None:
 @pytest.mark.skipif(_C.CUDA, reason="this build has CUDA kernels")
 def test_a_build_without_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(SHAPES, [striped(0, False), striped(1, False)], [striped(0, True)])
-    monkeypatch.setattr(module, "_device", lambda memories: "cuda:0")
+    monkeypatch.setattr(module, "device_of", lambda memories, what: "cuda:0")
     exchanger = Exchanger(made, wired_transports(2)[0])
     with pytest.raises(LayoutError, match=r"got cuda:0, expected cpu.*ASYNCMOE_CUDA=1"):
         exchanger.bind(blank(striped(0, False), np.int16), blank(striped(0, True), np.int16))

@@ -17,6 +17,7 @@ import json
 import sys
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from asyncmoe import installed
@@ -129,8 +130,14 @@ def no_taskset(name: str) -> UserError | None:
 @functools.cache
 def _started() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+    threading.Thread(target=_run, args=(loop,), name="verifiers", daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):  # of one rollout, which has it as its result: the others go on
+            loop.run_forever()
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.journal.turns import EpisodeKey, Turns
@@ -28,7 +29,7 @@ from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.recall import Recall
-from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
@@ -98,8 +99,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, parse=parse)
     if stage.opened is not None:
         stage.opened(made)
-    rewards = await _play(stage.environment, made, stage.timeout_s)
-    agents = made.spoke
+    rewards, agents = await _play(stage.environment, made, stage.timeout_s)
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
@@ -117,17 +117,20 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     return tuple(trajectories)
 
 
-async def _play(environment_: Environment, made: Episode, timeout_s: float) -> Rewards:
-    deadline = asyncio.timeout(timeout_s)
+async def _play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[Rewards, list[Agent]]:
+    """Run the environment; return its rewards and the agents that have spoken at its end."""
+
+    async def played() -> tuple[Rewards, list[Agent]]:
+        return await environment_.run(made), made.spoke
+
     try:
-        async with deadline:
-            return await environment_.run(made)
+        return await plugins.awaited(played, timeout_s, "the environment")
     except AsyncmoeError:
         raise
+    except plugins.Overdue as error:
+        raise TrajectoryRejected(environment.TIMEOUT, str(error)) from error
     except Exception as error:
-        if deadline.expired():
-            raise TrajectoryRejected(environment.TIMEOUT, f"the environment took longer than {timeout_s:g} s") from error
-        raise TrajectoryRejected(environment.ERROR, f"{type(error).__name__}: {error}") from error
+        raise TrajectoryRejected(environment.ERROR, plugins.told(error)) from error
 
 
 def _places(agents: Sequence[Agent]) -> list[PlaceInTree]:
@@ -207,10 +210,15 @@ def _went_on(path: Agent, leaves: list[Agent]) -> str:
     return f"{path.name} goes on in {', '.join(names)}, and only the last path of a conversation has a reward"
 
 
-def _finite(value: object) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise TrajectoryRejected("bad_reward", f"the environment returned the reward {value!r}, expected a finite number")
+def _finite(value: Any) -> float:
+    """Return a reward as a float: numbers of NumPy and torch, fractions and decimals are numbers, too, but texts are not."""
+    try:
+        shown, found = f"{value!r:.200}", math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception as error:  # noqa: BLE001  too large, several numbers, nothing
+        shown, found = f"of type {type(value).__name__} ({plugins.told(error)})", math.nan
+    if abs(found) <= LARGEST_REWARD:
+        return found
+    raise TrajectoryRejected("bad_reward", f"the environment returned the reward {shown}, expected a finite number")
 
 
 class Teaching:
@@ -240,8 +248,7 @@ class Teaching:
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
         made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
-        rewards = await _play(self._environment, made, _TEACHING_S)
-        agents = made.spoke
+        rewards, agents = await _play(self._environment, made, _TEACHING_S)
         if rewards is not None:
             _given(rewards, agents, made.agents)
         return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,9 @@ from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
 from asyncmoe.rollout.engines.types import Generation
 from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks
 from asyncmoe.trajectory.sent_routes import joined
+
+LARGEST_REWARD = 3.4e38
+"""Rewards of steps are stored as float32."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndar
     """
     if not credits:
         return None
-    wrong = [at for at, reward in credits.items() if not math.isfinite(reward)]
+    wrong = [at for at, reward in credits.items() if not abs(reward) <= LARGEST_REWARD]
     if wrong:
         raise TrajectoryRejected("bad_reward", f"the step that ends at token {wrong[0]} has the reward {credits[wrong[0]]}")
     rewards = np.full(sum(map(len, turns)), np.nan, np.float32)

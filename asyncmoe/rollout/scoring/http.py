@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
 import aiohttp
-import msgspec
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.types import GARBAGE, SHOWN, TIMEOUT, UNAVAILABLE, Sample
@@ -46,7 +47,7 @@ class Poster:
                 text = await bounded_body(reply.content, max_bytes)
         except TimeoutError as error:
             raise TrajectoryRejected(TIMEOUT, f"{self.url} took longer than {self._timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise TrajectoryRejected(UNAVAILABLE, f"{self.url}: {error or type(error).__name__}") from error
         if reply.status != 200:
             reason = UNAVAILABLE if reply.status >= 500 or reply.status in _LATER else GARBAGE
@@ -72,8 +73,8 @@ class HttpJudge:
     async def call(self, sample: Sample) -> object:
         """See `Judge`. Returns bytes."""
         told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
-        told["columns"] = sample.columns
-        return await self._poster.post(msgspec.json.encode(told), _ANSWER_BYTES)
+        told["columns"] = dict(sample.columns)
+        return await self._poster.post(json.dumps(told).encode(), _ANSWER_BYTES)  # msgspec writes no integer of more than 64 bits
 
     async def close(self) -> None:
         """See `Judge`."""

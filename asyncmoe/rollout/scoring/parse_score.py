@@ -14,6 +14,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
+from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.plain_answer import SHOWN_VALUE, garbage, plain
 from asyncmoe.rollout.scoring.types import NAN, Sample, Score
@@ -31,7 +32,12 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
         TrajectoryRejected: "scorer_garbage": the answer is invalid, or its number of step scores differs from the sample's number of
             steps; "scorer_nan": a score is not finite.
     """
-    answer = plain(value)
+    try:
+        answer = plain(value)
+    except TrajectoryRejected:
+        raise
+    except Exception as error:
+        raise garbage(f"{type(value).__name__}, which raised {plugins.told(error)}", "a number") from error
     reward, steps, why = _finite(answer["reward"]), answer.get("steps"), answer.get("why", "")
     if steps is None:
         return Score(reward, why=why)

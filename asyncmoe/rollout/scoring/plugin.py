@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,7 +12,7 @@ from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError, an
 from asyncmoe.plugins import takes
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, raised_by
-from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of, said
+from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of
 
 log = logging.getLogger(__name__)
 EXPECTED = "auto, exact, math_verify, none, http://host:port/path, package.module:function or package.module:Class"
@@ -95,6 +94,14 @@ async def close(made: object | None) -> None:
             await cast(Awaitable[object], left)
 
 
+async def close_own(made: object | None, whose: str, seconds: float = _CLOSE_S) -> None:
+    """Close a user's object. Only logs what goes wrong: the run is over, and its result stands."""
+    try:
+        await plugins.awaited(lambda: close(made), seconds, f"{whose}'s close()")
+    except Exception as error:  # noqa: BLE001  user code may raise anything
+        log.warning("%s's close() failed: %s", whose, plugins.told(error))
+
+
 class AsyncScorer:
     """A user's coroutine function or method: see `Judge`.
 
@@ -113,22 +120,15 @@ class AsyncScorer:
 
     async def call(self, sample: Sample) -> object:
         """See `Judge`."""
-        deadline = asyncio.timeout(self._timeout_s)
         try:
-            async with deadline:
-                return await self._ask(sample)
+            return await plugins.awaited(lambda: self._ask(sample), self._timeout_s, "the scorer")
         except TrajectoryRejected:
             raise
+        except plugins.Overdue as error:
+            raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
-            # The user's function may also raise TimeoutError.
-            if deadline.expired():
-                raise TrajectoryRejected(TIMEOUT, f"the scorer took longer than {self._timeout_s:g} s") from error
             raise ScorerRaised(reason_of(error, ERROR), raised_by(error, self._function)) from error
 
     async def close(self) -> None:
-        """See `Judge`. Only logs an error of the object's own `close`: the run is over, and its result stands."""
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await close(self._made)
-        except Exception as error:  # noqa: BLE001  user code may raise anything
-            log.warning("the scorer's close() failed: %s", said(error))
+        """See `Judge`."""
+        await close_own(self._made, "the scorer")

@@ -8,7 +8,6 @@ The teacher must have the policy's tokenizer.
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import replace
 from typing import cast
 
@@ -105,7 +104,7 @@ def read(body: object, sample: Sample) -> Score:
     for i, ((value, _, _), sampled) in enumerate(zip(entries, sample.sampled, strict=True)):
         if not sampled:
             continue
-        if value is None or not math.isfinite(value):
+        if value is None or not abs(value) <= np.finfo(np.float32).max:
             raise TrajectoryRejected(NAN, f"the teacher's log-probability of token {i} is {value}")
         values[i] = value
     return Score(0.0, teacher=values)

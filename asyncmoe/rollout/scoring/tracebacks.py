@@ -11,11 +11,11 @@ from typing import Any
 
 from asyncmoe import plugins, storage
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring.types import said
+from asyncmoe.rollout.scoring.types import SHOWN
 
 LOG = Path("logs", "scoring.log")
 """In the run directory; a rollout worker's is beside it, "scoring-N.log"."""
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(plugins.__file__).parent)
 _FRAMES, _CAUSES = 32, 4
 _TRACE_CHARS = 8000
 _DISTINCT = 32
@@ -52,7 +52,7 @@ def raised_by(error: BaseException, scorer: Callable[..., Any]) -> Raised:
     while cause is not None and len(parts) <= _CAUSES:
         parts.append(f"caused by\n{_trace(cause)}")
         cause = cause.__cause__
-    return Raised(at, said(error), "".join(parts)[:_TRACE_CHARS])
+    return Raised(at, plugins.told(error)[:SHOWN], "".join(parts)[:_TRACE_CHARS])
 
 
 class Tracebacks:

@@ -115,8 +115,3 @@ class Judge(Protocol):
 def reason_of(error: BaseException, otherwise: str) -> str:
     """Map a user's exception to a rejection reason: "scorer_unavailable" for connection errors and timeouts, else `otherwise`."""
     return UNAVAILABLE if isinstance(error, _UNREACHABLE) else otherwise
-
-
-def said(error: BaseException) -> str:
-    """Format an exception as type and message, at most `SHOWN` characters."""
-    return f"{type(error).__name__}: {error}"[:SHOWN]

@@ -66,7 +66,7 @@ class InWorkers:
 
     def _line(self, sample: Sample) -> str:
         told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
-        told["columns"] = sample.columns
+        told["columns"] = dict(sample.columns)
         if self._conversation:
             told |= {"tokens": sample.tokens, "sampled": sample.sampled}
         return json.dumps(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import TypeVar
@@ -108,5 +109,5 @@ def _called(ask: Callable[[], T], where: str) -> T:
         return ask()
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise DataError(where, got=plugins.told_at(error), expected="a value, not an exception") from error

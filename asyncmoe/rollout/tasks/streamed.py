@@ -151,7 +151,7 @@ class _Reader:
             for item in self._items:
                 if not self._put(item):
                     return
-        except Exception as error:  # noqa: BLE001  not swallowed: `take` raises it
+        except BaseException as error:  # noqa: BLE001  not swallowed: `take` raises it
             self._put(error)
 
     def _put(self, item: Example | BaseException) -> bool:

@@ -10,8 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import uvloop
-
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.errors import UserError, WaitTimeout
@@ -59,7 +57,7 @@ def run(config: Config, run_dir: Path, number: int) -> None:
     """
     with named(process_name(number)):
         keep_files()
-        uvloop.run(_serve(config, run_dir, number))
+        parts.run(_serve(config, run_dir, number))
 
 
 async def _serve(config: Config, run_dir: Path, number: int) -> None:

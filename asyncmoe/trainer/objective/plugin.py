@@ -91,9 +91,7 @@ class Plugin:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            where = plugins.raised_at(error)
-            got = f"{plugins.told(error)} at {where}" if where else plugins.told(error)
-            raise self.refused(got, "a result; it must not raise an exception") from error
+            raise self.refused(plugins.told_at(error), "a result; it must not raise an exception") from error
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
             return answer
         return answer, {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import cast
 
@@ -57,22 +56,21 @@ class OpenAIEnvironment:
         """
         self._threads.check()
         session, url = await self._endpoint.open(episode)
-        deadline = asyncio.timeout(self._timeout_s)
+        asked = episode.prompt
+        function = partial(self._function, columns=asked.columns) if self._takes_columns else self._function
+        call = partial(self._threads.call, function, url, session.key, asked.text, asked.answer)
         try:
-            async with deadline:
-                asked = episode.prompt
-                function = partial(self._function, columns=asked.columns) if self._takes_columns else self._function
-                reward = await self._threads.call(function, url, session.key, asked.text, asked.answer)
+            reward = await plugins.awaited(call, self._timeout_s, "the agent")
+        except plugins.Overdue as error:
+            raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
-            if deadline.expired():
-                raise TrajectoryRejected(TIMEOUT, f"the agent took longer than {self._timeout_s:g} s") from error
             # An agent raises if its requests fail; the cause of that failure is more informative.
             for cause in (episode.failure, *(agent.failure for agent in episode.agents.values())):
                 if cause is not None:
                     raise cause from error
             if isinstance(error, TrajectoryRejected):
                 raise
-            raise TrajectoryRejected(ERROR, f"{type(error).__name__}: {str(error)[:1000]}") from error
+            raise TrajectoryRejected(ERROR, plugins.told(error)) from error
         finally:
             await self._endpoint.end(session)
         return cast(Rewards, reward)

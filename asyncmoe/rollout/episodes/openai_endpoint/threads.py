@@ -6,8 +6,10 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 
+from asyncmoe import plugins
 from asyncmoe.errors import UserError
 
 MAX_LEFT = 64
@@ -35,12 +37,12 @@ class Threads:
             raise UserError("environment.agent", got=got, expected=expected)
 
     async def call(self, function: Callable[..., object], *arguments: object) -> object:
-        """Return the function's result, or raise its exception."""
+        """Return the function's result, or raise its exception; RuntimeError in place of one that is no Exception."""
         call = _Call(function, arguments)
         thread = threading.Thread(target=call.run, name=f"agent {getattr(function, '__name__', '')}", daemon=True)
         thread.start()
         try:
-            return await call.result
+            return await asyncio.wrap_future(call.result)
         except asyncio.CancelledError:
             call.cancel()
             self._left.append(thread)
@@ -50,51 +52,30 @@ class Threads:
 class _Call:
     def __init__(self, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
         self._function, self._arguments = function, arguments
-        self._home = asyncio.get_running_loop()
-        self.result: asyncio.Future[object] = self._home.create_future()
-        self._lock = threading.Lock()
+        self.result: Future[object] = Future()
+        self.result.set_running_or_notify_cancel()  # whoever stops waiting calls `cancel`
         self._task: asyncio.Task[object] | None = None
         self._cancelled = False
 
     def run(self) -> None:
         """Run the function; called in the new thread."""
         try:
-            if inspect.iscoroutinefunction(self._function):
-                value: object = asyncio.run(self._run())
-            else:
-                value = self._function(*self._arguments)
+            awaits = inspect.iscoroutinefunction(self._function)
+            self.result.set_result(asyncio.run(self._run()) if awaits else self._function(*self._arguments))
         except BaseException as error:  # noqa: BLE001  passed to the caller, in the caller's thread
-            self._tell(None, error)
-        else:
-            self._tell(value, None)
+            passes = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which no future of asyncio takes
+            self.result.set_exception(error if passes else RuntimeError(plugins.told(error)))
 
     def cancel(self) -> None:
         """Cancel the coroutine; called in the caller's thread."""
-        with self._lock:
-            self._cancelled = True
-            if self._task is not None:
-                # The loop may have just ended.
-                with suppress(RuntimeError):
-                    self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        self._cancelled = True  # before the look for the task, which looks for this after it is known
+        if self._task is not None:
+            # The loop may have just ended.
+            with suppress(RuntimeError):
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     async def _run(self) -> object:
-        with self._lock:
-            if self._cancelled:
-                raise asyncio.CancelledError
-            self._task = asyncio.current_task()
+        self._task = asyncio.current_task()
+        if self._cancelled:
+            raise asyncio.CancelledError
         return await self._function(*self._arguments)  # type: ignore[misc]
-
-    def _tell(self, value: object, error: BaseException | None) -> None:
-        # The caller's loop may have ended before this call.
-        with suppress(RuntimeError):
-            self._home.call_soon_threadsafe(self._settle, value, error)
-
-    def _settle(self, value: object, error: BaseException | None) -> None:
-        if self.result.done():
-            return
-        if error is None:
-            self.result.set_result(value)
-        elif isinstance(error, Exception):
-            self.result.set_exception(error)
-        else:
-            self.result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

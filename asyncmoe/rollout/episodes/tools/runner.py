@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncmoe import plugins
 from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, ToolError
 
 
@@ -82,17 +83,14 @@ class Runner:
 
     async def _bounded(self, argument: str) -> str:
         limits = self._limits
-        deadline = asyncio.timeout(limits.timeout_s)
         try:
-            async with deadline:
-                text: object = await self._tool.call(argument)
+            text: object = await plugins.awaited(lambda: self._tool.call(argument), limits.timeout_s, self.name)
         except ToolError as error:
             raise ToolError(error.reason, self._cut(error.detail)) from error
+        except plugins.Overdue as error:
+            raise ToolError(TIMEOUT, f"error: {error}") from error
         except Exception as error:
-            # A TimeoutError may also be the tool's own.
-            if deadline.expired():
-                raise ToolError(TIMEOUT, f"error: {self.name} took longer than {limits.timeout_s:g} s") from error
-            raise ToolError(CRASH, f"error: {self.name} raised {type(error).__name__}: {error}") from error
+            raise ToolError(CRASH, f"error: {self.name} raised {plugins.told(error)}") from error
         if not isinstance(text, str):
             raise ToolError(CRASH, f"error: {self.name} answered {type(text).__name__}, not text")
         if len(text) > limits.characters:

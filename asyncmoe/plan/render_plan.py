@@ -197,7 +197,7 @@ def yaml_keys(split: Split) -> list[str]:
     if engine.serving.prefill != EngineMemory.prefill:
         engines.append(f'args: ["--chunked-prefill-size", "{engine.serving.prefill}"]')
     return [
-        f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}}}",
+        f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}, network: hostname}}",
         f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
         f"engines: {{{', '.join(engines)}}}",
         *([] if engine.serving.adapter is None else ["train: lora"]),

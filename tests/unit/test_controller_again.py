@@ -14,13 +14,15 @@ from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client, ConnectionGone
-from asyncmoe.rpc.messages import Commit, Done, Fetch, Hello, Lease, Leased, Reply, Request, Welcome
+from asyncmoe.rpc.messages import Commit, Done, Fetch, Hello, Lease, Leased, Reply, Request, WeightsLoaded, Welcome
 from asyncmoe.rpc.returning import ReturningClient, Standing, Standings
 from tests.unit.test_trainer_again import RANKS, Running, StandIn, config_of, controller, in_loop, model
 from tests.unit.test_wire import served
 
 __all__ = ["model"]
 WAIT_S = 20.0
+LOADED = WeightsLoaded(({"weight": "0"},), first=True)
+"""Engines have loaded what the trainer has: they may sample."""
 
 
 @asynccontextmanager
@@ -61,6 +63,7 @@ def test_ranks_go_on_with_the_lease_they_have_and_nothing_is_trained_twice(model
         async with serving(config) as running:
             trainer = StandIn(config, ranks(config, running))
             await trainer.hello(0)
+            await trainer.ask(LOADED)
             for _ in range(2):
                 await trainer.train()
                 await trainer.publish()
@@ -93,6 +96,7 @@ def test_a_rank_that_missed_the_answer_to_its_commit_and_one_that_did_not_agree(
         async with serving(config) as running:
             trainer = StandIn(config, ranks(config, running))
             await trainer.hello(0)
+            await trainer.ask(LOADED)
             for rank in range(RANKS):
                 first = await trainer.ask(Lease(0, phase, 4, 0, 20.0), rank)  # type: ignore[arg-type]
             await trainer.ask(Commit(0), 0)

@@ -185,7 +185,7 @@ def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     code, out, _ = plan("--model", "examples/cluster/models/Qwen3-30B-A3B.json", "--nodes", 2, "--json", file)
     assert code == 0
-    assert "cluster: {trainer_nodes: 1, engine_nodes: 1}" in out
+    assert "cluster: {trainer_nodes: 1, engine_nodes: 1, network: hostname}" in out
     (written,) = json.loads(file.read_text())["splits"]
     assert written["trainer"]["memory"]["parts"]["gradients"] == 2 * written["trainer"]["memory"]["parts"]["weights"]
     assert written["sync"]["way"]["ratio"] == 1.0

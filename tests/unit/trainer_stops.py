@@ -101,13 +101,13 @@ def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False) 
     trainer: Any = loop.Trainer.__new__(loop.Trainer)
     trainer._config, trainer._client, trainer._sync = CONFIG, Client(did, stops, known), kind(did)
     trainer._mesh = SimpleNamespace(rank=0, world=1)
-    trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]), close=lambda: None)
+    trainer._learner = SimpleNamespace(learn=lambda *_: Learned([]), scored=None, close=lambda: None)
     trainer._profiler = SimpleNamespace(step=lambda _: nullcontext())
     trainer._record = lambda *_: did.append("record")
     trainer._step = trainer._saved = done
     trainer._served, trainer._behind, trainer._saver = 0, True, Saver()
     trainer._total, trainer._first, trainer._waits = 5, True, []
-    trainer._metrics = trainer._spans = trainer._model = trainer._optimizer = None
+    trainer._metrics = trainer._spans = trainer._model = trainer._optimizer = trainer._expected = None
     try:
         trainer.run()
     except WeightSyncError:
@@ -118,6 +118,7 @@ def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False) 
 if __name__ == "__main__":
     whole: Any = loop
     whole.gpt.gather_weights = whole.facts = lambda _: None
+    whole.loaded.compare = lambda *_: None
     found = {kind.__name__: run(kind, True) for kind in (Publisher, AtOnce)}
     whole.collectives.everyones = lambda mine: [mine]
     last = {kind.__name__: run(kind, False, done=5) for kind in (Willing, AtOnce)} | {"known": run(Willing, False, done=5, known=True)}

@@ -17,7 +17,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "cli": ("typer", "rich", "pydantic", "pydantic_core", "yaml", "msgspec", "packaging", "zmq"),
     "train": (
         *("torch", "megatron", "transformers", "jinja2", "tokenizers", "safetensors"),
-        *("aiohttp", "math_verify", "latex2sympy2_extended", "sympy", "huggingface_hub", "prometheus_client", "psutil", "fsspec"),
+        *("aiohttp", "mpmath", "huggingface_hub", "prometheus_client", "psutil", "fsspec"),
         "uvloop",
     ),
     "report": ("plotly", "matplotlib"),

@@ -22,7 +22,7 @@ from tests.unit.source_imports import statements
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = {
     **{"yaml": "pyyaml", "zmq": "pyzmq", "megatron": "megatron-core", "pydantic_core": "pydantic"},
-    **{"jinja2": "transformers", "huggingface_hub": "transformers", "sympy": "math-verify", "latex2sympy2_extended": "math-verify"},
+    **{"jinja2": "transformers", "huggingface_hub": "transformers"},
 }
 """Distribution of each module whose name differs, or that another distribution brings."""
 SKINNY = {"mlflow": "mlflow-skinny"}

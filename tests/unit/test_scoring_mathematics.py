@@ -1,17 +1,19 @@
-"""Answers in mathematics: every form of reference against another notation, a wrong answer, and math-verify called as its README says."""
+"""Answers in mathematics: references of every form, 400 judged pairs, answers that do not end, and mutations of all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import resource
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-from math_verify import parse, verify
 
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
@@ -20,61 +22,55 @@ from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring import Sample, loading, notation
+from asyncmoe.rollout.scoring import Sample, loading
 from asyncmoe.rollout.scoring.mathematics import score, self_score
+from asyncmoe.rollout.scoring.workers import InWorkers
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tasks.jsonl import read
 from asyncmoe.trajectory import Recording, Trajectory
 
+DATA = Path(__file__).parent / "data"
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 REVIEW = [r"\sqrt{2}", "x^2+1", "B", r"\text{even}", r"\{1,2,3\}", "[0,1)", "(3, 4)"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the data file. `misread`: what math-verify alone gets wrong."""
+    """A line of the data file."""
 
     kind: str
     gold: str
     right: str
     wrong: str
-    misread: str
 
 
 def _cases() -> Iterator[Case]:
     kind = ""
-    for line in (Path(__file__).parent / "data" / "math_golds.tsv").read_text().splitlines():
+    for line in (DATA / "math_golds.tsv").read_text().splitlines():
         if line.startswith("#"):
             kind = line[2:]
         else:
-            gold, right, wrong, *misread = line.split("\t")
-            yield Case(kind, gold, right, wrong, *(misread or [""]))
+            yield Case(kind, *line.split("\t")[:3])
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """Lines of a file of judged answers, with repeated texts written out."""
+    found = [json.loads(line) for line in (DATA / "answers" / f"{name}.jsonl").read_text().splitlines()]
+    for row in found:
+        for part in ("repeat", "again"):
+            if part in row:
+                row["answer"] = row["answer"].replace(f"{{{part}}}", row[part]["text"] * row[part]["times"])
+    return found
 
 
 CASES = list(_cases())
-KINDS = list(dict.fromkeys(case.kind for case in CASES))
 
 
-def tried(cases: Sequence[Case], most: int, thorough: bool) -> Sequence[Case]:
-    """All cases, or without --thorough those of the review and of each kind, and a seeded sample of the others."""
-    kept = [case for case in cases if case.gold in REVIEW] + list({case.kind: case for case in cases}.values())
-    others = [case for case in cases if case not in kept]
-    return cases if thorough else list(dict.fromkeys(kept)) + Random(23).sample(others, min(most, len(others)))
-
-
-def documented(gold: str, response: str) -> bool:
-    """The README's example of use: both parsed, the reference in a LaTeX environment."""
-    return bool(verify(parse(gold if notation.in_latex(gold) else f"${gold}$"), parse(response)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_notation_is_right_and_another_answer_wrong(kind: str, thorough: bool) -> None:
-    for case in tried([case for case in CASES if case.kind == kind], 2, thorough):
+@pytest.mark.parametrize("kind", dict.fromkeys(case.kind for case in CASES))
+def test_another_notation_is_right_and_another_answer_wrong(kind: str) -> None:
+    for case in [case for case in CASES if case.kind == kind]:
         assert (score("", case.right, case.gold), score("", case.wrong, case.gold)) == (1.0, 0.0), case
-        assert score("", case.gold, case.gold) == 1.0, case
-        assert self_score("", case.gold, case.gold) == (0.5 if case.gold == "2:45 p.m." else 1.0), case
-        agrees = (documented(case.gold, case.right), documented(case.gold, case.wrong)) == (True, False)
-        assert agrees == (not case.misread), case
+        assert (score("", case.gold, case.gold), self_score(case.gold)) == (1.0, 1.0), case
 
 
 def test_there_are_enough_and_those_of_the_review_are_among_them() -> None:
@@ -83,18 +79,98 @@ def test_there_are_enough_and_those_of_the_review_are_among_them() -> None:
     assert golds >= set(REVIEW)
 
 
+def test_judged_pairs_are_scored_as_judged() -> None:
+    wrong = [row for row in rows("pairs") if score("", row["answer"], row["gold"]) != float(row["equal"])]
+    print(*(f"{row['stratum']}: {row['gold']!r} and {row['answer']!r} equal={row['equal']}" for row in wrong), sep="\n")
+    assert len(wrong) <= 8
+    assert [row for row in wrong if not row["equal"]] == []
+
+
+def test_answers_that_do_not_end_are_wrong_within_bounds() -> None:
+    """The real process, whose limit is the configured time-out: it takes 2 s for none of them, on a busy machine less than 20."""
+    judge = InWorkers(loading.MATH_VERIFY, {}, False, 20.0, 1)
+
+    async def run() -> list[tuple[float, object]]:
+        await judge.call(Sample("", "1", "1"))
+        took = []
+        for row in rows("endless"):
+            begin = time.perf_counter()
+            took.append((await judge.call(Sample("", row["answer"], row["gold"])), time.perf_counter() - begin, row["why"]))
+        await judge.close()
+        return took
+
+    scored = asyncio.run(run())
+    print(*sorted((f"{seconds:.2f} s  {why}" for _, seconds, why in scored), reverse=True), sep="\n")
+    assert {reward["reward"] for reward, _, _ in scored} == {0.0}
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 500 * 1024
+
+
+@pytest.mark.parametrize(
+    "gold", ["7^7^7^7", "(10!)!", r"10^{-10^{10}}", "(" * 50 + "1" + ")" * 50, "9" * 900, r"\binom{10^9}{10^8}", "1+" * 3000]
+)
+def test_a_reference_beyond_the_bounds_is_refused(gold: str) -> None:
+    with pytest.raises(ValueError, match="too long, too nested or too large"):
+        self_score(gold)
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        "+".join(f"{power + 2}x^{{{power}}}" for power in range(30)),
+        r"\begin{pmatrix}" + r" \\ ".join(" & ".join(str(row * column) for column in range(8)) for row in range(8)) + r"\end{pmatrix}",
+        ", ".join(map(str, range(40))),
+    ],
+)
+def test_a_long_reference_is_no_large_one(gold: str) -> None:
+    assert self_score(gold) == score("", rf"\boxed{{{gold}}}", gold) == 1.0
+    assert score("", rf"\boxed{{{re.sub(r'(?=[^0-9]*$)', '1', gold, count=1)}}}", gold) == 0.0
+
+
+OPERATIONS = ["{}^{{{}}}", r"\frac{{{}}}{{{}}}", "({})!+{}", r"\binom{{{}}}{{{}}}", r"\sqrt[{}]{{{}}}"]
+OPERATIONS += [
+    r"\sin({})^{}",
+    r"\log_{{{}}} {}",
+    "{}<{}",
+    r"{} \text{{ or }} {}",
+    "({}-{})",
+    r"{}\cdot {}",
+    r"\{{{},{}\}}",
+    "[{},{})",
+    r"{}\pm {}",
+    r"{}\cup {}",
+    "{}={}",
+    "{}, {}",
+    r"\{{x : {} < {}\}}",
+]
+ATOMS = ["9", "10", "x", "n", r"\pi", "2.5", "e", "i", "10^{10}", r"\infty", "0", "-1", "1e9", "100!", r"0.\overline{3}", "7 cm"]
+
+
+def test_any_text_is_scored_without_an_exception_or_much_work() -> None:
+    """Seeded: nested operations, and judged answers with parts repeated, dropped and exchanged."""
+    random, known = Random(7), [text[:3000] for name in ("pairs", "endless") for row in rows(name) for text in (row["gold"], row["answer"])]
+
+    def nested(depth: int) -> str:
+        return random.choice(ATOMS) if depth == 0 else random.choice(OPERATIONS).format(nested(depth - 1), nested(random.randrange(depth)))
+
+    for _ in range(150):
+        text, other = random.choice(known), random.choice(known)
+        at, width, place = random.randrange(len(text) + 1), random.randrange(20), random.randrange(len(other))
+        mutated = text[:at] + other[place : place + width] + text[at : at + width] * random.randrange(80) + text[at + width :]
+        for response in (mutated, rf"\boxed{{{nested(random.randrange(1, 5))}}}"):
+            begin = time.process_time()
+            assert score("", response, random.choice(CASES).gold) in (0.0, 1.0)
+            assert time.process_time() - begin < 10, response
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside this checkout")
-def test_every_answer_of_gsm8k_is_right_in_any_notation_and_another_is_wrong(thorough: bool) -> None:
-    """Without --thorough one answer of each form (signs, digits, commas), and some more."""
+def test_every_answer_of_gsm8k_is_right_in_any_notation_and_another_is_wrong() -> None:
     golds = sorted({row.reference for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")})
     assert len(golds) > 900
-    forms = {re.sub(r"\d", "9", gold): gold for gold in golds}
-    for gold in golds if thorough else {*forms.values(), *Random(23).sample(golds, 60)}:
+    for gold in golds:
         number = int(gold.replace(",", ""))
         assert score("", rf"So it is \boxed{{{number}}}.", gold) == 1.0
         assert score("", f"5 + 5 = 10\n{MARK} {number:,}", gold) == 1.0
         assert score("", rf"\boxed{{{number + 1}}}", gold) == 0.0
-        assert documented(gold, rf"\boxed{{{number}}}")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +213,13 @@ def test_every_answer_of_gsm8k_is_right_in_any_notation_and_another_is_wrong(tho
         ("{" * 5000, "18", 0.0),
         ("\\text{" * 500, "18", 0.0),
         ("9" * 3000, "18", 0.0),
+        ("<think>\\boxed{18}", "18", 0.0),
+        ("<think>\\boxed{18}</think> It is \\boxed{17}.", "18", 0.0),
+        ("It is between 17 and 18.", "18", 0.0),
+        ("Option B is wrong. The answer is C because $18$ fits.", "C", 1.0),
+        ("12 \\ldots", "12", 0.0),
+        ("$a_1$", "a_2", 0.0),
+        ("**Answer:** 18\n\n**Check**: 9 and 9", "18", 1.0),
     ],
 )
 def test_where_the_final_answer_of_a_response_is(response: str, gold: str, worth: float) -> None:
@@ -159,33 +242,32 @@ class Golds:
         return Prompt(json.dumps(group), (1, 2), self._cases[group % len(self._cases)].gold)
 
 
-def test_a_run_on_all_of_them_rejects_none(monkeypatch: pytest.MonkeyPatch, thorough: bool) -> None:
-    """The producer, the queue and the scorer's real processes; only the responses are given. Without --thorough on a part of them."""
-    cases = CASES if thorough else [case for case in CASES if case.gold in REVIEW]
+def test_a_run_on_all_of_them_rejects_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer, the queue and the scorer's real processes; only the responses are given."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     size, rewards = 2, dict[tuple[int, int], float]()
 
     async def run() -> None:
-        section = ScoringSection(scorer="math_verify", retries=0, concurrency=2 if thorough else 1)
+        section = ScoringSection(scorer="math_verify", retries=0, concurrency=2)
         made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
-        held = BoundedQueue(capacity=len(cases) * size, batch=len(cases) * size, group_size=size, max_staleness=0)
+        held = BoundedQueue(capacity=len(CASES) * size, batch=len(CASES) * size, group_size=size, max_staleness=0)
 
         async def episode(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
-            case = cases[place.group % len(cases)]
+            case = CASES[place.group % len(CASES)]
             reward = (await made.score(Sample(prompt.text, (case.right, case.wrong)[place.episode], prompt.answer))).reward
             rewards[place.group, place.episode] = reward
             turn = Turn(prompt.tokens, Generation.of((7, 2), (-0.5, -0.25), (VersionSpan("0", 0, 2),), "stop", 0), 0)
             return (assemble([turn], place, Recording(), reward, {}),)
 
-        producing = asyncio.create_task(Producer(held, Golds(cases), episode, size).run())  # type: ignore[arg-type]
+        producing = asyncio.create_task(Producer(held, Golds(CASES), episode, size).run())  # type: ignore[arg-type]
         async with asyncio.timeout(120):
-            while held.stats().depth < len(cases) * size and not producing.done():
+            while held.stats().depth < len(CASES) * size and not producing.done():
                 await asyncio.sleep(0.05)
         producing.cancel()
         await asyncio.wait({producing})
         await made.close()
         assert held.stats().rejected == {}
-        assert held.stats().depth == len(cases) * size
+        assert held.stats().depth == len(CASES) * size
 
     asyncio.run(run())
     assert {place: reward for place, reward in rewards.items() if reward != float(place[1] == 0)} == {}

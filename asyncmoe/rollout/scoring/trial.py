@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
-from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
 from asyncmoe.rollout.scoring.stages import stages
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised
-from asyncmoe.rollout.scoring.types import GARBAGE, NAN, OUT_OF_ORDER, UNAVAILABLE, Judge, Sample, Scorer
-from asyncmoe.rollout.scoring.workers import InWorkers
+from asyncmoe.rollout.scoring.types import GARBAGE, NAN, OUT_OF_ORDER, UNAVAILABLE, Sample, Scorer
 from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-SELF_SCORE = "asyncmoe.rollout.scoring.mathematics:self_score"
-_WORKERS = min(4, os.cpu_count() or 1)
 _SCORED = ("single_turn", "tools")
 """Kinds of environments that leave the reward to the scorer."""
 _CHECK_S = 60.0
@@ -51,7 +46,7 @@ async def before_engines(
         own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
         for key, source in {"task.path": task, **own_sets}.items():
             if isinstance(source, HasGolds):
-                report(await check_golds(source.golds(), section.timeout_s, _CHECK_S), source.golds(), key)
+                report(await check_golds(source.golds(), _CHECK_S), source.golds(), key)
     if config.evaluation.sets and not config.evaluation.every:
         log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
     prompt = task.prompt(0)
@@ -110,7 +105,7 @@ class Checked:
     """The result of a check of reference answers.
 
     Attributes:
-        wrong: the references that do not equal themselves, each with what is wrong.
+        wrong: the references that no answer equals, each with what is wrong.
         as_text: references that only the same text equals.
         left: number of distinct references that there was no time for.
     """
@@ -120,59 +115,26 @@ class Checked:
     left: int = 0
 
 
-@dataclass
-class _Check:
-    """A check in progress."""
-
-    waiting: list[Gold]
-    wrong: list[tuple[Gold, str]] = field(default_factory=list)
-    as_text: list[Gold] = field(default_factory=list)
-    done: int = 0
-
-    async def work(self, judge: Judge) -> None:
-        while self.waiting:
-            await self._one(judge, self.waiting.pop())
-            self.done += 1
-
-    async def _one(self, judge: Judge, gold: Gold) -> None:
-        try:
-            answer = await judge.call(Sample("", gold.answer, gold.answer))
-        except TrajectoryRejected as rejected:
-            what = rejected.raised.said if isinstance(rejected, ScorerRaised) else str(rejected)
-            self.wrong.append((gold, what))
-            return
-        worth = answer["reward"] if isinstance(answer, Mapping) else None
-        if worth == 0.5:
-            self.as_text.append(gold)
-        elif worth != 1.0:
-            self.wrong.append((gold, "it does not equal itself"))
-
-
-async def check_golds(golds: Iterable[Gold], timeout_s: float, limit_s: float) -> Checked:
-    """Score each distinct reference answer against itself by math-verify, in worker processes.
+async def check_golds(golds: Iterable[Gold], limit_s: float) -> Checked:
+    """Check each distinct reference answer: whether it is one, and whether another notation than its own can equal it.
 
     Args:
-        timeout_s: limit for one reference.
         limit_s: limit for all; what it leaves is not checked.
-
-    Raises:
-        AsyncmoeError: a worker process does not start.
     """
     distinct: dict[str, Gold] = {}
     for gold in golds:
         distinct.setdefault(gold.answer, gold)
-    order = list(distinct.values())
-    check = _Check(order[::-1])
-    judge = InWorkers(SELF_SCORE, {}, False, timeout_s, _WORKERS)
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await together([check.work(judge) for _ in range(_WORKERS)])
-    finally:
-        await judge.close()
-    places = {gold: place for place, gold in enumerate(order)}
-    wrong = sorted(check.wrong, key=lambda found: places[found[0]])
-    return Checked(wrong, sorted(check.as_text, key=places.__getitem__), len(order) - check.done)
+    wrong, as_text, deadline = list[tuple[Gold, str]](), list[Gold](), asyncio.get_running_loop().time() + limit_s
+    for number, gold in enumerate(distinct.values()):
+        if asyncio.get_running_loop().time() > deadline:
+            return Checked(wrong, as_text, len(distinct) - number)
+        try:
+            if mathematics.self_score(gold.answer) < 1:
+                as_text.append(gold)
+        except ValueError as error:
+            wrong.append((gold, f"ValueError: {error}"))
+        await asyncio.sleep(0)
+    return Checked(wrong, as_text)
 
 
 def report(checked: Checked, golds: Iterable[Gold], key: str) -> None:
@@ -183,7 +145,7 @@ def report(checked: Checked, golds: Iterable[Gold], key: str) -> None:
     """
     if checked.as_text:
         told = _list([(gold, "") for gold in checked.as_text])
-        log.warning("%s: math-verify reads no expression in some answers, so only the same text equals them: %s", key, told)
+        log.warning("%s: math_verify reads no expression in some answers, so only the same text equals them: %s", key, told)
     if checked.left:
         log.warning("%s: no time to check %d distinct answers; one that is unusable rejects its group", key, checked.left)
     if not checked.wrong:

@@ -1,7 +1,4 @@
-"""A user's plain function or class in worker processes, because it may hang or hold the interpreter lock.
-
-math_verify also needs its own process: it works only on a main thread.
-"""
+"""A plain function or class in worker processes, because a user's may hang or hold the interpreter lock, and math_verify computes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,116 @@
+"""Arithmetic that ends: numbers of 4096 bits; what would be larger, or lost beside another number, is refused.
+
+The bounds are of bits, never of time, so that they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpmath.ctx_mp import MPContext
+
+mp: Any = MPContext()
+mp.prec = 4096
+Number = Any
+"""mp.mpf or mp.mpc."""
+_SAME_BITS, _NOTHING_BITS = 2500, 3500
+"""Numbers that differ by less than the first part are equal, which leaves room for cancellation; a sum below the second part is 0."""
+_EXPONENT, _ARGUMENT, _FACTORIAL, _CHOSEN = 1 << 20, 1 << 500, 1 << 16, 1000
+"""Bounds of an exponent to base 2, of an angle, so that its sine has digits after cancellation, of a factorial, and of a coefficient."""
+
+
+class TooLarge(Exception):
+    """A number that is too large, or would hide another one; a text that is too long or too nested."""
+
+
+class Undefined(Exception):
+    """An expression without a value."""
+
+
+def need(condition: object, otherwise: type[Exception]) -> None:
+    """Raise an error unless a condition holds."""
+    if not condition:
+        raise otherwise
+
+
+def equal(a: Number, b: Number) -> bool:
+    """Return whether two numbers are equal, compared relatively."""
+    return bool(a == b or (mp.isfinite(a) and mp.isfinite(b) and abs(a - b) <= mp.ldexp(max(abs(a), abs(b)), -_SAME_BITS)))
+
+
+def integer(x: Number) -> int | None:
+    """Return an integer below 2^64 as one, else None."""
+    nearest = int(mp.nint(mp.re(x))) if mp.isfinite(x) and abs(x) < 1 << 64 else 0
+    return nearest if equal(x, mp.mpf(nearest)) else None
+
+
+def add(a: Number, b: Number) -> Number:
+    """Return the sum. Raises TooLarge if the smaller number would be lost."""
+    if not (mp.isfinite(a) and mp.isfinite(b)):
+        return a + b
+    small, large = sorted((abs(a), abs(b)))
+    need(small == 0 or small >= mp.ldexp(large, -_SAME_BITS), TooLarge)
+    return _cleared(a + b, large)
+
+
+def power(a: Number, b: Number) -> Number:
+    """Return a to the power of b: of an odd root of a negative number the real one. Raises TooLarge or Undefined."""
+    need(mp.isfinite(a) and mp.isfinite(b) and (a != 0 or mp.re(b) >= 0), Undefined)
+    if a == 0 or b == 0:
+        return mp.mpf(b == 0)
+    need(abs(b) < _ARGUMENT and abs(b * mp.log(abs(a), 2)) < _EXPONENT, TooLarge)
+    whole, root = integer(b), integer(1 / b)
+    if whole is not None:
+        return a**whole
+    return -mp.power(-a, b) if root and root % 2 and mp.im(a) == 0 and mp.re(a) < 0 else mp.power(a, b)
+
+
+def _factorial(n: Number) -> Number:
+    whole = integer(n)
+    need(whole is not None and whole >= 0, Undefined)
+    need(whole < _FACTORIAL, TooLarge)  # type: ignore[operator]
+    return mp.factorial(whole)
+
+
+def _binomial(n: Number, k: Number) -> Number:
+    of, chosen = integer(n), integer(k)
+    need(chosen is not None and chosen >= 0, Undefined)
+    chosen = min(chosen, of - chosen) if of is not None and of >= chosen else chosen  # type: ignore[operator, type-var]
+    need(chosen <= _CHOSEN, TooLarge)  # type: ignore[operator]
+    return mp.fprod((n - step) / (step + 1) for step in range(chosen))  # type: ignore[arg-type]
+
+
+def _cleared(x: Number, beside: Number = mp.one) -> Number:
+    return mp.zero if abs(x) < mp.ldexp(beside, -_NOTHING_BITS) else x
+
+
+def _turn(name: str) -> Callable[[Number], Number]:
+    """Return a function of mpmath without the traces of rounding: at a pole it is undefined, at a root 0."""
+
+    def value(x: Number) -> Number:
+        need(abs(x) < _ARGUMENT, TooLarge)
+        found = getattr(mp, name)(x)
+        need(abs(found) < mp.ldexp(1, _NOTHING_BITS), Undefined)
+        return _cleared(found)
+
+    return value
+
+
+def _log(x: Number, base: Number = mp.e) -> Number:
+    need(x != 0 and mp.isfinite(x) and base not in (0, 1), Undefined)
+    return _cleared(mp.log(x)) / mp.log(base)
+
+
+TURNS = {"ln": _log, "log": _log, "lg": lambda x: _log(x, mp.mpf(10)), "exp": lambda x: power(mp.e, x)}
+TURNS |= {
+    name: _turn(name.replace("arc", "a"))
+    for name in ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh"]
+}
+"""Functions that may stand before an argument without brackets."""
+FUNCTIONS: Mapping[str, Callable[..., Number]] = {
+    **{"+": add, "*": lambda a, b: a * b, "^": power, "frac": lambda a, b: a * power(b, -mp.one), "brackets": lambda x: x, "!": _factorial},
+    **{"binom": _binomial, "perm": lambda n, k: _binomial(n, k) * _factorial(k), "|": abs, "⌊": mp.floor, "⌈": mp.ceil, **TURNS},
+    **{"sqrt": lambda x, n=2: power(x, power(mp.convert(n), -mp.one))},
+}
+"""Of the nodes of expressions that have a value, by their name."""

@@ -1,0 +1,35 @@
+"""Units as numbers, by `units.txt`: two quantities are equal if their values are."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from importlib.resources import files
+
+from asyncmoe.rollout.scoring.bounded import Number, mp
+
+
+def _table() -> Mapping[str, Number]:
+    values: dict[str, Number] = {"pi": +mp.pi}
+    for line in files(__package__).joinpath("units.txt").read_text("utf-8").splitlines()[1:]:
+        names, _, terms = line.partition(" = ")
+        value = mp.one
+        for name, _, power in (term.partition("^") for term in terms.split()):
+            value *= (values[name] if name in values else mp.mpf(name)) ** int(power or 1)
+        values |= dict.fromkeys(names.split(), value)
+    return values
+
+
+_UNITS = _table()
+
+
+def known(name: str) -> Number | None:
+    """Return the value of a unit, in any number or case; None: it is none that is known."""
+    lower = name.lower()
+    return next((_UNITS[one] for one in (name, lower, lower.removesuffix("s"), lower.removesuffix("es")) if one in _UNITS), None)
+
+
+def value(name: str) -> Number:
+    """Return the value of a unit; one that is not known, such as "apples", only equals itself."""
+    found = known(name)
+    return mp.mpf(2**33 + zlib.crc32(name.lower().removesuffix("s").encode())) if found is None else found

@@ -65,7 +65,9 @@ def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp
     told = flags(Kind(ALL, 4, 8.0, experts), LIMIT)
 
     async def start() -> SGLangProcess:
-        config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp, args=told)
+        config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp)
+        # As for a run with adapters, but none is installed.
+        config = config.model_copy(update={"engines": config.engines.model_copy(update={"args": tuple(told)})})
         engine = SGLangProcess("engine.0", config, 0, config.run.dir)
         await engine.wait_ready()
         return engine

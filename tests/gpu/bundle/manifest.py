@@ -24,7 +24,7 @@ WHEELS = (
     *("annotated-types", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection", "pyyaml"),
     *("annotated-doc", "click", "markdown-it-py", "mdurl", "prometheus-client", "psutil", "rich", "shellingham", "typer"),
     # the trainer and the controller
-    *("megatron-core", "pyzmq", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "aiohttp", "safetensors"),
+    *("megatron-core", "pyzmq", "aiohttp", "safetensors"),
     *("aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "idna", "multidict", "propcache", "yarl"),
     *("tokenizers", "transformers", "huggingface-hub", "regex", "tqdm", "anyio", "certifi", "h11", "httpcore", "httpx"),
     # the SGLang server
@@ -49,7 +49,7 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
 """Distribution -> regular expressions of files in its wheel that nothing here imports, left out for their size."""
 
 IMPORTED_AS: Mapping[str, str] = {
-    "megatron": "megatron-core", "zmq": "pyzmq", "yaml": "pyyaml", "markdown_it": "markdown-it-py", "math_verify": "math-verify",
+    "megatron": "megatron-core", "zmq": "pyzmq", "yaml": "pyyaml", "markdown_it": "markdown-it-py",
     "pydantic_core": "pydantic-core", "prometheus_client": "prometheus-client", "huggingface_hub": "huggingface-hub",
     "typing_extensions": "typing-extensions",
 }  # fmt: skip

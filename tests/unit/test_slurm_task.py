@@ -58,6 +58,26 @@ def test_a_port_that_is_taken_is_named() -> None:
     task.check_free(port)
 
 
+ASKED = """
+import asyncio, os, signal, threading, uvloop
+from asyncmoe.launch.slurm import task
+async def main():
+    heard = []
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, heard.append, 1)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGURG)).start()
+    await asyncio.sleep(0.5)
+    print(len(heard))
+task.stop_as(signal.SIGINT, signal.SIGURG)
+uvloop.run(main())
+"""
+
+
+def test_a_request_to_stop_is_heard_once() -> None:
+    """The second would end the run without a checkpoint."""
+    done = subprocess.run([sys.executable, "-c", ASKED], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "1\n"
+
+
 WARNED = """
 import os, signal, subprocess, time
 from asyncmoe.launch import part

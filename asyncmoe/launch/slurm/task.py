@@ -44,15 +44,14 @@ def main() -> None:
 
 
 def _rollout(node: str, arguments: list[str]) -> None:
-    stop_as(signal.SIGINT)
-    threading.Thread(target=_heed_warning, name="warning", daemon=True).start()
+    stop_as(signal.SIGINT, signal.SIGURG, signal.SIGTERM)
     config, epoch = arguments
     os.environ[TRAINER_EPOCH] = epoch
     part.main(lambda: part.controller(Path(config)))
 
 
 def _engine(node: str, arguments: list[str]) -> None:
-    stop_as(signal.SIGINT)
+    stop_as(signal.SIGINT, signal.SIGURG)
     config, name, index, number = arguments
     part.main(lambda: part.engine(Path(config), name=name, index=int(index), node=int(number)))
 
@@ -100,19 +99,18 @@ def check_free(port: int) -> None:
             raise AsyncmoeError(f"port {port}, where the trainer's ranks meet: got one in use, expected a free one; start again") from None
 
 
-def stop_as(number: signal.Signals) -> None:
-    """Raise the signal `number` in this process on the first SIGURG; a warning may be followed by the batch script's own request."""
+def stop_as(number: signal.Signals, *asked: signal.Signals) -> None:
+    """Send this process the signal `number` at the first of those in `asked`; a warning may be followed by the batch script's own request.
 
-    def once(*_: object) -> None:
-        signal.signal(signal.SIGURG, signal.SIG_IGN)
-        signal.raise_signal(number)
+    A thread waits for them, because uvloop hears a signal that is raised in the handler of another one twice.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked)
 
-    signal.signal(signal.SIGURG, once)
+    def wait() -> None:
+        signal.sigwait(asked)
+        os.kill(os.getpid(), number)
 
-
-def _heed_warning() -> None:
-    signal.sigwait({signal.SIGTERM})
-    os.kill(os.getpid(), signal.SIGURG)
+    threading.Thread(target=wait, name="asked to stop", daemon=True).start()
 
 
 def _write_to(log: Path, step: str) -> None:

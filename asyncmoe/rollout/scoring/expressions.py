@@ -10,18 +10,18 @@ from asyncmoe.rollout.scoring import units
 from asyncmoe.rollout.scoring.bounded import TURNS, TooLarge, need
 
 _TOKENS, _NESTED, _DIGITS = 2000, 40, 800
-_ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
-_GREEK = (
-    "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell infty"
-)
-_NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS}
+_ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
+_GREEK = "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
+_NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS, "infty"}
 SETS = ("∅", r"\R", r"\Z", r"\N")
 FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
 """With their powers of ten."""
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
 _LEVELS = {"list": {",", "and", "or"}, "relation": set("=<>≤≥≠∈"), "ratio": {":"}, "sets": set("∪∩∖")}
 """What separates the parts of an expression, the loosest first."""
-_OPEN = {*"+-±*/^_&¦¶", *TURNS}.union(*_LEVELS.values())
+_TURNED = str.maketrans(">≥", "<≤")
+_SIGNS = ("+", "-", "±")
+_OPEN = {*_SIGNS, *"*/^_&¦¶", *TURNS, *_CLOSED_BY}.union(*_LEVELS.values())
 """After these a factor begins."""
 _TOKEN = re.compile(r"(\s*)(?:(\d+(?:\.\d*)?|\.\d+)|(\"[^\"]*\"|[A-Za-z]+|(?:(?![A-Za-z])[^\W\d_])+)|(\\[A-Za-z]+|[^\w\s\\]|_))")
 
@@ -36,8 +36,8 @@ class Term:
 
     Attributes:
         op: a name in `asyncmoe.rollout.scoring.bounded.FUNCTIONS`, or "±"; "number", "variable", "unit" or "factor", with `text`; or
-            "brackets", "relation", "list" or "sets", with the signs in `text`; or "ratio", "matrix", "row", "described" (a set by a
-            property), "apply" (a function without a definition).
+            "brackets" (also of a matrix, its rows and a ratio), "relation" (from small to large), "list" or "sets", with the signs in
+            `text`; or "described" (a set by a property).
     """
 
     op: str
@@ -95,25 +95,28 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _word(quoted: str, spaced: bool, follows: str, last: str) -> Iterator[str]:
-    word, behind = quoted.strip('" '), last not in _OPEN and last not in _CLOSED_BY
+    """The tokens of a word: a name, a unit, or letters.
+
+    Args:
+        spaced: it stands apart, as a unit of one letter does.
+        follows: the two characters behind it.
+        last: the token before it.
+    """
+    word, behind = quoted.strip('" '), last not in _OPEN
+    single, text = len(word) == 1, word != quoted
+    letters = single or (len(word) < 4 and not text and not re.match(r" \w", follows))
+    alone = spaced or text or not single or not word.isascii() or last[0] in '"/'
     if word in _NAMES or word in ("and", "or") or (word in FACTORS and behind):
         yield word
-    elif (
-        (behind or last == "/")
-        and units.known(word) is not None
-        and (spaced or len(word) > 1 or word != quoted or last[0] in '"/' or word > "Ͽ")
+    elif ((behind or last == "/") and alone and units.known(word) is not None) or (
+        behind and text and single and word not in "ei" and follows[:1] != "_"
     ):
         yield f'"{word}'
-    elif len(word) == 1 and word != quoted and behind and word not in "ei" and follows[:1] != "_":
-        yield quoted[:-1]
-    elif word[:1] in FACTORS and behind:
-        yield from (word[0], f'"{word[1:]}')
-    elif (len(word) == 1 and word < "Ͽ") or (len(word) < 4 and word == quoted and word.isascii() and not re.match(r" \w", follows)):
+    elif letters and word < "Ͽ":
         yield from word
-    elif behind and word.isalpha() and not last.isalpha():
-        yield f'"{word}'
     else:
-        raise Unread
+        need(behind and word.isalpha() and not last.isalpha(), Unread)
+        yield f'"{word}'
 
 
 def _split(parts: list[Part], signs: set[str]) -> tuple[list[list[Part]], list[str]]:
@@ -128,20 +131,22 @@ def _split(parts: list[Part], signs: set[str]) -> tuple[list[list[Part]], list[s
 
 
 def _group(opening: str, closing: str, parts: list[Part]) -> Term:
-    if opening == "⟦":
-        rows = _split(parts, {"¶"})[0]
-        return Term("matrix", tuple(Term("row", tuple(_flat(cell) for cell in _split(row, {"&"})[0])) for row in rows))
+    """Read what was between brackets."""
     if opening in "⦃{" and not parts:
         return Term("variable", text="∅")
-    found, *conditions = [_flat(piece) for piece in _split(parts, {"¦"})[0]]
+    if opening == "⟦":
+        rows = [Term("brackets", tuple(map(_flat, _split(row, {"&"})[0])), "row") for row in _split(parts, {"¶"})[0]]
+        column = all(len(row.args) == 1 for row in rows)
+        return Term("brackets", tuple(row.args[0] for row in rows), "()") if column else Term("brackets", tuple(rows), "matrix")
+    found, *conditions = map(_flat, _split(parts, {"¦"})[0])
     if conditions:
         return Term("described", (found, *conditions))
     if opening in "|⌊⌈":
         return Term(opening, (found,))
+    if opening == "{":
+        return found
     members = found.args if found.op == "list" else (found,)
-    if opening == "⦃":
-        return Term("list", members, "set")
-    return found if opening == "{" else Term("brackets", members, opening + closing)
+    return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
 
 
 def _flat(parts: list[Part]) -> Term:
@@ -149,28 +154,25 @@ def _flat(parts: list[Part]) -> Term:
     for op, signs in _LEVELS.items():
         pieces, used = _split(parts, signs)
         if used:
-            return Term(op, tuple(map(_flat, pieces)), "or" if "or" in used else "".join(used))
-    terms, sign, term = list[Term](), "+", list[Part]()
-    for part in [*parts, "+"]:
-        if isinstance(part, str) and part in "+-±" and (not term or term[-1] not in ("*", "/", "^")):
-            if term:
-                terms.append(_signed(sign, _product(term)))
-                sign, term = part, []
-            else:
-                sign = "+" if sign == part == "-" else sign if part == "+" else part
-        else:
-            term.append(part)
-    need(terms and sign == "+", Unread)
+            args, text = tuple(map(_flat, pieces)), "or" if "or" in used else "".join(used)
+            if set(text) <= {*">≥"}:
+                args, text = args[::-1], text[::-1].translate(_TURNED)
+            return Term("brackets", args, ":") if op == "ratio" else Term(op, args, text)
+    terms, rest = list[Term](), [*parts]
+    while rest or not terms:
+        before = list[Part]()
+        while rest and rest[0] in _SIGNS:
+            before.append(rest.pop(0))
+        term = _product(rest)
+        term = negative(term) if before.count("-") % 2 else term
+        terms.append(Term("±", (term,)) if "±" in before else term)
     return terms[0] if len(terms) == 1 else Term("+", tuple(terms))
 
 
-def _signed(sign: str, term: Term) -> Term:
-    return {"+": term, "-": negative(term), "±": Term("±", (term,))}[sign]
-
-
 def _product(rest: list[Part]) -> Term:
+    """Take factors from the front, up to a sign between terms."""
     factors = list[Term]()
-    while rest:
+    while rest and (rest[0] not in _SIGNS or not factors):
         sign = rest.pop(0) if rest[0] in ("*", "/") and factors else ""
         last = factors[-1] if factors else MINUS
         need(last.op != "unit" or units.known(last.text) is not None or (rest and str(rest[0])[0] == '"'), Unread)
@@ -187,65 +189,46 @@ def _product(rest: list[Part]) -> Term:
 def _operand(rest: list[Part]) -> Term:
     """Take a factor from the front."""
     part = rest.pop(0) if rest else ""
-    if isinstance(part, Term):
-        node = part
-    elif part in ("+", "-"):
-        return _signed(part, _operand(rest))
-    elif part in TURNS:
-        return _function(part, rest)
-    elif part in _ARGUMENTS:
-        index = [rest.pop(0)] if part == "sqrt" and rest and isinstance(rest[0], Term) and rest[0].text == "[]" else []
-        taken = [one for one in [*rest[: _ARGUMENTS[part]], *index] if isinstance(one, Term)]
-        need(len(taken) == _ARGUMENTS[part] + len(index), Unread)
-        del rest[: _ARGUMENTS[part]]
-        node = Term(part, tuple(taken))
+    if part in ("+", "-"):
+        return negative(_operand(rest)) if part == "-" else _operand(rest)
+    if part in TURNS:
+        return _function(str(part), rest)
+    if part in _ARGUMENTS:
+        taken, rest[:] = rest[: _ARGUMENTS[part]], rest[_ARGUMENTS[part] :]
+        node = Term(part, tuple(one for one in taken if isinstance(one, Term)))
+        need(len(node.args) == _ARGUMENTS[part], Unread)
     else:
-        node = _atom(part, rest)
+        node = part if isinstance(part, Term) else _atom(part, rest)
     while rest and rest[0] in ("^", "!"):
         node = Term("!", (node,)) if rest.pop(0) == "!" else Term("^", (node, _operand(rest)))
     return node
 
 
 def _atom(part: str, rest: list[Part]) -> Term:
-    index = None
-    if rest and rest[0] == "_":
-        index = _operand(rest[1:2])
-        del rest[:2]
+    if rest and rest[0] == "_":  # x_1, 101_2
+        index, rest[:2] = _operand(rest[1:2]), []
+        return Term("variable", text=f"{part}_{index}")
     if re.match(r"\.?\d", part):
-        try:
-            return Term("number", text=part.replace(".", "0.", part[0] == ".") if index is None else str(int(part, int(index.text))))
-        except ValueError as error:
-            raise Unread from error
-    if part in ("C", "A", "P") and index and rest and rest[0] == "^" and (part == "C" or index.op == "number"):
-        del rest[0]
-        return Term("binom" if part == "C" else "perm", (index, _operand(rest)))
+        return Term("number", text=part)
     if part in FACTORS:
         return Term("factor", text=part)
     if part[:1] in ('"', "$", "€", "£", "¥"):
         return Term("unit", text=part.removeprefix('"'))
-    if part in ("f", "g", "h") and rest and isinstance(rest[0], Term) and rest[0].text == "()":
-        return Term("apply", (rest.pop(0),), part)  # type: ignore[arg-type]
     need(part.isalpha() or part in SETS, Unread)
-    return Term("variable", text=part if index is None else f"{part}_{index}")
+    return Term("variable", text=part)
 
 
 def _function(name: str, rest: list[Part]) -> Term:
     """Take the argument of a function: one in brackets, else the factors up to the next function or sign."""
-    marks = dict[str, Term]()
+    marks = dict[Part, Term]()
     while rest and rest[0] in ("^", "_"):
-        marks[str(rest[0])] = _operand(rest[1:2]) if rest[1:2] != ["-"] else negative(_operand(rest[2:3]))
-        del rest[: 2 if rest[1:2] != ["-"] else 3]
-    taken = list[Part]()
-    while (
-        rest
-        and rest[0] not in ("*", "/")
-        and not (taken and (rest[0] in TURNS or (isinstance(taken[0], Term) and taken[0].op == "brackets")))
-    ):
+        marks[rest.pop(0)] = _operand(rest)
+    taken = rest[:1]
+    del rest[:1]
+    while rest and rest[0] not in ("*", "/", *_SIGNS, *TURNS) and not (isinstance(taken[0], Term) and taken[0].op == "brackets"):
         taken.append(rest.pop(0))
-    power = marks.get("^")
-    inverse = power in (MINUS, negative(Term("number", text="1")))
-    node = Term("arc" * inverse + name, (_product(taken), *([marks["_"]] if "_" in marks else [])))
-    if power is None and rest and rest[0] == "^":
-        del rest[0]
-        power = _operand(rest)
-    return Term("^", (node, power)) if power and not inverse else node
+    node = Term(name, (_product(taken), *([marks["_"]] if "_" in marks else [])))
+    if rest and rest[0] == "^":
+        rest.pop(0)
+        marks["^"] = _operand(rest)
+    return Term("^", (node, marks["^"])) if "^" in marks else node

@@ -222,7 +222,8 @@ def _function(name: str, rest: list[Part]) -> Term:
     """Take the argument of a function: one in brackets, else the factors up to the next function or sign."""
     marks = dict[Part, Term]()
     while rest and rest[0] in ("^", "_"):
-        marks[rest.pop(0)] = _operand(rest)
+        sign = rest.pop(0)
+        marks[sign] = _operand(rest)
     taken = rest[:1]
     del rest[:1]
     while rest and rest[0] not in ("*", "/", *_SIGNS, *TURNS) and not (isinstance(taken[0], Term) and taken[0].op == "brackets"):

@@ -5,21 +5,17 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
-from asyncmoe.rollout.scoring.bounded import TooLarge, need
-
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname\*?|bold(?:symbol)?)\s*\{([^{}]*)\}")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|\$\$|\*\*|`|\"|<\|[^|<>]*\|>")
 _NARROW = {code + 0xFEE0: chr(code) for code in range(ord("!"), ord("~") + 1)}
 _WORDS, _RULES = (
-    [
-        (re.compile(pattern), sign)
-        for pattern, sign in (line.split("\t") for line in part.splitlines() if line and not line.startswith("# "))
-    ]
+    [(re.compile(pattern), sign) for pattern, _, sign in (line.partition("\t") for line in part.splitlines() if line[:2] != "# ")]
     for part in files(__package__).joinpath("notation.txt").read_text("utf-8").split("\n--\n")
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.,] )(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?\d)")
-_REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|dot)\s*\{?\s*(\d+)\s*\}?")
-_CLOCK = re.compile(r"(?i)(?:(上午|早上|凌晨)|(下午|晚上))?\s*(\d{1,2})[:点时]([0-5]\d)分?(?:\s*(?:(a)|(p))\.?\s*m\.?)?")
+_REPEATING = re.compile(r"(?<!\d)(\d*\.\d*)\\(?:overline|dot)\s*\{?\s*(\d+)\s*\}?")
+_REPEATED_DIGITS = 790
+"""Of a decimal fraction with a period, which is then equal to its value at the precision of comparisons."""
 _LETTER = r"\(?([A-Ja-j])\)?"
 _CHOICES = re.compile(rf"{_LETTER}(?:[\s,、&/]*(?:and|or|和|或)?[\s,]*{_LETTER}){{0,9}}")
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?=[).:,]))[).:,]?(?:\s.*)?", re.DOTALL)
@@ -60,9 +56,6 @@ def choices(text: str) -> frozenset[str]:
 
 def tidy(text: str) -> str:
     """Return a plain text in the notation that `asyncmoe.rollout.scoring.expressions` reads, with words in quotation marks."""
-    if clock := _CLOCK.fullmatch(unwrapped(text)):
-        early, late, hour, minute, am, pm = clock.groups()
-        return f"0:{int(hour) % 12 + 12 * bool(late or pm) if early or late or am or pm else int(hour)}:{minute}"
     for pattern, sign in _WORDS:
         text = pattern.sub(sign, text)
     text = unwrapped(text, '"')
@@ -77,7 +70,5 @@ def tidy(text: str) -> str:
 
 def _fraction(repeating: re.Match[str]) -> str:
     """Return a decimal fraction with a period, such as "0.1\\overline{6}", as a fraction."""
-    whole, first, period = repeating.groups()
-    need(len(whole + first + period) <= 300, TooLarge)
-    below = int("0" + whole + first)
-    return rf"\frac{{{int(whole + first + period) - below}}}{{{10 ** len(first) * (10 ** len(period) - 1)}}}"
+    whole, _, places = (repeating[1] + repeating[2] * _REPEATED_DIGITS)[:_REPEATED_DIGITS].partition(".")
+    return rf"\frac{{{whole}{places}}}{{10^{{{len(places)}}}}}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.rollout.scoring import units
@@ -17,12 +17,18 @@ SETS = ("∅", r"\R", r"\Z", r"\N")
 FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
 """With their powers of ten."""
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
-_LEVELS = {"list": {",", "and", "or"}, "relation": set("=<>≤≥≠∈"), "ratio": {":"}, "sets": set("∪∩∖")}
+_LEVELS = (
+    *(("matrix", {"¶"}), ("row", {"&"}), ("described", {"¦"}), ("list", {",", "and", "or"}), ("relation", set("=<>≤≥≠∈"))),
+    *((":", {":"}), ("sets", set("∪∩∖"))),
+)
 """What separates the parts of an expression, the loosest first."""
 _TURNED = str.maketrans(">≥", "<≤")
 _SIGNS = ("+", "-", "±")
-_OPEN = {*_SIGNS, *"*/^_&¦¶", *TURNS, *_CLOSED_BY}.union(*_LEVELS.values())
+_BETWEEN = {*_SIGNS}.union(*(signs for _, signs in _LEVELS))
+_OPEN = {*"*/^_", *_BETWEEN, *TURNS, *_CLOSED_BY} - {"|"}
 """After these a factor begins."""
+_ENDS = {"", *_BETWEEN, *")]}⦄⟩⌋⌉⟧"}
+"""Before these a product ends."""
 _TOKEN = re.compile(r"(\s*)(?:(\d+(?:\.\d*)?|\.\d+)|(\"[^\"]*\"|[A-Za-z]+|(?:(?![A-Za-z])[^\W\d_])+)|(\\[A-Za-z]+|[^\w\s\\]|_))")
 
 
@@ -45,7 +51,6 @@ class Term:
     text: str = ""
 
 
-Part = Term | str
 MINUS = Term("number", text="-1")
 
 
@@ -60,23 +65,7 @@ def read(text: str) -> Term:
         Unread: it is no expression.
         TooLarge: it is too long, too nested, or has a number with too many digits.
     """
-    stack: list[tuple[str, list[Part]]] = [("", [])]
-    for token in _tokens(text):
-        opening, parts = stack[-1]
-        behind = bool(parts) and parts[-1] not in _OPEN
-        if token in ")]}⦄⟩⌋⌉⟧" or (token == opening == "|" and behind):
-            need(token in _CLOSED_BY.get(opening, ""), Unread)
-            stack.pop()
-            stack[-1][1].append(_group(opening, token, parts))
-        elif token in "|:" and behind and opening == "⦃":
-            parts.append("¦")
-        elif token in _CLOSED_BY:
-            stack.append((token, []))
-        else:
-            parts.append(token)
-        need(len(stack) <= _NESTED, TooLarge)
-    need(len(stack) == 1, Unread)
-    return _flat(stack[0][1])
+    return _Reader([*_tokens(text)]).whole()
 
 
 def _tokens(text: str) -> Iterator[str]:
@@ -119,117 +108,114 @@ def _word(quoted: str, spaced: bool, follows: str, last: str) -> Iterator[str]:
         yield f'"{word}'
 
 
-def _split(parts: list[Part], signs: set[str]) -> tuple[list[list[Part]], list[str]]:
-    pieces, used = [list[Part]()], list[str]()
-    for part in parts:
-        if isinstance(part, str) and part in signs:
-            used.append(part)
-            pieces.append([])
+class _Reader:
+    """Takes tokens from the front, one function for each kind of part."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._rest = ["", *reversed(tokens)]
+        self._open = [""]
+        self._nested = 0
+
+    def whole(self) -> Term:
+        node = self._level()
+        need(self._rest == [""], Unread)
+        return node
+
+    def _take(self, *signs: str) -> str:
+        """The next token if it is one of these, else ""."""
+        return self._rest.pop() if self._rest[-1] in signs else ""
+
+    def _level(self, number: int = 0) -> Term:
+        if number == len(_LEVELS):
+            return self._sum()
+        op, signs = _LEVELS[number]
+        args, used = [self._level(number + 1)], list[str]()
+        while sign := self._take(*signs):
+            used.append(sign)
+            args.append(self._level(number + 1))
+        if not used:
+            return args[0]
+        if set(used) <= {">", "≥"}:
+            args, used = args[::-1], [sign.translate(_TURNED) for sign in reversed(used)]
+        if op in ("matrix", "row", ":"):
+            return Term("brackets", tuple(args), op)
+        return Term(op, tuple(args), "or" if "or" in used else "".join(used))
+
+    def _sum(self) -> Term:
+        terms = list[Term]()
+        while not terms or self._rest[-1] in _SIGNS:
+            signs = ""
+            while sign := self._take(*_SIGNS):
+                signs += sign
+            term = self._product()
+            term = negative(term) if signs.count("-") % 2 else term
+            terms.append(Term("±", (term,)) if "±" in signs else term)
+        return terms[0] if len(terms) == 1 else Term("+", tuple(terms))
+
+    def _product(self, ends: Sequence[str] = ()) -> Term:
+        factors = [self._factor()]
+        while not (self._rest[-1] in _ENDS or self._rest[-1] in ends or self._rest[-1] == self._open[-1] == "|"):
+            last, sign = factors[-1], self._take("*", "/")
+            following = self._rest[-1]
+            need(last.op != "unit" or units.known(last.text) is not None or following[:1] == '"', Unread)
+            need(sign or last.op != "number" or not re.match(r"\.?\d", following), Unread)
+            factor = self._factor()
+            factors.append(Term("^", (factor, MINUS)) if sign == "/" else factor)
+        return factors[0] if len(factors) == 1 else Term("*", tuple(factors))
+
+    def _factor(self, alone: bool = False) -> Term:
+        """Read a factor, or what may stand before its exponent."""
+        self._nested += 1
+        need(self._nested <= _NESTED, TooLarge)
+        part = self._rest.pop()
+        need(part, Unread)
+        if part in ("+", "-"):
+            node = negative(self._factor()) if part == "-" else self._factor()
+        elif part in _CLOSED_BY:
+            node = self._group(part)
+        elif part in TURNS:
+            node = self._function(part)
+        elif part in _ARGUMENTS:
+            node = Term(part, tuple(self._factor(alone=True) for _ in range(_ARGUMENTS[part])))
         else:
-            pieces[-1].append(part)
-    return pieces, used
+            node = self._atom(part)
+        if not alone:
+            node = Term("!", (node,)) if self._take("!") else node
+            node = Term("^", (node, self._factor())) if self._take("^") else node
+        self._nested -= 1
+        return node
 
+    def _group(self, opening: str) -> Term:
+        if opening in "⦃{" and self._take(_CLOSED_BY[opening]):
+            return Term("variable", text="∅")
+        self._open.append(opening)
+        found = self._level()
+        closing = self._take(*_CLOSED_BY[opening])
+        need(closing, Unread)
+        self._open.pop()
+        if opening in "|⌊⌈":
+            return Term(opening, (found,))
+        if opening in "{⟦" or found.op == "described":
+            return found
+        members = found.args if found.op == "list" else (found,)
+        return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
 
-def _group(opening: str, closing: str, parts: list[Part]) -> Term:
-    """Read what was between brackets."""
-    if opening in "⦃{" and not parts:
-        return Term("variable", text="∅")
-    if opening == "⟦":
-        rows = [Term("brackets", tuple(map(_flat, _split(row, {"&"})[0])), "row") for row in _split(parts, {"¶"})[0]]
-        column = all(len(row.args) == 1 for row in rows)
-        return Term("brackets", tuple(row.args[0] for row in rows), "()") if column else Term("brackets", tuple(rows), "matrix")
-    found, *conditions = map(_flat, _split(parts, {"¦"})[0])
-    if conditions:
-        return Term("described", (found, *conditions))
-    if opening in "|⌊⌈":
-        return Term(opening, (found,))
-    if opening == "{":
-        return found
-    members = found.args if found.op == "list" else (found,)
-    return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
+    def _function(self, name: str) -> Term:
+        """The argument of a function is one in brackets, else the factors up to the next function or sign."""
+        index = [self._factor(alone=True)] if self._take("_") else []
+        power = [self._factor(alone=True)] if self._take("^") else []
+        argument = self._factor(alone=True) if self._rest[-1] == "(" else self._product(("*", "/", *TURNS))
+        node = Term(name, (argument, *index))
+        return Term("^", (node, *power)) if power else node
 
-
-def _flat(parts: list[Part]) -> Term:
-    """Read what has no open brackets."""
-    for op, signs in _LEVELS.items():
-        pieces, used = _split(parts, signs)
-        if used:
-            args, text = tuple(map(_flat, pieces)), "or" if "or" in used else "".join(used)
-            if set(text) <= {*">≥"}:
-                args, text = args[::-1], text[::-1].translate(_TURNED)
-            return Term("brackets", args, ":") if op == "ratio" else Term(op, args, text)
-    terms, rest = list[Term](), [*parts]
-    while rest or not terms:
-        before = list[Part]()
-        while rest and rest[0] in _SIGNS:
-            before.append(rest.pop(0))
-        term = _product(rest)
-        term = negative(term) if before.count("-") % 2 else term
-        terms.append(Term("±", (term,)) if "±" in before else term)
-    return terms[0] if len(terms) == 1 else Term("+", tuple(terms))
-
-
-def _product(rest: list[Part]) -> Term:
-    """Take factors from the front, up to a sign between terms."""
-    factors = list[Term]()
-    while rest and (rest[0] not in _SIGNS or not factors):
-        sign = rest.pop(0) if rest[0] in ("*", "/") and factors else ""
-        last = factors[-1] if factors else MINUS
-        need(last.op != "unit" or units.known(last.text) is not None or (rest and str(rest[0])[0] == '"'), Unread)
-        if not sign and isinstance(rest[0], str) and re.match(r"\.?\d", rest[0]) and factors:
-            if last.op in ("unit", "factor") and last.text.isalpha():  # 2 ft 6 in, 3 hundred 5
-                return Term("+", (Term("*", tuple(factors)), _product(rest)))
-            need(last.op != "number", Unread)
-        factor = _operand(rest)
-        factors.append(Term("^", (factor, MINUS)) if sign == "/" else factor)
-    need(factors, Unread)
-    return factors[0] if len(factors) == 1 else Term("*", tuple(factors))
-
-
-def _operand(rest: list[Part]) -> Term:
-    """Take a factor from the front."""
-    part = rest.pop(0) if rest else ""
-    if part in ("+", "-"):
-        return negative(_operand(rest)) if part == "-" else _operand(rest)
-    if part in TURNS:
-        return _function(str(part), rest)
-    if part in _ARGUMENTS:
-        taken, rest[:] = rest[: _ARGUMENTS[part]], rest[_ARGUMENTS[part] :]
-        node = Term(part, tuple(one for one in taken if isinstance(one, Term)))
-        need(len(node.args) == _ARGUMENTS[part], Unread)
-    else:
-        node = part if isinstance(part, Term) else _atom(part, rest)
-    while rest and rest[0] in ("^", "!"):
-        node = Term("!", (node,)) if rest.pop(0) == "!" else Term("^", (node, _operand(rest)))
-    return node
-
-
-def _atom(part: str, rest: list[Part]) -> Term:
-    if rest and rest[0] == "_":  # x_1, 101_2
-        index, rest[:2] = _operand(rest[1:2]), []
-        return Term("variable", text=f"{part}_{index}")
-    if re.match(r"\.?\d", part):
-        return Term("number", text=part)
-    if part in FACTORS:
-        return Term("factor", text=part)
-    if part[:1] in ('"', "$", "€", "£", "¥"):
-        return Term("unit", text=part.removeprefix('"'))
-    need(part.isalpha() or part in SETS, Unread)
-    return Term("variable", text=part)
-
-
-def _function(name: str, rest: list[Part]) -> Term:
-    """Take the argument of a function: one in brackets, else the factors up to the next function or sign."""
-    marks = dict[Part, Term]()
-    while rest and rest[0] in ("^", "_"):
-        sign = rest.pop(0)
-        marks[sign] = _operand(rest)
-    taken = rest[:1]
-    del rest[:1]
-    while rest and rest[0] not in ("*", "/", *_SIGNS, *TURNS) and not (isinstance(taken[0], Term) and taken[0].op == "brackets"):
-        taken.append(rest.pop(0))
-    node = Term(name, (_product(taken), *([marks["_"]] if "_" in marks else [])))
-    if rest and rest[0] == "^":
-        rest.pop(0)
-        marks["^"] = _operand(rest)
-    return Term("^", (node, marks["^"])) if "^" in marks else node
+    def _atom(self, part: str) -> Term:
+        if self._take("_"):  # x_1, 101_2
+            return Term("variable", text=f"{part}_{self._factor(alone=True)}")
+        if re.match(r"\.?\d", part):
+            return Term("number", text=part)
+        if part in FACTORS:
+            return Term("factor", text=part)
+        if part[:1] in ('"', "$", "€", "£", "¥"):
+            return Term("unit", text=part.removeprefix('"'))
+        need(part.isalpha() or part in SETS, Unread)
+        return Term("variable", text=part)

@@ -28,11 +28,13 @@ def same(gold: Term, given: Term, at: At | None = None) -> bool:
         return False
     if _is_set(gold) or _is_set(given):
         return _same_sets(gold, given, at)
+    if "solution" in (gold.op, given.op) and gold.op != given.op:
+        gold, given = (replace(one, op="brackets", text="()") if one.op in ("solution", "list") else one for one in (gold, given))
     ours, theirs = members(gold), members(given)
     if len(ours) != 1 or len(theirs) != 1:
         return _same_lists(ours, theirs, at)
     gold, given = plain(ours[0]), plain(theirs[0])
-    if "brackets" in (gold.op, given.op):
+    if {gold.op, given.op} & {"brackets", "solution"}:
         return gold.op == given.op and (len(gold.args) != 2 or gold.text == given.text) and _alike(gold, given, at)
     return _same_values(gold, given, at)
 
@@ -41,29 +43,8 @@ def _alike(gold: Term, given: Term, at: At) -> bool:
     return len(gold.args) == len(given.args) and all(same(a, b, at) for a, b in zip(gold.args, given.args, strict=True))
 
 
-def _proportional(gold: Term, given: Term, at: At) -> bool:
-    """Compare the differences of both sides of two equations or inequalities: one is a multiple of the other."""
-    pairs = _at_points(*(Term("+", (one.args[0], negative(one.args[1]))) for one in (gold, given)), at)
-    ratios = [a / b for a, b in pairs if a and b]
-    return len(variables(gold, given) - {"i"}) > 0 and _constant(ratios) and (gold.text in "=≠" or mp.re(ratios[0]) > 0)
-
-
-def _constant(ratios: Sequence[Number]) -> bool:
-    return len(ratios) > 1 and all(equal(ratios[0], other) for other in ratios)
-
-
-def _at_points(gold: Term, given: Term, at: At) -> Iterator[tuple[Number | None, Number | None]]:
-    for number in POINTS if variables(gold, given) - {"i"} else POINTS[:1]:
-        place = replace(at, number=number)
-        yield defined(gold, place), defined(given, place)
-
-
 def _same_lists(ours: Sequence[Term], theirs: Sequence[Term], at: At) -> bool:
-    """Compare lists without order, or "x = 1, y = 2" with a tuple of the values in the order of their names."""
-    tuples = [_in_order(items) for items in (ours, theirs)]
-    if tuples.count(None) == 1:
-        a, b = (found or _tuple(items) for found, items in zip(tuples, (ours, theirs), strict=True))
-        return same(a, b, at)
+    """Compare lists without order."""
     left = list(theirs)
     for one in ours:
         found = next((item for item in left if same(one, item, at)), None)
@@ -73,20 +54,26 @@ def _same_lists(ours: Sequence[Term], theirs: Sequence[Term], at: At) -> bool:
     return not left
 
 
-def _tuple(items: Sequence[Term]) -> Term:
-    return items[0] if len(items) == 1 else Term("brackets", tuple(items), "()")
+def _at_points(gold: Term, given: Term, at: At) -> Iterator[tuple[Number | None, Number | None]]:
+    """The values of two expressions, at all points if they have variables."""
+    whole = any(one.op in ("!", "binom", "perm") for node in (gold, given) for one in walk(node))
+    for number in (POINTS[len(POINTS) // 2 :] if whole else POINTS) if variables(gold, given) - {"i"} else POINTS[:1]:
+        place = replace(at, number=number)
+        yield defined(gold, place), defined(given, place)
 
 
-def _in_order(items: Sequence[Term]) -> Term | None:
-    values = dict(map(named, items))
-    return _tuple([values[name] for name in sorted(values)]) if "" not in values and len(values) == len(items) > 1 else None
+def _proportional(gold: Term, given: Term, at: At) -> bool:
+    """Compare the differences of both sides of two equations or inequalities: one is a multiple of the other."""
+    differences = (Term("+", (one.args[0], negative(one.args[1]))) for one in (gold, given))
+    ratios = [a / b for a, b in _at_points(*differences, at) if a and b]
+    return len(ratios) > 1 and all(equal(ratios[0], other) for other in ratios) and (gold.text in "=≠" or mp.re(ratios[0]) > 0)
 
 
 def _same_values(gold: Term, given: Term, at: At) -> bool:
     """Compare numbers or functions. A unit that only one side has does not count; but degrees may be radians."""
-    signs = [{one.text for one in walk(node) if one.op == "factor" or one.text == "$"} for node in (gold, given)]
+    factors, others = ({one.text for one in walk(node) if one.op == "factor" or one.text == "$"} for node in (gold, given))
     one_sided = {"unit"} if bool(units_of(gold)) != bool(units_of(given)) else set()
-    left_out = {"factor"} if signs[0] & {"%", "$"} and not signs[1] - {"$"} else set()
+    left_out = {"factor"} if factors & {"%", "$"} and not others - {"$"} else set()
     return any(
         _same_at(gold, given, replace(at, ignored=ignored, base=base))
         for ignored in {frozenset[str](), frozenset(one_sided | left_out)}
@@ -105,20 +92,19 @@ def _same_at(gold: Term, given: Term, at: At) -> bool:
 
 def _rounds(a: Number, gold: Term, b: Number, given: Term) -> bool:
     """Return whether the reference is a decimal number that rounds an exact one."""
-    decimals = [one.text for one in walk(gold) if "." in one.text]
+    decimals = [one.text.partition(".")[2] for one in walk(gold) if "." in one.text]
     exact = not any("." in one.text for one in walk(given)) and {one.op for one in walk(given)} - {"*", "number", "unit", "factor"}
-    if gold.op not in ("number", "*") or len(decimals) != 1 or not exact or mp.im(b) != 0 or a * b <= 0:
+    if gold.op not in ("number", "*") or len(decimals) != 1 or len(decimals[0]) < 2 or not exact or mp.im(b) != 0 or a * b <= 0:
         return False
-    places = len(decimals[0].partition(".")[2])
-    beyond = (abs(b / a) - 1) * mp.mpf(decimals[0]) * 10**places * 2
-    near = mp.ldexp(1, -SAME_BITS)
-    return places > 1 and -1 - near <= beyond < 1 - near
+    written = next(mp.mpf(one.text) for one in walk(gold) if "." in one.text)
+    beyond, near = (b / a - 1) * written * 10 ** len(decimals[0]) * 2, mp.ldexp(1, -SAME_BITS)
+    return -1 - near <= beyond < 1 - near
 
 
 def _is_set(node: Term) -> bool:
     if node.op == "list":
-        return any(map(_is_set, node.args))
-    return node.op in ("sets", "described") or node.text in SETS or (node.op == "relation" and not set(node.text) <= {"="})
+        return node.text == "where" or any(map(_is_set, node.args))
+    return node.op == "sets" or node.text in SETS or (node.op == "relation" and not set(node.text) <= {"="})
 
 
 def _same_sets(gold: Term, given: Term, at: At) -> bool:
@@ -126,7 +112,7 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
     if max(len(variables(one)) for one in (gold, given)) > 1 or (gold.op == given.op == "relation" and len(gold.args) == len(given.args) == 2):
         return False
     edges = sorted({edge for one in (gold, given) for edge in _edges(one, at)} | {mp.zero})
-    points = [edges[0] - 1, *edges, edges[-1] + 1, *((a + b) / 2 for a, b in pairwise(edges)), mp.mpf(-(10**20)) - 0.5, mp.mpf(10**20) + 0.5]
+    points = [*edges, *((a + b) / 2 for a, b in pairwise([edges[0] - 2, *edges, edges[-1] + 2])), mp.mpf(-1e20), mp.mpf(1e20) + 0.5]
     if any(one.text in (r"\Z", r"\N") for node in (gold, given) for one in walk(node)):
         need(edges[-1] - edges[0] < MOST, TooLarge)
         points += map(mp.mpf, range(int(edges[0]) - 2, int(edges[-1]) + 3))
@@ -137,26 +123,26 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
 
 
 def _edges(node: Term, at: At) -> Iterator[Number]:
-    """Where a set may change: at the numbers in it, and where two sides of a relation are equal if they differ by a quadratic function."""
+    """Where a set may change: at the numbers in it, and where two sides of a relation are equal."""
     for one in walk(node):
+        found = [] if variables(one) else [defined(one, at)]
         if one.op == "relation" and "∈" not in one.text:
-            for sides in pairwise(one.args):
-                yield from filter(mp.isfinite, _roots(Term("+", (sides[0], negative(sides[1]))), at))
-        found = None if variables(one) else defined(one, at)
-        if found is not None and mp.isfinite(found) and mp.im(found) == 0:
-            yield found
+            found = [root for a, b in pairwise(one.args) for root in _roots(Term("+", (a, negative(b))), at)]
+        yield from (edge for edge in found if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0)
 
 
-def _roots(node: Term, at: At) -> Sequence[Number]:
-    """The roots of the quadratic function that has the same values at -1, 0 and 1."""
-    below, c, above = (defined(node, replace(at, given=dict.fromkeys(variables(node), mp.mpf(t)))) for t in (-1, 0, 1))
-    if below is None or c is None or above is None or below == above == c:
-        return ()
-    a, b = (above + below) / 2 - c, (above - below) / 2
-    if equal(above - c, c - below):
-        return (-c / b,)
-    root = mp.sqrt(b * b - 4 * a * c)
-    return ((-b - root) / a / 2, (-b + root) / a / 2) if mp.im(root) == 0 else ()
+def _roots(node: Term, at: At) -> Iterator[Number]:
+    """The roots of quadratic functions with the same values at three places: one function, or the two sides of |x| too."""
+    for middle in map(mp.mpf, (-1000, 0, 1000)):
+        below, c, above = (defined(node, replace(at, given=dict.fromkeys(variables(node), middle + step))) for step in (-1, 0, 1))
+        if below is None or c is None or above is None:
+            continue
+        a, b = (above + below) / 2 - c, (above - below) / 2
+        if not equal(above - c, c - below):
+            root = mp.sqrt(b * b - 4 * a * c)
+            yield from (middle - (b + root) / a / 2, middle - (b - root) / a / 2)
+        elif b:
+            yield middle - c / b
 
 
 def _contains(node: Term, t: Number, at: At) -> bool:
@@ -164,8 +150,8 @@ def _contains(node: Term, t: Number, at: At) -> bool:
     node = plain(node)
     if node.text in SETS:
         return node.text != "∅" and (node.text == r"\R" or integer(t) is not None) and (node.text != r"\N" or t >= 1)
-    if node.op == "described":
-        return all(_contains(one, t, at) for one in node.args)
+    if node.text == "∈":
+        return _contains(node.args[1], t, at)
     if node.op == "list":
         return (any if node.text in ("or", "set") else all)(_contains(one, t, at) for one in node.args)
     if node.op == "sets":
@@ -174,20 +160,16 @@ def _contains(node: Term, t: Number, at: At) -> bool:
             also = _contains(other, t, at)
             found = found or also if sign == "∪" else found and also == (sign == "∩")
         return found
-    if node.text == "∈":
-        return _contains(node.args[1], t, at)
-    values = [defined(one, replace(at, given=dict.fromkeys(variables(node), t))) for one in node.args]
-    if node.op == "relation":
-        need(variables(node), Undefined)
-        return None not in values and all(_holds(sign, a, b) for sign, (a, b) in zip(node.text, pairwise(values), strict=True))
-    need(not variables(node), Undefined)
+    need((node.op == "relation") == bool(variables(node)), Undefined)
     if node.op == "brackets" and len(node.args) == 2:
-        signs = ("<≤"[node.text[0] == "["], "<≤"[node.text[1] == "]"])
-        return _holds(signs[0], values[0], t) and _holds(signs[1], t, values[1])
-    return any(equal(t, value(one, at)) for one in members(node))
+        signs = "<≤"[node.text[0] == "["] + "<≤"[node.text[1] == "]"]
+        node = Term("relation", (node.args[0], Term("variable", text="t"), node.args[1]), signs)
+    if node.op != "relation":
+        return any(equal(t, value(one, at)) for one in members(node))
+    values = [defined(one, replace(at, given=dict.fromkeys(variables(node), t))) for one in node.args]
+    real = not any(one is None or mp.im(one) for one in values)
+    return real and all(_holds(sign, a, b) for sign, (a, b) in zip(node.text, pairwise(values), strict=True))
 
 
 def _holds(sign: str, a: Number, b: Number) -> bool:
-    if equal(a, b):
-        return sign in "=≤≥"
-    return sign == "≠" if sign in "=≠" else bool(a < b) == (sign in "<≤")
+    return sign in ("=≤≥" if equal(a, b) else "≠<≤" if a < b else "≠>≥")

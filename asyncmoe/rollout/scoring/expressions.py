@@ -42,8 +42,8 @@ class Term:
 
     Attributes:
         op: a name in `asyncmoe.rollout.scoring.bounded.FUNCTIONS`, or "±"; "number", "variable", "unit" or "factor", with `text`; or
-            "brackets" (also of a matrix, its rows and a ratio), "relation" (from small to large), "list" or "sets", with the signs in
-            `text`; or "described" (a set by a property).
+            "brackets" (also of a matrix, its rows and a ratio), "relation" (from small to large), "list" (also of the conditions of a set
+            by a property) or "sets", with the signs in `text`.
     """
 
     op: str
@@ -195,8 +195,10 @@ class _Reader:
         self._open.pop()
         if opening in "|⌊⌈":
             return Term(opening, (found,))
-        if opening in "{⟦" or found.op == "described":
+        if opening in "{⟦":
             return found
+        if found.op == "described":
+            return Term("list", tuple(one for one in found.args if one.op != "variable"), "where")
         members = found.args if found.op == "list" else (found,)
         return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
 

@@ -103,12 +103,17 @@ def units_of(node: Term) -> list[str]:
 
 
 def plain(node: Term) -> Term:
-    """Without brackets around one expression; a sum of quantities instead of "2 hours and 30 minutes"; of a set its condition."""
-    while len(node.args) == 1 and (node.op == "list" or node.text == "()"):
+    """Without brackets around one expression; of "2 hours and 30 minutes" the sum; of "x = 1, y = 2" the values in the order of names."""
+    while len(node.args) == 1 and ((node.op == "list" and node.text != "where") or node.text == "()"):
         node = node.args[0]
-    if node.op == "list" and node.text == "and" and len(set(units_of(node))) == len(units_of(node)) == len(node.args):
+    if node.op != "list" or node.text in ("set", "where"):
+        return node
+    if node.text == "and" and len(set(units_of(node))) == len(units_of(node)) == len(node.args):
         return Term("+", node.args)
-    return node.args[1] if node.op == "described" and node.args[0].op == "variable" else node
+    values = dict(map(named, node.args))
+    if "" in values or len(values) < len(node.args):
+        return node
+    return Term("solution", tuple(values[name] for name in sorted(values)), " ".join(sorted(values)))
 
 
 def members(node: Term) -> Sequence[Term]:

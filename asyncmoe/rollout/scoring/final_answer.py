@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring import notation
 from asyncmoe.rollout.scoring.expressions import FACTORS
+from asyncmoe.rollout.scoring.notation import PATTERNS
 from asyncmoe.rollout.scoring.units import UNITS
 
 ANSWER_CHARS = 8000
@@ -15,36 +16,16 @@ ANSWER_CHARS = 8000
 _BRACED = r"(?:[^{}\\]|\\.)*+"
 for _ in range(8):
     _BRACED = rf"(?:[^{{}}\\]|\\.|\{{{_BRACED}\}})*+"
-_MARKS = [
-    re.compile(pattern, re.DOTALL)
-    for pattern in (
-        rf"\\f?box(?:ed)?\s*\{{(?:(?=({_BRACED})\}}))?",
-        r"<answer>((?:(?!</?answer>).)*)",
-        r"\b(?:[Oo]ption|[Cc]hoice)\s+\(?([A-J])\)?(?![A-Za-z])",
-        rf"{MARK}([^\n]*)",
-        r"\*\*([^*\n]{1,300})\*\*(?!\s*:)",
-        r"`([^`\n]{1,300})`",
-    )
-]
-_PHRASE = re.compile(
-    r"(?i)(?:final answer\b|\banswer(?=[ *]*(?:is\b|are\b|[:：=]))|\b(?:option|choice)(?=[ *]*(?:is\b|[:：]))"
-    r"|答案?(?=[ *】]*[是为：:]|】)|(?<!不)选(?=[：: ]*[A-J(]))(?:[ *]*(?:is\b|are\b|be\b|[:：=是为选】\n]))*[ *\n]*"
-)
-_LATEX = re.compile(
-    r"(?<!\\)\$\$[^$]{1,4000}\$\$|(?<!\\)\$(?=\s?[^\s$])[^$\n]{1,2000}(?<!\\)\$|\\\((?:(?!\\[()]).){1,2000}\\\)|(?<!\\)\\\[(?:(?!\\[\[\]]).){1,4000}\\\]",
-    re.DOTALL,
+_MARKS = (
+    re.compile(rf"\\f?box(?:ed)?\s*\{{(?:(?=({_BRACED})\}}))?", re.DOTALL),
+    re.compile(rf"{MARK}([^\n]*)"),
+    *(PATTERNS[name] for name in ("tag", "letter", "bold", "code")),
 )
 _FACTOR, _UNIT = ("|".join(sorted(map(re.escape, names), key=len, reverse=True)) for names in (FACTORS, UNITS))
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d.,^_])(?:(?<![\d)])[-+−])?(?:\\?[$€£¥] ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?: \d+/\d+|/\d+|[eE][-+]?\d+)?"
     rf"(?: ?\\?(?:{_FACTOR})(?![A-Za-z]))*(?i: ?(?:平方|立方)?(?:{_UNIT})(?:e?s)?(?:/(?:{_UNIT}))?[²³]?(?![A-Za-z]))?"
 )
-_JOINED = re.compile(r"[\s,;，、.]*(?:and|or|to|和|或|与|及|至|到|[,;，、-])[\s,]*")
-_BETWEEN = re.compile(r"\\text\s*\{([^{}]*)\}|\\q?quad|\\[,;:! ()\[\]]|[$}*`]")
-_CLAUSE = re.compile(
-    r"\s+\((?=[A-Za-z]{3})|,?\s+(?:because|since|as|so|which|where|when|is|are|for|but)\b|[.!?;](?=\s|$)|[。；！？]|，(?=[^\d（(\[-])"
-)
-_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}+[^\\]*?(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 
 def find(response: str, reference: bool = False) -> Sequence[str]:
@@ -53,15 +34,15 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
     Args:
         reference: it is a reference, which is an answer, or a whole solution with marks.
     """
-    text = re.sub(r"[^\S\n]+", " ", re.split(r"</think(?:ing)?>|<\|end_of_thought\|>|◁/think▷", response)[-1]).strip()
+    text = re.sub(r"[^\S\n]+", " ", PATTERNS["thought"].split(response)[-1]).strip()
     if "<think>" in text:
         return []
     marks = sorted((found for pattern in _MARKS for found in pattern.finditer(text)), key=re.Match.start)
     sure = [found for found in marks if _is_sure(found, text)]
-    *_, phrase = None, *_PHRASE.finditer(text)
+    *_, phrase = None, *PATTERNS["phrase"].finditer(text)
     if phrase and (not sure or phrase.start() > sure[-1].start()):
         rest = text[phrase.end() : phrase.end() + ANSWER_CHARS]
-        latex = _LATEX.match(rest)
+        latex = PATTERNS["latex"].match(rest)
         return _sentence(rest if latex and "\n" in latex[0] else rest.partition("\n")[0], marked=True)
     unsure = [found[1] for found in marks if found[0][0] != MARK[0]]
     return [_joined(text, sure)] if sure else unsure[-1:] or _sentence(text, False, not reference)
@@ -71,15 +52,15 @@ def _is_sure(mark: re.Match[str], text: str) -> bool:
     """The signs of GSM8K, bold and code are also those of Markdown for headings and stress."""
     content, sign = mark[1] or "", mark[0][0]
     valued = re.search(r"^[^A-Za-z]*\d|\\|\$", content) or (sign == MARK[0] and not text[mark.end() :].strip())
-    return sign not in "*`#" or bool((valued or notation.choices(content.strip())) and not _PROSE.search(content[:1000]))
+    return sign not in "*`#" or bool((valued or notation.choices(content.strip())) and not PATTERNS["prose"].search(content[:1000]))
 
 
 def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[str]:
     """Return a text, its first clause if it is marked, and its last expression in LaTeX, or in prose its last number with a unit."""
     if re.match(r"\W*(?:not\b|不)", text):
         return []
-    whole = [text, *_CLAUSE.split(text, maxsplit=1)[:marked]] if len(text) <= ANSWER_CHARS else []
-    parts = [found for found in _LATEX.finditer(text) if not _PROSE.search(notation.unwrapped(found[0], "", drop=True))]
+    whole = [text, *PATTERNS["clause"].split(text, maxsplit=1)[:marked]] if len(text) <= ANSWER_CHARS else []
+    parts = [found for found in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(notation.unwrapped(found[0], "", drop=True))]
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
         parts = [*_NUMBER.finditer(text)]
@@ -91,8 +72,8 @@ def _joined(text: str, parts: Sequence[re.Match[str]]) -> str:
     last = parts[-1]
     content = last[last.re.groups] or ""
     for one in parts[-2:-20:-1]:
-        between = _BETWEEN.sub(r" \1 ", text[one.end(one.re.groups) : last.start()][:80])
-        if not _JOINED.fullmatch(between):
+        between = PATTERNS["between"].sub(r" \1 ", text[one.end(one.re.groups) : last.start()][:80])
+        if not PATTERNS["joined"].fullmatch(between):
             break
         last, content = one, f"{one[one.re.groups]} {between} {content}"
     return content

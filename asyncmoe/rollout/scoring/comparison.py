@@ -168,8 +168,6 @@ def _contains(node: Term, t: Number, at: At) -> bool:
         return any(equal(t, value(one, at)) for one in members(node))
     values = [defined(one, replace(at, given=dict.fromkeys(variables(node), t))) for one in node.args]
     real = not any(one is None or mp.im(one) for one in values)
-    return real and all(_holds(sign, a, b) for sign, (a, b) in zip(node.text, pairwise(values), strict=True))
-
-
-def _holds(sign: str, a: Number, b: Number) -> bool:
-    return sign in ("=≤≥" if equal(a, b) else "≠<≤" if a < b else "≠>≥")
+    return real and all(
+        sign in ("=≤≥" if equal(a, b) else "≠<≤" if a < b else "≠>≥") for sign, (a, b) in zip(node.text, pairwise(values), strict=True)
+    )

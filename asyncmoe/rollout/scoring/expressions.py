@@ -17,14 +17,11 @@ SETS = ("∅", r"\R", r"\Z", r"\N")
 FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
 """With their powers of ten."""
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
-_LEVELS = (
-    *(("matrix", {"¶"}), ("row", {"&"}), ("described", {"¦"}), ("list", {",", "and", "or"}), ("relation", set("=<>≤≥≠∈"))),
-    *((":", {":"}), ("sets", set("∪∩∖"))),
-)
+_LEVELS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}
 """What separates the parts of an expression, the loosest first."""
 _TURNED = str.maketrans(">≥", "<≤")
 _SIGNS = ("+", "-", "±")
-_BETWEEN = {*_SIGNS}.union(*(signs for _, signs in _LEVELS))
+_BETWEEN = {*_SIGNS}.union(*_LEVELS.values())
 _OPEN = {*"*/^_", *_BETWEEN, *TURNS, *_CLOSED_BY} - {"|"}
 """After these a factor begins."""
 _ENDS = {"", *_BETWEEN, *")]}⦄⟩⌋⌉⟧"}
@@ -65,21 +62,23 @@ def read(text: str) -> Term:
         Unread: it is no expression.
         TooLarge: it is too long, too nested, or has a number with too many digits.
     """
-    return _Reader([*_tokens(text)]).whole()
+    reader = _Reader([*_tokens(text)])
+    node = reader.level()
+    need(reader.rest == [""], Unread)
+    return node
 
 
 def _tokens(text: str) -> Iterator[str]:
     """Signs and names, numbers, letters, and units behind a quotation mark."""
-    at, before, last = 0, "", ","
+    at, last = 0, ","
     for count, found in enumerate(_TOKEN.finditer(text)):
         need(found.start() == at, Unread)
-        need(count < _TOKENS, TooLarge)
         at, (space, number, word, sign) = found.end(), found.groups()
-        spaced = bool(space) and before != "^" and not re.match(r"\s*[\w+*-]", text[at : at + 9])
+        need(count < _TOKENS and len(number or "") <= _DIGITS, TooLarge)
+        spaced = bool(space) and not re.match(r"\s*[\w+*-]", text[at : at + 9])
         for token in _word(word, spaced, text[at : at + 2], last) if word else [number or sign]:
-            before, last = last, token[1:] if token[1:] in _NAMES else token
+            last = token[1:] if token[1:] in _NAMES else token
             yield last
-        need(len(last) <= _DIGITS, TooLarge)
     need(not text[at:].strip(), Unread)
 
 
@@ -97,9 +96,7 @@ def _word(quoted: str, spaced: bool, follows: str, last: str) -> Iterator[str]:
     alone = spaced or text or not single or not word.isascii() or last[0] in '"/'
     if word in _NAMES or word in ("and", "or") or (word in FACTORS and behind):
         yield word
-    elif ((behind or last == "/") and alone and units.known(word) is not None) or (
-        behind and text and single and word not in "ei" and follows[:1] != "_"
-    ):
+    elif (behind or last == "/") and alone and units.known(word) is not None:
         yield f'"{word}'
     elif letters and word < "Ͽ":
         yield from word
@@ -112,27 +109,22 @@ class _Reader:
     """Takes tokens from the front, one function for each kind of part."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._rest = ["", *reversed(tokens)]
+        self.rest = ["", *reversed(tokens)]
         self._open = [""]
         self._nested = 0
 
-    def whole(self) -> Term:
-        node = self._level()
-        need(self._rest == [""], Unread)
-        return node
-
     def _take(self, *signs: str) -> str:
         """The next token if it is one of these, else ""."""
-        return self._rest.pop() if self._rest[-1] in signs else ""
+        return self.rest.pop() if self.rest[-1] in signs else ""
 
-    def _level(self, number: int = 0) -> Term:
+    def level(self, number: int = 0) -> Term:
         if number == len(_LEVELS):
             return self._sum()
-        op, signs = _LEVELS[number]
-        args, used = [self._level(number + 1)], list[str]()
+        op, signs = [*_LEVELS.items()][number]
+        args, used = [self.level(number + 1)], list[str]()
         while sign := self._take(*signs):
             used.append(sign)
-            args.append(self._level(number + 1))
+            args.append(self.level(number + 1))
         if not used:
             return args[0]
         if set(used) <= {">", "≥"}:
@@ -143,7 +135,7 @@ class _Reader:
 
     def _sum(self) -> Term:
         terms = list[Term]()
-        while not terms or self._rest[-1] in _SIGNS:
+        while not terms or self.rest[-1] in _SIGNS:
             signs = ""
             while sign := self._take(*_SIGNS):
                 signs += sign
@@ -154,9 +146,9 @@ class _Reader:
 
     def _product(self, ends: Sequence[str] = ()) -> Term:
         factors = [self._factor()]
-        while not (self._rest[-1] in _ENDS or self._rest[-1] in ends or self._rest[-1] == self._open[-1] == "|"):
+        while not (self.rest[-1] in _ENDS or self.rest[-1] in ends or self.rest[-1] == self._open[-1] == "|"):
             last, sign = factors[-1], self._take("*", "/")
-            following = self._rest[-1]
+            following = self.rest[-1]
             need(last.op != "unit" or units.known(last.text) is not None or following[:1] == '"', Unread)
             need(sign or last.op != "number" or not re.match(r"\.?\d", following), Unread)
             factor = self._factor()
@@ -167,7 +159,7 @@ class _Reader:
         """Read a factor, or what may stand before its exponent."""
         self._nested += 1
         need(self._nested <= _NESTED, TooLarge)
-        part = self._rest.pop()
+        part = self.rest.pop()
         need(part, Unread)
         if part in ("+", "-"):
             node = negative(self._factor()) if part == "-" else self._factor()
@@ -189,7 +181,7 @@ class _Reader:
         if opening in "⦃{" and self._take(_CLOSED_BY[opening]):
             return Term("variable", text="∅")
         self._open.append(opening)
-        found = self._level()
+        found = self.level()
         closing = self._take(*_CLOSED_BY[opening])
         need(closing, Unread)
         self._open.pop()
@@ -206,7 +198,7 @@ class _Reader:
         """The argument of a function is one in brackets, else the factors up to the next function or sign."""
         index = [self._factor(alone=True)] if self._take("_") else []
         power = [self._factor(alone=True)] if self._take("^") else []
-        argument = self._factor(alone=True) if self._rest[-1] == "(" else self._product(("*", "/", *TURNS))
+        argument = self._factor(alone=True) if self.rest[-1] == "(" else self._product(("*", "/", *TURNS))
         node = Term(name, (argument, *index))
         return Term("^", (node, *power)) if power else node
 

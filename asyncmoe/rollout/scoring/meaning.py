@@ -58,8 +58,7 @@ def value(node: Term, at: At) -> Number:
     if node.op == "factor":
         return mp.mpf(10) ** FACTORS[node.text]
     if node.op == "unit":
-        found = units.known(node.text)
-        return _any_number(node.text.lower().removesuffix("s"), 0) if found is None else found
+        return units.known(node.text) or _any_number(node.text.lower().removesuffix("s"), 0)
     if node.op == "variable":
         need(node.text not in SETS, Undefined)
         return at.given[node.text] if node.text in at.given else CONSTANTS.get(node.text, _any_number(node.text, at.number))
@@ -103,14 +102,10 @@ def units_of(node: Term) -> list[str]:
 
 
 def plain(node: Term) -> Term:
-    """Without brackets around one expression; of "2 hours and 30 minutes" the sum; of "x = 1, y = 2" the values in the order of names."""
+    """Without brackets around one expression; of "x = 1, y = 2" the values in the order of their names."""
     while len(node.args) == 1 and ((node.op == "list" and node.text != "where") or node.text == "()"):
         node = node.args[0]
-    if node.op != "list" or node.text in ("set", "where"):
-        return node
-    if node.text == "and" and len(set(units_of(node))) == len(units_of(node)) == len(node.args):
-        return Term("+", node.args)
-    values = dict(map(named, node.args))
+    values = dict(map(named, node.args)) if node.op == "list" and node.text not in ("set", "where") else {"": node}
     if "" in values or len(values) < len(node.args):
         return node
     return Term("solution", tuple(values[name] for name in sorted(values)), " ".join(sorted(values)))

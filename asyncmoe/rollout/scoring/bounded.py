@@ -75,10 +75,6 @@ def _natural(n: Number, bound: int) -> int:
     return whole
 
 
-def _factorial(n: Number) -> Number:
-    return mp.factorial(_natural(n, _FACTORIAL))
-
-
 def _binomial(n: Number, k: Number) -> Number:
     other = integer(n - k) or 0
     chosen = _natural(n - k if 0 < other < mp.re(k) else k, _CHOSEN)
@@ -108,8 +104,8 @@ TURNS: Mapping[str, Callable[..., Number]] = {
 }
 """Functions that may stand before an argument without brackets."""
 FUNCTIONS: Mapping[str, Callable[..., Number]] = {
-    **{"+": add, "*": lambda a, b: a * b, "^": power, "frac": lambda a, b: a * power(b, -mp.one), "brackets": lambda x: x, "!": _factorial},
-    **{"binom": _binomial, "perm": lambda n, k: _binomial(n, k) * _factorial(k), "|": abs, "⌊": mp.floor, "⌈": mp.ceil, **TURNS},
-    **{"sqrt": mp.sqrt, "root": lambda n, x: power(x, power(n, -mp.one))},
+    **{"+": add, "*": lambda a, b: a * b, "^": power, "frac": lambda a, b: a * power(b, -mp.one), "brackets": lambda x: x},
+    **{"binom": _binomial, "perm": lambda n, k: _binomial(n, k) * mp.factorial(k), "|": abs, "⌊": mp.floor, "⌈": mp.ceil, **TURNS},
+    **{"sqrt": mp.sqrt, "!": lambda n: mp.factorial(_natural(n, _FACTORIAL)), "root": lambda n, x: power(x, power(n, -mp.one))},
 }
 """Of the nodes of expressions that have a value, by their name."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from asyncmoe.rollout.scoring.bounded import SAME_BITS, Number, TooLarge, Undefined, equal, integer, mp, need
 from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
 from asyncmoe.rollout.scoring.meaning import MOST, POINTS, At, defined, members, named, plain, units_of, value, variables, walk
+
+_NEAR = mp.mpf(10) ** -30
+"""Beside an edge: this part of the way to the next one."""
 
 
 def same(gold: Term, given: Term, at: At | None = None) -> bool:
@@ -109,10 +112,11 @@ def _is_set(node: Term) -> bool:
 
 def _same_sets(gold: Term, given: Term, at: At) -> bool:
     """Compare sets of real numbers at their edges, between and beyond them, and at integers if they matter."""
-    if max(len(variables(one)) for one in (gold, given)) > 1 or (gold.op == given.op == "relation" and len(gold.args) == len(given.args) == 2):
+    if max(len(variables(one)) for one in (gold, given)) > 1 or (gold.op == given.op == "relation" and len(gold.args) == len(given.args)):
         return False
     edges = sorted({edge for one in (gold, given) for edge in _edges(one, at)} | {mp.zero})
-    points = [*edges, *((a + b) / 2 for a, b in pairwise([edges[0] - 2, *edges, edges[-1] + 2])), mp.mpf(-1e20), mp.mpf(1e20) + 0.5]
+    pieces = pairwise([mp.mpf(-1e20), edges[0] - 2, *edges, edges[-1] + 2, mp.mpf(1e20) + 0.5])
+    points = [*edges, *(a + (b - a) * share for a, b in pieces for share in (_NEAR, 0.5, 1 - _NEAR))]
     if any(one.text in (r"\Z", r"\N") for node in (gold, given) for one in walk(node)):
         need(edges[-1] - edges[0] < MOST, TooLarge)
         points += map(mp.mpf, range(int(edges[0]) - 2, int(edges[-1]) + 3))
@@ -123,26 +127,15 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
 
 
 def _edges(node: Term, at: At) -> Iterator[Number]:
-    """Where a set may change: at the numbers in it, and where two sides of a relation are equal."""
+    """Where a set may change: at the numbers in it, and where two sides of a relation are equal if both are linear, or linear far out."""
     for one in walk(node):
         found = [] if variables(one) else [defined(one, at)]
         if one.op == "relation" and "∈" not in one.text:
-            found = [root for a, b in pairwise(one.args) for root in _roots(Term("+", (a, negative(b))), at)]
+            for sides, t in product(pairwise(one.args), (-1000, 0, 1000)):
+                difference = Term("+", (sides[0], negative(sides[1])))
+                a, b = (defined(difference, replace(at, given=dict.fromkeys(variables(one), mp.mpf(x)))) for x in (t, t + 1))
+                found += [t - a / (b - a)] if a is not None and b is not None and a != b else []
         yield from (edge for edge in found if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0)
-
-
-def _roots(node: Term, at: At) -> Iterator[Number]:
-    """The roots of quadratic functions with the same values at three places: one function, or the two sides of |x| too."""
-    for middle in map(mp.mpf, (-1000, 0, 1000)):
-        below, c, above = (defined(node, replace(at, given=dict.fromkeys(variables(node), middle + step))) for step in (-1, 0, 1))
-        if below is None or c is None or above is None:
-            continue
-        a, b = (above + below) / 2 - c, (above - below) / 2
-        if not equal(above - c, c - below):
-            root = mp.sqrt(b * b - 4 * a * c)
-            yield from (middle - (b + root) / a / 2, middle - (b - root) / a / 2)
-        elif b:
-            yield middle - c / b
 
 
 def _contains(node: Term, t: Number, at: At) -> bool:

@@ -27,6 +27,7 @@ _OPEN = {*"*/^_", *_BETWEEN, *TURNS, *_CLOSED_BY} - {"|"}
 _ENDS = {"", *_BETWEEN, *")]}⦄⟩⌋⌉⟧"}
 """Before these a product ends."""
 _TOKEN = re.compile(r"(\s*)(?:(\d+(?:\.\d*)?|\.\d+)|(\"[^\"]*\"|[A-Za-z]+|(?:(?![A-Za-z])[^\W\d_])+)|(\\[A-Za-z]+|[^\w\s\\]|_))")
+_EXPONENT = re.compile(r"(?<!10)\^(?:\{[^{}]*\}|\S)$")
 
 
 class Unread(Exception):
@@ -75,7 +76,7 @@ def _tokens(text: str) -> Iterator[str]:
         need(found.start() == at, Unread)
         at, (space, number, word, sign) = found.end(), found.groups()
         need(count < _TOKENS and len(number or "") <= _DIGITS, TooLarge)
-        spaced = bool(space) and not re.match(r"\s*[\w+*-]", text[at : at + 9])
+        spaced = bool(space) and not (_EXPONENT.search(text[: found.start()][-20:]) or re.match(r"\s*[\w+*-]", text[at : at + 9]))
         for token in _word(word, spaced, text[at : at + 2], last) if word else [number or sign]:
             last = token[1:] if token[1:] in _NAMES else token
             yield last
@@ -136,21 +137,15 @@ class _Reader:
     def _sum(self) -> Term:
         terms = list[Term]()
         while not terms or self.rest[-1] in _SIGNS:
-            signs = ""
-            while sign := self._take(*_SIGNS):
-                signs += sign
-            term = self._product()
-            term = negative(term) if signs.count("-") % 2 else term
-            terms.append(Term("±", (term,)) if "±" in signs else term)
+            sign, term = self._take(*_SIGNS), self._product()
+            terms.append(Term("±", (term,)) if sign == "±" else negative(term) if sign == "-" else term)
         return terms[0] if len(terms) == 1 else Term("+", tuple(terms))
 
     def _product(self, ends: Sequence[str] = ()) -> Term:
         factors = [self._factor()]
         while not (self.rest[-1] in _ENDS or self.rest[-1] in ends or self.rest[-1] == self._open[-1] == "|"):
-            last, sign = factors[-1], self._take("*", "/")
-            following = self.rest[-1]
-            need(last.op != "unit" or units.known(last.text) is not None or following[:1] == '"', Unread)
-            need(sign or last.op != "number" or not re.match(r"\.?\d", following), Unread)
+            sign = self._take("*", "/")
+            need(sign or factors[-1].op != "number" or not re.match(r"\.?\d", self.rest[-1]), Unread)
             factor = self._factor()
             factors.append(Term("^", (factor, MINUS)) if sign == "/" else factor)
         return factors[0] if len(factors) == 1 else Term("*", tuple(factors))
@@ -190,7 +185,8 @@ class _Reader:
         if opening in "{⟦":
             return found
         if found.op == "described":
-            return Term("list", tuple(one for one in found.args if one.op != "variable"), "where")
+            conditions = tuple(one for one in found.args if one.op != "variable")
+            return conditions[0] if len(conditions) == 1 and conditions[0].text != "=" else Term("list", conditions, "where")
         members = found.args if found.op == "list" else (found,)
         return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
 

@@ -60,7 +60,7 @@ def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[st
     if re.match(r"\W*(?:not\b|不)", text):
         return []
     whole = [text, *PATTERNS["clause"].split(text, maxsplit=1)[:marked]] if len(text) <= ANSWER_CHARS else []
-    parts = [found for found in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(notation.unwrapped(found[0], "", drop=True))]
+    parts = [found for found in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", found[0]))]
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
         parts = [*_NUMBER.finditer(text)]

@@ -27,13 +27,17 @@ def plain(text: str) -> str:
     return re.sub(r"(?<![.,\sm\\])\s*[.,;:。]$", "", text.strip())
 
 
-def unwrapped(text: str, around: str = "", drop: bool = False) -> str:
-    """Return a text without the commands that set text in LaTeX, or also without such a text, or with a sign around each of its words."""
-    words = rf"{around}\g<0>{around}"
+def unwrapped(text: str) -> str:
+    """Return a text without the commands that set text in LaTeX."""
     for _ in range(3):
-        text = PATTERNS["wrapped"].sub(
-            lambda found: "" if drop else re.sub(r"(?<![\\A-Za-z\"])[^\W\d_]+", words, f" {found[1]} " if around else found[1]), text
-        )
+        text = PATTERNS["wrapped"].sub(r"\1", text)
+    return text.strip()
+
+
+def _quoted(text: str) -> str:
+    """Return a text whose words that LaTeX sets as text are in quotation marks instead."""
+    for _ in range(3):
+        text = PATTERNS["wrapped"].sub(lambda found: re.sub(r"(?<![\\A-Za-z\"])[^\W\d_]+", r'"\g<0>"', f" {found[1]} "), text)
     return text.strip()
 
 
@@ -56,7 +60,7 @@ def tidy(text: str) -> str:
     """Return a plain text in the notation that `asyncmoe.rollout.scoring.expressions` reads, with words in quotation marks."""
     for pattern, sign in _WORDS:
         text = pattern.sub(sign, text)
-    text = unwrapped(text, '"')
+    text = _quoted(text)
     for pattern, sign in _RULES:
         text = pattern.sub(sign, text)
     text = PATTERNS["repeating"].sub(_fraction, text)

@@ -15,7 +15,7 @@ mp: Any = MPContext()
 mp.prec = 4096
 Number = Any
 """mp.mpf or mp.mpc."""
-SAME_BITS, _NOTHING_BITS = 2500, 3500
+_SAME_BITS, _NOTHING_BITS = 2500, 3500
 """Numbers that differ by less than the first part are equal, which leaves room for cancellation; a sum below the second part is 0."""
 _EXPONENT, _ARGUMENT, _FACTORIAL, _CHOSEN = 1 << 20, 1 << 500, 1 << 16, 1000
 """Bounds of an exponent to base 2, of an angle, so that its sine has digits after cancellation, of a factorial, and of a coefficient."""
@@ -37,7 +37,7 @@ def need(condition: object, otherwise: type[Exception]) -> None:
 
 def equal(a: Number, b: Number) -> bool:
     """Return whether two numbers are equal, compared relatively."""
-    return bool(a == b or (mp.isfinite(a) and mp.isfinite(b) and abs(a - b) <= mp.ldexp(max(abs(a), abs(b)), -SAME_BITS)))
+    return bool(a == b or (mp.isfinite(a) and mp.isfinite(b) and abs(a - b) <= mp.ldexp(max(abs(a), abs(b)), -_SAME_BITS)))
 
 
 def integer(x: Number) -> int | None:
@@ -48,11 +48,9 @@ def integer(x: Number) -> int | None:
 
 def add(a: Number, b: Number) -> Number:
     """Return the sum. Raises TooLarge if the smaller number would be lost."""
-    if not (mp.isfinite(a) and mp.isfinite(b)):
-        return a + b
     small, large = sorted((abs(a), abs(b)))
-    need(small == 0 or small >= mp.ldexp(large, -SAME_BITS), TooLarge)
-    return _cleared(a + b, large)
+    need(small == 0 or not mp.isfinite(large) or small >= mp.ldexp(large, -_SAME_BITS), TooLarge)
+    return _cleared(a + b, large if mp.isfinite(large) else mp.one)
 
 
 def power(a: Number, b: Number) -> Number:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
-from asyncmoe.rollout.scoring.bounded import SAME_BITS, Number, TooLarge, Undefined, equal, integer, mp, need
+from asyncmoe.rollout.scoring.bounded import Number, TooLarge, Undefined, equal, integer, mp, need
 from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
-from asyncmoe.rollout.scoring.meaning import MOST, POINTS, At, defined, members, named, plain, units_of, value, variables, walk
+from asyncmoe.rollout.scoring.meaning import MOST, POINTS, At, defined, has_units, members, named, plain, value, variables, walk
 
 _NEAR = mp.mpf(10) ** -30
-"""Beside an edge: this part of the way to the next one."""
+"""How near a tie in rounding is one, and how far beside an edge a set is tried, as a part of the way to the next one."""
 
 
 def same(gold: Term, given: Term, at: At | None = None) -> bool:
@@ -24,7 +24,11 @@ def same(gold: Term, given: Term, at: At | None = None) -> bool:
         TooLarge: to find out takes more than the bounds allow.
     """
     at, gold, given = at or At(), plain(gold), plain(given)
-    if gold.op == given.op == "relation" and gold.text == given.text and (_proportional if len(gold.text) == 1 else _alike)(gold, given, at):
+    if (
+        gold.op == given.op == "relation"
+        and gold.text == given.text
+        and (_proportional if len(gold.text) == 1 else _alike)(gold, given, at)
+    ):
         return True
     (name, gold), (other, given) = named(gold), named(given)
     if name and other and name != other:
@@ -75,7 +79,7 @@ def _proportional(gold: Term, given: Term, at: At) -> bool:
 def _same_values(gold: Term, given: Term, at: At) -> bool:
     """Compare numbers or functions. A unit that only one side has does not count; but degrees may be radians."""
     factors, others = ({one.text for one in walk(node) if one.op == "factor" or one.text == "$"} for node in (gold, given))
-    one_sided = {"unit"} if bool(units_of(gold)) != bool(units_of(given)) else set()
+    one_sided = {"unit"} if has_units(gold) != has_units(given) else set()
     left_out = {"factor"} if factors & {"%", "$"} and not others - {"$"} else set()
     return any(
         _same_at(gold, given, replace(at, ignored=ignored, base=base))
@@ -95,13 +99,13 @@ def _same_at(gold: Term, given: Term, at: At) -> bool:
 
 def _rounds(a: Number, gold: Term, b: Number, given: Term) -> bool:
     """Return whether the reference is a decimal number that rounds an exact one."""
-    decimals = [one.text.partition(".")[2] for one in walk(gold) if "." in one.text]
+    decimals = [one.text for one in walk(gold) if "." in one.text]
     exact = not any("." in one.text for one in walk(given)) and {one.op for one in walk(given)} - {"*", "number", "unit", "factor"}
-    if gold.op not in ("number", "*") or len(decimals) != 1 or len(decimals[0]) < 2 or not exact or mp.im(b) != 0 or a * b <= 0:
+    if gold.op not in ("number", "*") or len(decimals) != 1 or not exact or mp.im(b) != 0 or a * b <= 0:
         return False
-    written = next(mp.mpf(one.text) for one in walk(gold) if "." in one.text)
-    beyond, near = (b / a - 1) * written * 10 ** len(decimals[0]) * 2, mp.ldexp(1, -SAME_BITS)
-    return -1 - near <= beyond < 1 - near
+    places = len(decimals[0].partition(".")[2])
+    beyond = (b / a - 1) * mp.mpf(decimals[0]) * 10**places * 2
+    return places > 1 and -1 - _NEAR <= beyond < 1 - _NEAR
 
 
 def _is_set(node: Term) -> bool:
@@ -127,7 +131,7 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
 
 
 def _edges(node: Term, at: At) -> Iterator[Number]:
-    """Where a set may change: at the numbers in it, and where two sides of a relation are equal if both are linear, or linear far out."""
+    """Where a set may change: at the numbers in it, and their roots, and where two linear sides of a relation are equal."""
     for one in walk(node):
         found = [] if variables(one) else [defined(one, at)]
         if one.op == "relation" and "∈" not in one.text:
@@ -135,7 +139,8 @@ def _edges(node: Term, at: At) -> Iterator[Number]:
                 difference = Term("+", (sides[0], negative(sides[1])))
                 a, b = (defined(difference, replace(at, given=dict.fromkeys(variables(one), mp.mpf(x)))) for x in (t, t + 1))
                 found += [t - a / (b - a)] if a is not None and b is not None and a != b else []
-        yield from (edge for edge in found if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0)
+        real = [edge for edge in found if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0]
+        yield from (sign * edge for one in real for edge in (one, mp.sqrt(abs(one))) for sign in (1, -1))
 
 
 def _contains(node: Term, t: Number, at: At) -> bool:

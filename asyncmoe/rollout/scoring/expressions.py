@@ -201,11 +201,6 @@ class _Reader:
     def _atom(self, part: str) -> Term:
         if self._take("_"):  # x_1, 101_2
             return Term("variable", text=f"{part}_{self._factor(alone=True)}")
-        if re.match(r"\.?\d", part):
-            return Term("number", text=part)
-        if part in FACTORS:
-            return Term("factor", text=part)
-        if part[:1] in ('"', "$", "€", "£", "¥"):
-            return Term("unit", text=part.removeprefix('"'))
-        need(part.isalpha() or part in SETS, Unread)
-        return Term("variable", text=part)
+        op = "number" if re.match(r"\.?\d", part) else "factor" if part in FACTORS else "unit" if part[0] in '"$€£¥' else "variable"
+        need(op != "variable" or part.isalpha() or part in SETS, Unread)
+        return Term(op, text=part.removeprefix('"'))

@@ -97,8 +97,8 @@ def variables(*nodes: Term) -> set[str]:
     return {one.text for node in nodes for one in walk(node) if one.op == "variable"} - {"pi", "e", "infty", *SETS}
 
 
-def units_of(node: Term) -> list[str]:
-    return [one.text for one in walk(node) if one.op == "unit" and units.known(one.text) != 1]
+def has_units(node: Term) -> bool:
+    return any(one.op == "unit" and units.known(one.text) != 1 for one in walk(node))
 
 
 def plain(node: Term) -> Term:
@@ -130,8 +130,6 @@ def named(node: Term) -> tuple[str, Term]:
     if node.op != "relation" or node.text not in ("=", "==", "===", "∈"):
         return "", node
     left, right = node.args[0], node.args[-1]
-    if right.op == "variable" != left.op and node.text == "=" and right.text not in CONSTANTS:
-        left, right = right, left
     if left.op in ("variable", "brackets") or (left.op == "*" and all(one.op in ("variable", "brackets") for one in left.args)):
         return (left.text.split("_")[0] if left.op == "variable" else str(left)), right
     return "", node if variables(node) else right

@@ -6,7 +6,6 @@ import re
 from importlib.resources import files
 
 
-
 def _rows(name: str) -> list[list[str]]:
     lines = files(__package__).joinpath(name).read_text("utf-8").splitlines()
     return [line.split("\t") for line in lines if line and not line.startswith("# ")]
@@ -27,17 +26,10 @@ def plain(text: str) -> str:
     return re.sub(r"(?<![.,\sm\\])\s*[.,;:。]$", "", text.strip())
 
 
-def unwrapped(text: str) -> str:
-    """Return a text without the commands that set text in LaTeX."""
+def unwrapped(text: str, word: str = r"\g<0>") -> str:
+    """Return a text without the commands that set text in LaTeX; a replacement for each word of such a text may be given."""
     for _ in range(3):
-        text = PATTERNS["wrapped"].sub(r"\1", text)
-    return text.strip()
-
-
-def _quoted(text: str) -> str:
-    """Return a text whose words that LaTeX sets as text are in quotation marks instead."""
-    for _ in range(3):
-        text = PATTERNS["wrapped"].sub(lambda found: re.sub(r"(?<![\\A-Za-z\"])[^\W\d_]+", r'"\g<0>"', f" {found[1]} "), text)
+        text = PATTERNS["wrapped"].sub(lambda found: re.sub(r"(?<![\\A-Za-z\"])[^\W\d_]+", word, found[1]), text)
     return text.strip()
 
 
@@ -60,7 +52,7 @@ def tidy(text: str) -> str:
     """Return a plain text in the notation that `asyncmoe.rollout.scoring.expressions` reads, with words in quotation marks."""
     for pattern, sign in _WORDS:
         text = pattern.sub(sign, text)
-    text = _quoted(text)
+    text = unwrapped(text, r'"\g<0>"')
     for pattern, sign in _RULES:
         text = pattern.sub(sign, text)
     text = PATTERNS["repeating"].sub(_fraction, text)

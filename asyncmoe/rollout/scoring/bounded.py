@@ -96,8 +96,9 @@ def _log(x: Number, base: Number = mp.e) -> Number:
     return _cleared(mp.log(x)) / mp.log(base)
 
 
+_OF_ANGLES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh"
 TURNS: Mapping[str, Callable[..., Number]] = {
-    **{name: partial(_turn, name.replace("arc", "a")) for name in "sin cos tan cot sec csc arcsin arccos arctan sinh cosh".split()},
+    **{name: partial(_turn, name.replace("arc", "a")) for name in _OF_ANGLES.split()},
     **{"ln": _log, "log": _log, "lg": partial(_log, base=mp.mpf(10)), "exp": partial(power, mp.e)},
 }
 """Functions that may stand before an argument without brackets."""

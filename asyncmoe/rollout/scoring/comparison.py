@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -24,11 +25,7 @@ def same(gold: Term, given: Term, at: At | None = None) -> bool:
         TooLarge: to find out takes more than the bounds allow.
     """
     at, gold, given = at or At(), plain(gold), plain(given)
-    if (
-        gold.op == given.op == "relation"
-        and gold.text == given.text
-        and (_proportional if len(gold.text) == 1 else _alike)(gold, given, at)
-    ):
+    if gold.op == given.op == "relation" and gold.text == given.text and _same_relation(gold, given, at):
         return True
     (name, gold), (other, given) = named(gold), named(given)
     if name and other and name != other:
@@ -69,10 +66,12 @@ def _at_points(gold: Term, given: Term, at: At) -> Iterator[tuple[Number | None,
         yield defined(gold, place), defined(given, place)
 
 
-def _proportional(gold: Term, given: Term, at: At) -> bool:
-    """Compare the differences of both sides of two equations or inequalities: one is a multiple of the other."""
-    differences = (Term("+", (one.args[0], negative(one.args[1]))) for one in (gold, given))
-    ratios = [a / b for a, b in _at_points(*differences, at) if a and b]
+def _same_relation(gold: Term, given: Term, at: At) -> bool:
+    """Compare the differences of both sides of two equations or inequalities: one is a multiple of the other; chains side by side."""
+    if len(gold.text) > 1:
+        return _alike(gold, given, at)
+    ours, theirs = (Term("+", (one.args[0], negative(one.args[1]))) for one in (gold, given))
+    ratios = [a / b for a, b in _at_points(ours, theirs, at) if a and b]
     return len(ratios) > 1 and all(equal(ratios[0], other) for other in ratios) and (gold.text in "=≠" or mp.re(ratios[0]) > 0)
 
 
@@ -109,9 +108,8 @@ def _rounds(a: Number, gold: Term, b: Number, given: Term) -> bool:
 
 
 def _is_set(node: Term) -> bool:
-    if node.op == "list":
-        return node.text == "where" or any(map(_is_set, node.args))
-    return node.op == "sets" or node.text in SETS or (node.op == "relation" and not set(node.text) <= {"="})
+    own = node.op == "sets" or node.text in (*SETS, "where") or (node.op == "relation" and node.text.strip("=") != "")
+    return own or (node.op == "list" and any(map(_is_set, node.args)))
 
 
 def _same_sets(gold: Term, given: Term, at: At) -> bool:
@@ -124,10 +122,9 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
     if any(one.text in (r"\Z", r"\N") for node in (gold, given) for one in walk(node)):
         need(edges[-1] - edges[0] < MOST, TooLarge)
         points += map(mp.mpf, range(int(edges[0]) - 2, int(edges[-1]) + 3))
-    try:
+    with suppress(Undefined):
         return all(_contains(gold, point, at) == _contains(given, point, at) for point in points)
-    except Undefined:
-        return False
+    return False
 
 
 def _edges(node: Term, at: At) -> Iterator[Number]:
@@ -164,8 +161,8 @@ def _contains(node: Term, t: Number, at: At) -> bool:
         node = Term("relation", (node.args[0], Term("variable", text="t"), node.args[1]), signs)
     if node.op != "relation":
         return any(equal(t, value(one, at)) for one in members(node))
-    values = [defined(one, replace(at, given=dict.fromkeys(variables(node), t))) for one in node.args]
-    real = not any(one is None or mp.im(one) for one in values)
-    return real and all(
-        sign in ("=≤≥" if equal(a, b) else "≠<≤" if a < b else "≠>≥") for sign, (a, b) in zip(node.text, pairwise(values), strict=True)
-    )
+    values: list[Number] = [defined(one, replace(at, given=dict.fromkeys(variables(node), t))) for one in node.args]
+    if any(one is None or mp.im(one) for one in values):
+        return False
+    orders = ["=≤≥" if equal(a, b) else "≠<≤" if a < b else "≠>≥" for a, b in pairwise(values)]
+    return all(sign in order for sign, order in zip(node.text, orders, strict=True))

@@ -14,14 +14,13 @@ _ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
 _GREEK = "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
 _NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS, "infty"}
 SETS = ("∅", r"\R", r"\Z", r"\N")
-FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
-"""With their powers of ten."""
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
-_LEVELS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}
+_PARTS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}
 """What separates the parts of an expression, the loosest first."""
+_LEVELS = [*_PARTS.items()]
 _TURNED = str.maketrans(">≥", "<≤")
 _SIGNS = ("+", "-", "±")
-_BETWEEN = {*_SIGNS}.union(*_LEVELS.values())
+_BETWEEN = {*_SIGNS}.union(*_PARTS.values())
 _OPEN = {*"*/^_", *_BETWEEN, *TURNS, *_CLOSED_BY} - {"|"}
 """After these a factor begins."""
 _ENDS = {"", *_BETWEEN, *")]}⦄⟩⌋⌉⟧"}
@@ -71,16 +70,15 @@ def read(text: str) -> Term:
 
 def _tokens(text: str) -> Iterator[str]:
     """Signs and names, numbers, letters, and units behind a quotation mark."""
-    at, last = 0, ","
+    need(not _TOKEN.sub("", text).strip(), Unread)
+    last = ","
     for count, found in enumerate(_TOKEN.finditer(text)):
-        need(found.start() == at, Unread)
         at, (space, number, word, sign) = found.end(), found.groups()
         need(count < _TOKENS and len(number or "") <= _DIGITS, TooLarge)
         spaced = bool(space) and not (_EXPONENT.search(text[: found.start()][-20:]) or re.match(r"\s*[\w+*-]", text[at : at + 9]))
         for token in _word(word, spaced, text[at : at + 2], last) if word else [number or sign]:
             last = token[1:] if token[1:] in _NAMES else token
             yield last
-    need(not text[at:].strip(), Unread)
 
 
 def _word(quoted: str, spaced: bool, follows: str, last: str) -> Iterator[str]:
@@ -95,7 +93,7 @@ def _word(quoted: str, spaced: bool, follows: str, last: str) -> Iterator[str]:
     single, text = len(word) == 1, word != quoted
     letters = single or (len(word) < 4 and not text and not re.match(r" \w", follows))
     alone = spaced or text or not single or not word.isascii() or last[0] in '"/'
-    if word in _NAMES or word in ("and", "or") or (word in FACTORS and behind):
+    if word in _NAMES or word in ("and", "or") or (word in units.FACTORS and behind):
         yield word
     elif (behind or last == "/") and alone and units.known(word) is not None:
         yield f'"{word}'
@@ -119,9 +117,9 @@ class _Reader:
         return self.rest.pop() if self.rest[-1] in signs else ""
 
     def level(self, number: int = 0) -> Term:
-        if number == len(_LEVELS):
+        if number == len(_PARTS):
             return self._sum()
-        op, signs = [*_LEVELS.items()][number]
+        op, signs = _LEVELS[number]
         args, used = [self.level(number + 1)], list[str]()
         while sign := self._take(*signs):
             used.append(sign)
@@ -201,6 +199,6 @@ class _Reader:
     def _atom(self, part: str) -> Term:
         if self._take("_"):  # x_1, 101_2
             return Term("variable", text=f"{part}_{self._factor(alone=True)}")
-        op = "number" if re.match(r"\.?\d", part) else "factor" if part in FACTORS else "unit" if part[0] in '"$€£¥' else "variable"
+        op = "number" if re.match(r"\.?\d", part) else "factor" if part in units.FACTORS else "unit" if part[0] in '"$€£¥' else "variable"
         need(op != "variable" or part.isalpha() or part in SETS, Unread)
         return Term(op, text=part.removeprefix('"'))

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring import notation
-from asyncmoe.rollout.scoring.expressions import FACTORS
 from asyncmoe.rollout.scoring.notation import PATTERNS
-from asyncmoe.rollout.scoring.units import UNITS
 
 ANSWER_CHARS = 8000
 """A longer text is not one answer."""
@@ -20,11 +18,6 @@ _MARKS = (
     re.compile(rf"\\f?box(?:ed)?\s*\{{(?:(?=({_BRACED})\}}))?", re.DOTALL),
     re.compile(rf"{MARK}([^\n]*)"),
     *(PATTERNS[name] for name in ("tag", "letter", "bold", "code")),
-)
-_FACTOR, _UNIT = ("|".join(sorted(map(re.escape, names), key=len, reverse=True)) for names in (FACTORS, UNITS))
-_NUMBER = re.compile(
-    r"(?<![A-Za-z\d.,^_])(?:(?<![\d)])[-+−])?(?:\\?[$€£¥] ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?: \d+/\d+|/\d+|[eE][-+]?\d+)?"
-    rf"(?: ?\\?(?:{_FACTOR})(?![A-Za-z]))*(?i: ?(?:平方|立方)?(?:{_UNIT})(?:e?s)?(?:/(?:{_UNIT}))?[²³]?(?![A-Za-z]))?"
 )
 
 
@@ -63,7 +56,7 @@ def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[st
     parts = [found for found in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", found[0]))]
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
-        parts = [*_NUMBER.finditer(text)]
+        parts = [*PATTERNS["number"].finditer(text)]
     return [*whole, _joined(text, parts)] if parts else whole
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count, islice, product
@@ -11,7 +12,7 @@ from random import Random
 
 from asyncmoe.rollout.scoring import units
 from asyncmoe.rollout.scoring.bounded import FUNCTIONS, TURNS, Number, TooLarge, Undefined, mp, need
-from asyncmoe.rollout.scoring.expressions import FACTORS, SETS, Term, negative
+from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
 
 CONSTANTS: Mapping[str, Number] = {"pi": +mp.pi, "e": +mp.e, "i": mp.j, "infty": mp.inf}
 _RANGES = ((0.0, 1.0), (1.0, 4.0), (-1.0, 0.0), (-5.0, -1.0), (0.0, 1.0), (1.0, 4.0))
@@ -56,7 +57,7 @@ def value(node: Term, at: At) -> Number:
     if node.op == "number":
         return mp.mpf(node.text)
     if node.op == "factor":
-        return mp.mpf(10) ** FACTORS[node.text]
+        return mp.mpf(10) ** units.FACTORS[node.text]
     if node.op == "unit":
         return units.known(node.text) or _any_number(node.text.lower().removesuffix("s"), 0)
     if node.op == "variable":
@@ -81,16 +82,13 @@ def _any_number(name: str, point: int) -> Number:
 
 
 def defined(node: Term, at: At) -> Number | None:
-    try:
+    with suppress(Undefined):
         return value(node, at)
-    except Undefined:
-        return None
+    return None
 
 
-def walk(node: Term) -> Iterator[Term]:
-    yield node
-    for one in node.args:
-        yield from walk(one)
+def walk(node: Term) -> Sequence[Term]:
+    return [node, *(inner for one in node.args for inner in walk(one))]
 
 
 def variables(*nodes: Term) -> set[str]:
@@ -131,5 +129,5 @@ def named(node: Term) -> tuple[str, Term]:
         return "", node
     left, right = node.args[0], node.args[-1]
     if left.op in ("variable", "brackets") or (left.op == "*" and all(one.op in ("variable", "brackets") for one in left.args)):
-        return (left.text.split("_")[0] if left.op == "variable" else str(left)), right
+        return left.text.split("_")[0] or str(left), right
     return "", node if variables(node) else right

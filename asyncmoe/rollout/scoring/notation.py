@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
+from asyncmoe.rollout.scoring.units import FACTORS, UNITS
+
 
 def _rows(name: str) -> list[list[str]]:
-    lines = files(__package__).joinpath(name).read_text("utf-8").splitlines()
-    return [line.split("\t") for line in lines if line and not line.startswith("# ")]
+    text = files(__package__).joinpath(name).read_text("utf-8")
+    for kind, names in (("<UNIT>", UNITS), ("<FACTOR>", FACTORS)):
+        text = text.replace(kind, f"(?:{'|'.join(sorted(map(re.escape, names), key=len, reverse=True))})")
+    return [line.split("\t") for line in text.splitlines() if line and not line.startswith("# ")]
 
 
 PATTERNS = {name: re.compile(pattern) for name, pattern in _rows("patterns.txt")}
-_WORDS, _RULES = ([(re.compile(row[0]), row[1]) for row in _rows(name)] for name in ("words.txt", "notation.txt"))
+_WORDS, _RULES = ([(re.compile(pattern), sign) for pattern, sign in _rows(name)] for name in ("words.txt", "notation.txt"))
 _NARROW = {code + 0xFEE0: chr(code) for code in range(ord("!"), ord("~") + 1)}
 _REPEATED_DIGITS = 790
 """Of a decimal fraction with a period, which is then equal to its value at the precision of comparisons."""

@@ -20,6 +20,8 @@ def _table() -> Mapping[str, Number]:
 
 
 UNITS = _table()
+FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
+"""With their powers of ten."""
 
 
 def known(name: str) -> Number | None:

@@ -6,6 +6,7 @@ The bounds are of bits, never of time, so that they are the same on every machin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mpmath.ctx_mp import MPContext
@@ -47,11 +48,9 @@ def integer(x: Number) -> int | None:
 
 def add(a: Number, b: Number) -> Number:
     """Return the sum. Raises TooLarge if the smaller number would be lost."""
-    if not (mp.isfinite(a) and mp.isfinite(b)):
-        return a + b
     small, large = sorted((abs(a), abs(b)))
-    need(small == 0 or small >= mp.ldexp(large, -_SAME_BITS), TooLarge)
-    return _cleared(a + b, large)
+    need(small == 0 or not mp.isfinite(large) or small >= mp.ldexp(large, -_SAME_BITS), TooLarge)
+    return _cleared(a + b, large if mp.isfinite(large) else mp.one)
 
 
 def power(a: Number, b: Number) -> Number:
@@ -66,35 +65,30 @@ def power(a: Number, b: Number) -> Number:
     return -mp.power(-a, b) if root and root % 2 and mp.im(a) == 0 and mp.re(a) < 0 else mp.power(a, b)
 
 
-def _factorial(n: Number) -> Number:
+def _natural(n: Number, bound: int) -> int:
     whole = integer(n)
-    need(whole is not None and whole >= 0, Undefined)
-    need(whole < _FACTORIAL, TooLarge)  # type: ignore[operator]
-    return mp.factorial(whole)
+    if whole is None or whole < 0:
+        raise Undefined
+    need(whole <= bound, TooLarge)
+    return whole
 
 
 def _binomial(n: Number, k: Number) -> Number:
-    of, chosen = integer(n), integer(k)
-    need(chosen is not None and chosen >= 0, Undefined)
-    chosen = min(chosen, of - chosen) if of is not None and of >= chosen else chosen  # type: ignore[operator, type-var]
-    need(chosen <= _CHOSEN, TooLarge)  # type: ignore[operator]
-    return mp.fprod((n - step) / (step + 1) for step in range(chosen))  # type: ignore[arg-type]
+    other = integer(n - k) or 0
+    chosen = _natural(n - k if 0 < other < mp.re(k) else k, _CHOSEN)
+    return mp.fprod((n - step) / (step + 1) for step in range(chosen))
 
 
 def _cleared(x: Number, beside: Number = mp.one) -> Number:
     return mp.zero if abs(x) < mp.ldexp(beside, -_NOTHING_BITS) else x
 
 
-def _turn(name: str) -> Callable[[Number], Number]:
-    """Return a function of mpmath without the traces of rounding: at a pole it is undefined, at a root 0."""
-
-    def value(x: Number) -> Number:
-        need(abs(x) < _ARGUMENT, TooLarge)
-        found = getattr(mp, name)(x)
-        need(abs(found) < mp.ldexp(1, _NOTHING_BITS), Undefined)
-        return _cleared(found)
-
-    return value
+def _turn(name: str, x: Number) -> Number:
+    """Return the value of a function of mpmath without the traces of rounding: at a pole it is undefined, at a root 0."""
+    need(abs(x) < _ARGUMENT, TooLarge)
+    found = getattr(mp, name)(x)
+    need(abs(found) < mp.ldexp(1, _NOTHING_BITS), Undefined)
+    return _cleared(found)
 
 
 def _log(x: Number, base: Number = mp.e) -> Number:
@@ -102,15 +96,15 @@ def _log(x: Number, base: Number = mp.e) -> Number:
     return _cleared(mp.log(x)) / mp.log(base)
 
 
-TURNS = {"ln": _log, "log": _log, "lg": lambda x: _log(x, mp.mpf(10)), "exp": lambda x: power(mp.e, x)}
-TURNS |= {
-    name: _turn(name.replace("arc", "a"))
-    for name in ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh"]
+_OF_ANGLES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh"
+TURNS: Mapping[str, Callable[..., Number]] = {
+    **{name: partial(_turn, name.replace("arc", "a")) for name in _OF_ANGLES.split()},
+    **{"ln": _log, "log": _log, "lg": partial(_log, base=mp.mpf(10)), "exp": partial(power, mp.e)},
 }
 """Functions that may stand before an argument without brackets."""
 FUNCTIONS: Mapping[str, Callable[..., Number]] = {
-    **{"+": add, "*": lambda a, b: a * b, "^": power, "frac": lambda a, b: a * power(b, -mp.one), "brackets": lambda x: x, "!": _factorial},
-    **{"binom": _binomial, "perm": lambda n, k: _binomial(n, k) * _factorial(k), "|": abs, "⌊": mp.floor, "⌈": mp.ceil, **TURNS},
-    **{"sqrt": lambda x, n=2: power(x, power(mp.convert(n), -mp.one))},
+    **{"+": add, "*": lambda a, b: a * b, "^": power, "frac": lambda a, b: a * power(b, -mp.one), "brackets": lambda x: x},
+    **{"binom": _binomial, "perm": lambda n, k: _binomial(n, k) * mp.factorial(k), "|": abs, "⌊": mp.floor, "⌈": mp.ceil, **TURNS},
+    **{"sqrt": mp.sqrt, "!": lambda n: mp.factorial(_natural(n, _FACTORIAL)), "root": lambda n, x: power(x, power(n, -mp.one))},
 }
 """Of the nodes of expressions that have a value, by their name."""

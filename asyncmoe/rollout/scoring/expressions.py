@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.rollout.scoring import units
 from asyncmoe.rollout.scoring.bounded import TURNS, TooLarge, need
 
 _TOKENS, _NESTED, _DIGITS = 2000, 40, 800
-_ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
-_GREEK = (
-    "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell infty"
-)
-_NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS}
+_ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
+_GREEK = "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
+_NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS, "infty"}
 SETS = ("∅", r"\R", r"\Z", r"\N")
-FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
-"""With their powers of ten."""
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
-_LEVELS = {"list": {",", "and", "or"}, "relation": set("=<>≤≥≠∈"), "ratio": {":"}, "sets": set("∪∩∖")}
+_PARTS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}
 """What separates the parts of an expression, the loosest first."""
-_OPEN = {*"+-±*/^_&¦¶", *TURNS}.union(*_LEVELS.values())
+_LEVELS = [*_PARTS.items()]
+_TURNED = str.maketrans(">≥", "<≤")
+_SIGNS = ("+", "-", "±")
+_BETWEEN = {*_SIGNS}.union(*_PARTS.values())
+_OPEN = {*"*/^_", *_BETWEEN, *TURNS, *_CLOSED_BY} - {"|"}
 """After these a factor begins."""
+_ENDS = {"", *_BETWEEN, *")]}⦄⟩⌋⌉⟧"}
+"""Before these a product ends."""
 _TOKEN = re.compile(r"(\s*)(?:(\d+(?:\.\d*)?|\.\d+)|(\"[^\"]*\"|[A-Za-z]+|(?:(?![A-Za-z])[^\W\d_])+)|(\\[A-Za-z]+|[^\w\s\\]|_))")
+_EXPONENT = re.compile(r"(?<!10)\^(?:\{[^{}]*\}|\S)$")
 
 
 class Unread(Exception):
@@ -36,8 +39,8 @@ class Term:
 
     Attributes:
         op: a name in `asyncmoe.rollout.scoring.bounded.FUNCTIONS`, or "±"; "number", "variable", "unit" or "factor", with `text`; or
-            "brackets", "relation", "list" or "sets", with the signs in `text`; or "ratio", "matrix", "row", "described" (a set by a
-            property), "apply" (a function without a definition).
+            "brackets" (also of a matrix, its rows and a ratio), "relation" (from small to large), "list" (also of the conditions of a set
+            by a property) or "sets", with the signs in `text`.
     """
 
     op: str
@@ -45,7 +48,6 @@ class Term:
     text: str = ""
 
 
-Part = Term | str
 MINUS = Term("number", text="-1")
 
 
@@ -60,192 +62,143 @@ def read(text: str) -> Term:
         Unread: it is no expression.
         TooLarge: it is too long, too nested, or has a number with too many digits.
     """
-    stack: list[tuple[str, list[Part]]] = [("", [])]
-    for token in _tokens(text):
-        opening, parts = stack[-1]
-        behind = bool(parts) and parts[-1] not in _OPEN
-        if token in ")]}⦄⟩⌋⌉⟧" or (token == opening == "|" and behind):
-            need(token in _CLOSED_BY.get(opening, ""), Unread)
-            stack.pop()
-            stack[-1][1].append(_group(opening, token, parts))
-        elif token in "|:" and behind and opening == "⦃":
-            parts.append("¦")
-        elif token in _CLOSED_BY:
-            stack.append((token, []))
-        else:
-            parts.append(token)
-        need(len(stack) <= _NESTED, TooLarge)
-    need(len(stack) == 1, Unread)
-    return _flat(stack[0][1])
+    reader = _Reader([*_tokens(text)])
+    node = reader.level()
+    need(reader.rest == [""], Unread)
+    return node
 
 
 def _tokens(text: str) -> Iterator[str]:
     """Signs and names, numbers, letters, and units behind a quotation mark."""
-    at, before, last = 0, "", ","
+    need(not _TOKEN.sub("", text).strip(), Unread)
+    last = ","
     for count, found in enumerate(_TOKEN.finditer(text)):
-        need(found.start() == at, Unread)
-        need(count < _TOKENS, TooLarge)
         at, (space, number, word, sign) = found.end(), found.groups()
-        spaced = bool(space) and before != "^" and not re.match(r"\s*[\w+*-]", text[at : at + 9])
+        need(count < _TOKENS and len(number or "") <= _DIGITS, TooLarge)
+        spaced = bool(space) and not (_EXPONENT.search(text[: found.start()][-20:]) or re.match(r"\s*[\w+*-]", text[at : at + 9]))
         for token in _word(word, spaced, text[at : at + 2], last) if word else [number or sign]:
-            before, last = last, token[1:] if token[1:] in _NAMES else token
+            last = token[1:] if token[1:] in _NAMES else token
             yield last
-        need(len(last) <= _DIGITS, TooLarge)
-    need(not text[at:].strip(), Unread)
 
 
 def _word(quoted: str, spaced: bool, follows: str, last: str) -> Iterator[str]:
-    word, behind = quoted.strip('" '), last not in _OPEN and last not in _CLOSED_BY
-    if word in _NAMES or word in ("and", "or") or (word in FACTORS and behind):
+    """The tokens of a word: a name, a unit, or letters.
+
+    Args:
+        spaced: it stands apart, as a unit of one letter does.
+        follows: the two characters behind it.
+        last: the token before it.
+    """
+    word, behind = quoted.strip('" '), last not in _OPEN
+    single, text = len(word) == 1, word != quoted
+    letters = single or (len(word) < 4 and not text and not re.match(r" \w", follows))
+    alone = spaced or text or not single or not word.isascii() or last[0] in '"/'
+    if word in _NAMES or word in ("and", "or") or (word in units.FACTORS and behind):
         yield word
-    elif (
-        (behind or last == "/")
-        and units.known(word) is not None
-        and (spaced or len(word) > 1 or word != quoted or last[0] in '"/' or word > "Ͽ")
-    ):
+    elif (behind or last == "/") and alone and units.known(word) is not None:
         yield f'"{word}'
-    elif len(word) == 1 and word != quoted and behind and word not in "ei" and follows[:1] != "_":
-        yield quoted[:-1]
-    elif word[:1] in FACTORS and behind:
-        yield from (word[0], f'"{word[1:]}')
-    elif (len(word) == 1 and word < "Ͽ") or (len(word) < 4 and word == quoted and word.isascii() and not re.match(r" \w", follows)):
+    elif letters and word < "Ͽ":
         yield from word
-    elif behind and word.isalpha() and not last.isalpha():
+    else:
+        need(behind and word.isalpha() and not last.isalpha(), Unread)
         yield f'"{word}'
-    else:
-        raise Unread
 
 
-def _split(parts: list[Part], signs: set[str]) -> tuple[list[list[Part]], list[str]]:
-    pieces, used = [list[Part]()], list[str]()
-    for part in parts:
-        if isinstance(part, str) and part in signs:
-            used.append(part)
-            pieces.append([])
+class _Reader:
+    """Takes tokens from the front, one function for each kind of part."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.rest = ["", *reversed(tokens)]
+        self._open = [""]
+        self._nested = 0
+
+    def _take(self, *signs: str) -> str:
+        """The next token if it is one of these, else ""."""
+        return self.rest.pop() if self.rest[-1] in signs else ""
+
+    def level(self, number: int = 0) -> Term:
+        if number == len(_PARTS):
+            return self._sum()
+        op, signs = _LEVELS[number]
+        args, used = [self.level(number + 1)], list[str]()
+        while sign := self._take(*signs):
+            used.append(sign)
+            args.append(self.level(number + 1))
+        if not used:
+            return args[0]
+        if set(used) <= {">", "≥"}:
+            args, used = args[::-1], [sign.translate(_TURNED) for sign in reversed(used)]
+        if op in ("matrix", "row", ":"):
+            return Term("brackets", tuple(args), op)
+        return Term(op, tuple(args), "or" if "or" in used else "".join(used))
+
+    def _sum(self) -> Term:
+        terms = list[Term]()
+        while not terms or self.rest[-1] in _SIGNS:
+            sign, term = self._take(*_SIGNS), self._product()
+            terms.append(Term("±", (term,)) if sign == "±" else negative(term) if sign == "-" else term)
+        return terms[0] if len(terms) == 1 else Term("+", tuple(terms))
+
+    def _product(self, ends: Sequence[str] = ()) -> Term:
+        factors = [self._factor()]
+        while not (self.rest[-1] in _ENDS or self.rest[-1] in ends or self.rest[-1] == self._open[-1] == "|"):
+            sign = self._take("*", "/")
+            need(sign or factors[-1].op != "number" or not re.match(r"\.?\d", self.rest[-1]), Unread)
+            factor = self._factor()
+            factors.append(Term("^", (factor, MINUS)) if sign == "/" else factor)
+        return factors[0] if len(factors) == 1 else Term("*", tuple(factors))
+
+    def _factor(self, alone: bool = False) -> Term:
+        """Read a factor, or what may stand before its exponent."""
+        self._nested += 1
+        need(self._nested <= _NESTED, TooLarge)
+        part = self.rest.pop()
+        need(part, Unread)
+        if part in ("+", "-"):
+            node = negative(self._factor()) if part == "-" else self._factor()
+        elif part in _CLOSED_BY:
+            node = self._group(part)
+        elif part in TURNS:
+            node = self._function(part)
+        elif part in _ARGUMENTS:
+            node = Term(part, tuple(self._factor(alone=True) for _ in range(_ARGUMENTS[part])))
         else:
-            pieces[-1].append(part)
-    return pieces, used
+            node = self._atom(part)
+        if not alone:
+            node = Term("!", (node,)) if self._take("!") else node
+            node = Term("^", (node, self._factor())) if self._take("^") else node
+        self._nested -= 1
+        return node
 
+    def _group(self, opening: str) -> Term:
+        if opening in "⦃{" and self._take(_CLOSED_BY[opening]):
+            return Term("variable", text="∅")
+        self._open.append(opening)
+        found = self.level()
+        closing = self._take(*_CLOSED_BY[opening])
+        need(closing, Unread)
+        self._open.pop()
+        if opening in "|⌊⌈":
+            return Term(opening, (found,))
+        if opening in "{⟦":
+            return found
+        if found.op == "described":
+            conditions = tuple(one for one in found.args if one.op != "variable")
+            return conditions[0] if len(conditions) == 1 and conditions[0].text != "=" else Term("list", conditions, "where")
+        members = found.args if found.op == "list" else (found,)
+        return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
 
-def _group(opening: str, closing: str, parts: list[Part]) -> Term:
-    if opening == "⟦":
-        rows = _split(parts, {"¶"})[0]
-        return Term("matrix", tuple(Term("row", tuple(_flat(cell) for cell in _split(row, {"&"})[0])) for row in rows))
-    if opening in "⦃{" and not parts:
-        return Term("variable", text="∅")
-    found, *conditions = [_flat(piece) for piece in _split(parts, {"¦"})[0]]
-    if conditions:
-        return Term("described", (found, *conditions))
-    if opening in "|⌊⌈":
-        return Term(opening, (found,))
-    members = found.args if found.op == "list" else (found,)
-    if opening == "⦃":
-        return Term("list", members, "set")
-    return found if opening == "{" else Term("brackets", members, opening + closing)
+    def _function(self, name: str) -> Term:
+        """The argument of a function is one in brackets, else the factors up to the next function or sign."""
+        index = [self._factor(alone=True)] if self._take("_") else []
+        power = [self._factor(alone=True)] if self._take("^") else []
+        argument = self._factor(alone=True) if self.rest[-1] == "(" else self._product(("*", "/", *TURNS))
+        node = Term(name, (argument, *index))
+        return Term("^", (node, *power)) if power else node
 
-
-def _flat(parts: list[Part]) -> Term:
-    """Read what has no open brackets."""
-    for op, signs in _LEVELS.items():
-        pieces, used = _split(parts, signs)
-        if used:
-            return Term(op, tuple(map(_flat, pieces)), "or" if "or" in used else "".join(used))
-    terms, sign, term = list[Term](), "+", list[Part]()
-    for part in [*parts, "+"]:
-        if isinstance(part, str) and part in "+-±" and (not term or term[-1] not in ("*", "/", "^")):
-            if term:
-                terms.append(_signed(sign, _product(term)))
-                sign, term = part, []
-            else:
-                sign = "+" if sign == part == "-" else sign if part == "+" else part
-        else:
-            term.append(part)
-    need(terms and sign == "+", Unread)
-    return terms[0] if len(terms) == 1 else Term("+", tuple(terms))
-
-
-def _signed(sign: str, term: Term) -> Term:
-    return {"+": term, "-": negative(term), "±": Term("±", (term,))}[sign]
-
-
-def _product(rest: list[Part]) -> Term:
-    factors = list[Term]()
-    while rest:
-        sign = rest.pop(0) if rest[0] in ("*", "/") and factors else ""
-        last = factors[-1] if factors else MINUS
-        need(last.op != "unit" or units.known(last.text) is not None or (rest and str(rest[0])[0] == '"'), Unread)
-        if not sign and isinstance(rest[0], str) and re.match(r"\.?\d", rest[0]) and factors:
-            if last.op in ("unit", "factor") and last.text.isalpha():  # 2 ft 6 in, 3 hundred 5
-                return Term("+", (Term("*", tuple(factors)), _product(rest)))
-            need(last.op != "number", Unread)
-        factor = _operand(rest)
-        factors.append(Term("^", (factor, MINUS)) if sign == "/" else factor)
-    need(factors, Unread)
-    return factors[0] if len(factors) == 1 else Term("*", tuple(factors))
-
-
-def _operand(rest: list[Part]) -> Term:
-    """Take a factor from the front."""
-    part = rest.pop(0) if rest else ""
-    if isinstance(part, Term):
-        node = part
-    elif part in ("+", "-"):
-        return _signed(part, _operand(rest))
-    elif part in TURNS:
-        return _function(part, rest)
-    elif part in _ARGUMENTS:
-        index = [rest.pop(0)] if part == "sqrt" and rest and isinstance(rest[0], Term) and rest[0].text == "[]" else []
-        taken = [one for one in [*rest[: _ARGUMENTS[part]], *index] if isinstance(one, Term)]
-        need(len(taken) == _ARGUMENTS[part] + len(index), Unread)
-        del rest[: _ARGUMENTS[part]]
-        node = Term(part, tuple(taken))
-    else:
-        node = _atom(part, rest)
-    while rest and rest[0] in ("^", "!"):
-        node = Term("!", (node,)) if rest.pop(0) == "!" else Term("^", (node, _operand(rest)))
-    return node
-
-
-def _atom(part: str, rest: list[Part]) -> Term:
-    index = None
-    if rest and rest[0] == "_":
-        index = _operand(rest[1:2])
-        del rest[:2]
-    if re.match(r"\.?\d", part):
-        try:
-            return Term("number", text=part.replace(".", "0.", part[0] == ".") if index is None else str(int(part, int(index.text))))
-        except ValueError as error:
-            raise Unread from error
-    if part in ("C", "A", "P") and index and rest and rest[0] == "^" and (part == "C" or index.op == "number"):
-        del rest[0]
-        return Term("binom" if part == "C" else "perm", (index, _operand(rest)))
-    if part in FACTORS:
-        return Term("factor", text=part)
-    if part[:1] in ('"', "$", "€", "£", "¥"):
-        return Term("unit", text=part.removeprefix('"'))
-    if part in ("f", "g", "h") and rest and isinstance(rest[0], Term) and rest[0].text == "()":
-        return Term("apply", (rest.pop(0),), part)  # type: ignore[arg-type]
-    need(part.isalpha() or part in SETS, Unread)
-    return Term("variable", text=part if index is None else f"{part}_{index}")
-
-
-def _function(name: str, rest: list[Part]) -> Term:
-    """Take the argument of a function: one in brackets, else the factors up to the next function or sign."""
-    marks = dict[str, Term]()
-    while rest and rest[0] in ("^", "_"):
-        marks[str(rest[0])] = _operand(rest[1:2]) if rest[1:2] != ["-"] else negative(_operand(rest[2:3]))
-        del rest[: 2 if rest[1:2] != ["-"] else 3]
-    taken = list[Part]()
-    while (
-        rest
-        and rest[0] not in ("*", "/")
-        and not (taken and (rest[0] in TURNS or (isinstance(taken[0], Term) and taken[0].op == "brackets")))
-    ):
-        taken.append(rest.pop(0))
-    power = marks.get("^")
-    inverse = power in (MINUS, negative(Term("number", text="1")))
-    node = Term("arc" * inverse + name, (_product(taken), *([marks["_"]] if "_" in marks else [])))
-    if power is None and rest and rest[0] == "^":
-        del rest[0]
-        power = _operand(rest)
-    return Term("^", (node, power)) if power and not inverse else node
+    def _atom(self, part: str) -> Term:
+        if self._take("_"):  # x_1, 101_2
+            return Term("variable", text=f"{part}_{self._factor(alone=True)}")
+        op = "number" if re.match(r"\.?\d", part) else "factor" if part in units.FACTORS else "unit" if part[0] in '"$€£¥' else "variable"
+        need(op != "variable" or part.isalpha() or part in SETS, Unread)
+        return Term(op, text=part.removeprefix('"'))

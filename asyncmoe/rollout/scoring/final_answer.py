@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from asyncmoe.rollout.answer_mark import MARK
-from asyncmoe.rollout.scoring import notation, units
-from asyncmoe.rollout.scoring.expressions import FACTORS
+from asyncmoe.rollout.scoring import notation
+from asyncmoe.rollout.scoring.notation import PATTERNS
 
 ANSWER_CHARS = 8000
 """A longer text is not one answer."""
-_THOUGHT = re.compile(r"</think(?:ing)?>|<\|end_of_thought\|>|◁/think▷")
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_LATEX = re.compile(
-    r"(?<!\\)\$\$[^$]{1,4000}\$\$|(?<!\\)\$(?=\s?[^\s$])[^$\n]{1,2000}(?<!\\)\$|\\\((?:(?!\\[()]).){1,2000}\\\)|(?<!\\)\\\[(?:(?!\\[\[\]]).){1,4000}\\\]",
-    re.DOTALL,
+_BRACED = r"(?:[^{}\\]|\\.)*+"
+for _ in range(8):
+    _BRACED = rf"(?:[^{{}}\\]|\\.|\{{{_BRACED}\}})*+"
+_MARKS = (
+    re.compile(rf"\\f?box(?:ed)?\s*\{{(?:(?=({_BRACED})\}}))?", re.DOTALL),
+    re.compile(rf"{MARK}([^\n]*)"),
+    *(PATTERNS[name] for name in ("tag", "letter", "bold", "code")),
 )
-_PHRASE = re.compile(
-    r"(?i)(?:final answer\b|\banswer(?=[ *]*(?:is\b|are\b|[:：=]))|\b(?:option|choice)(?=[ *]*(?:is\b|[:：]))"
-    r"|答案?(?=[ *】]*[是为：:]|】)|(?<!不)选(?=[：: ]*[A-J(]))"
-    r"(?:[ *]*(?:is\b|are\b|be\b|[:：=是为选】\n]))*"
-)
-_MARKED = re.compile(
-    rf"<answer>(?P<tag>(?:(?!</?answer>).)*)|{MARK}(?P<line>[^\n]*)|\*\*(?P<bold>[^*\n]{{1,300}})\*\*(?!\s*:)|`(?P<code>[^`\n]{{1,300}})`"
-    r"|\b(?:[Oo]ption|[Cc]hoice)\s+\(?(?P<letter>[A-J])\)?(?![A-Za-z])",
-    re.DOTALL,
-)
-_WORD = r"(?:(?![A-Za-z])[^\W\d_]|[A-Za-z]){1,12}(?:/[A-Za-z]{1,6})?[²³]?"
-_NUMBER = re.compile(
-    r"(?<![A-Za-z\d.,^_])(?:(?<![\d)])[-+−])?(?:\\?[$€£¥] ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?: \d+/\d+|/\d+|[eE][-+]?\d+)?"
-    rf"(?: ?(\\?%|{_WORD}))?"
-)
-_JOINED = re.compile(r"[\s,;，、.]*(?:and|or|to|和|或|与|及|至|到|[,;，、-])[\s,]*")
-_CLAUSE = re.compile(
-    r"\s+\((?=[A-Za-z]{3})|,?\s+(?:because|since|as|so|which|where|when|is|are|for|but)\b|[.!?;](?=\s|$)|[。；！？]|，(?=[^\d（(\[-])"
-)
-_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}+[^\\]*?(?<![\\A-Za-z])[A-Za-z]{3,}")
-Span = tuple[int, int, str]
-"""Where a text begins and ends, and what it says."""
 
 
 def find(response: str, reference: bool = False) -> Sequence[str]:
@@ -47,79 +27,46 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
     Args:
         reference: it is a reference, which is an answer, or a whole solution with marks.
     """
-    *_, text = _THOUGHT.split(response)
-    text = re.sub(r"[^\S\n]+", " ", text).strip()
+    text = re.sub(r"[^\S\n]+", " ", PATTERNS["thought"].split(response)[-1]).strip()
     if "<think>" in text:
         return []
-    spans = [(*found.span(), next(filter(None, found.groups()), "")) for found in _MARKED.finditer(text) if _is_mark(found, text)]
-    marks: list[tuple[int, Sequence[str]]] = [(spans[-1][0], [_joined(text, spans)[2]])] if spans else []
-    if _BOX.search(text):
-        start, _, content = _last_box(text)
-        marks.append((start, [content]))
-    for phrase in list(_PHRASE.finditer(text))[-1:]:
-        rest = text[phrase.end() : phrase.end() + ANSWER_CHARS].lstrip(" *\n")
-        latex = _LATEX.match(rest)
-        marks.append((phrase.start(), _sentence(rest if latex and "\n" in latex[0] else rest.partition("\n")[0], marked=True)))
-    words = [[found[1] or found[2]] for found in re.finditer(r"\*\*([^*\n]{1,300})\*\*|`([^`\n]{1,300})`", text)]
-    return max(marks)[1] if marks else words[-1] if words else _sentence(text, False, not reference)
+    marks = sorted((found for pattern in _MARKS for found in pattern.finditer(text)), key=re.Match.start)
+    sure = [found for found in marks if _is_sure(found, text)]
+    *_, phrase = None, *PATTERNS["phrase"].finditer(text)
+    if phrase and (not sure or phrase.start() > sure[-1].start()):
+        rest = text[phrase.end() : phrase.end() + ANSWER_CHARS]
+        latex = PATTERNS["latex"].match(rest)
+        return _sentence(rest if latex and "\n" in latex[0] else rest.partition("\n")[0], marked=True)
+    unsure = [found[1] for found in marks if found[0][0] != MARK[0]]
+    return [_joined(text, sure)] if sure else unsure[-1:] or _sentence(text, False, not reference)
 
 
-def _is_mark(found: re.Match[str], text: str) -> bool:
+def _is_sure(mark: re.Match[str], text: str) -> bool:
     """The signs of GSM8K, bold and code are also those of Markdown for headings and stress."""
-    content = found["line"] or found["bold"] or found["code"] or ""
-    valued = (found["line"] is not None and not text[found.end() :].strip()) or re.search(r"^[^A-Za-z]*\d|\\|\$", content)
-    own = found["tag"] is not None or found["letter"]
-    return bool(own or (not _PROSE.search(content[:1000]) and (valued or notation.choices(content.strip()))))
+    content, sign = mark[1] or "", mark[0][0]
+    valued = re.search(r"^[^A-Za-z]*\d|\\|\$", content) or (sign == MARK[0] and not text[mark.end() :].strip())
+    return sign not in "*`#" or bool((valued or notation.choices(content.strip())) and not PATTERNS["prose"].search(content[:1000]))
 
 
 def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[str]:
     """Return a text, its first clause if it is marked, and its last expression in LaTeX, or in prose its last number with a unit."""
     if re.match(r"\W*(?:not\b|不)", text):
         return []
-    whole = [text, *_CLAUSE.split(text, maxsplit=1)[:marked]] if len(text) <= ANSWER_CHARS else []
-    spans = list(_latex(text))
-    if not spans and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
-        spans = list(map(_quantity, _NUMBER.finditer(text)))
-    return [*whole, _joined(text, spans)[2]] if spans else whole
+    whole = [text, *PATTERNS["clause"].split(text, maxsplit=1)[:marked]] if len(text) <= ANSWER_CHARS else []
+    parts = [found for found in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", found[0]))]
+    if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
+        text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
+        parts = [*PATTERNS["number"].finditer(text)]
+    return [*whole, _joined(text, parts)] if parts else whole
 
 
-def _quantity(found: re.Match[str]) -> Span:
-    unit = found[1] or ""
-    name = re.sub(r"^[万亿千百平立]方?|[/²³].*", "", unit)
-    number = found[0].removesuffix(unit)
-    if name not in ("", "%", "\\%", *FACTORS) and units.known(name) is None:
-        unit = ""
-    return found.start(), found.start() + len(number + unit), f"{number} {unit}"
-
-
-def _latex(text: str) -> Iterator[Span]:
-    return (
-        (found.start(), found.end(), found[0])
-        for found in _LATEX.finditer(text)
-        if not _PROSE.search(notation.unwrapped(found[0], "", drop=True))
-    )
-
-
-def _last_box(text: str) -> Span:
-    spans: list[Span] = []
-    for found in list(_BOX.finditer(text))[:-10:-1]:
-        depth, end = 1, found.end()
-        for brace in re.finditer(r"\\.|[{}]", text[end:]):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                spans.insert(0, (found.start(), end + brace.end(), text[end : end + brace.start()]))
-                break
-        if depth:
+def _joined(text: str, parts: Sequence[re.Match[str]]) -> str:
+    """Return the content of the last part, with those before that only a comma or a word such as "and" separates from it."""
+    last = parts[-1]
+    content = last[last.re.groups] or ""
+    for one in parts[-2:-20:-1]:
+        between = PATTERNS["between"].sub(r" \1 ", text[one.end(one.re.groups) : last.start()][:80])
+        if not PATTERNS["joined"].fullmatch(between):
             break
-    return _joined(text, spans) if spans else (len(text), len(text), "")
-
-
-def _joined(text: str, spans: Sequence[Span]) -> Span:
-    """Return the last span, with those before that only a comma or a word such as "and" separates from it."""
-    start, end, content = spans[-1]
-    for first, last, before in spans[-2:-20:-1]:
-        between = re.sub(r"\\text\s*\{([^{}]*)\}|\\q?quad|\\[,;:! ()\[\]]|\$", r" \1 ", text[last:start][:80]) if last <= start else ""
-        if not _JOINED.fullmatch(between):
-            break
-        start, content = first, f"{before} {between} {content}"
-    return start, end, content
+        last, content = one, f"{one[one.re.groups]} {between} {content}"
+    return content

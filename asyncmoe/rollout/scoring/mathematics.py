@@ -7,16 +7,16 @@ is wrong, and a reference that does is refused, so that no answer takes the time
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from functools import lru_cache
+from typing import NamedTuple
 
 from asyncmoe.rollout.scoring import comparison, final_answer, notation
 from asyncmoe.rollout.scoring.bounded import TooLarge, need
 from asyncmoe.rollout.scoring.expressions import Term, Unread, read
 
 
-@dataclass(frozen=True)
-class ReadAnswer:
+class ReadAnswer(NamedTuple):
     """What a text means: the text without markup and case, the letters of choices, and an expression if it is one."""
 
     text: str
@@ -31,15 +31,12 @@ def score(prompt: str, response: str, answer: str) -> float:
         ValueError: the reference has no content, or exceeds the bounds.
     """
     gold = _gold(answer)
-    try:
+    with suppress(TooLarge):
         for given in map(_read, final_answer.find(response)):
-            if gold.choices:
-                if given.choices:
-                    return float(given.choices == gold.choices)
-            elif given.text == gold.text or given.node:
-                return float(given.text == gold.text or bool(gold.node and given.node and comparison.same(gold.node, given.node)))
-    except TooLarge:
-        pass
+            if gold.choices and given.choices:
+                return float(given.choices == gold.choices)
+            if not gold.choices and (given.text == gold.text or given.node):
+                return float(given.text == gold.text or _same(gold, given))
     return 0.0
 
 
@@ -50,7 +47,11 @@ def self_score(answer: str) -> float:
         ValueError: as `score`.
     """
     gold = _gold(answer)
-    return 1.0 if gold.choices or gold.node or re.search(r"(?<![\\a-z])[^\W\d_]{2}", gold.text) else 0.5
+    return 1.0 if gold.choices or _same(gold, gold) or re.search(r"(?<![\\a-z])[^\W\d_]{2}", gold.text) else 0.5
+
+
+def _same(gold: ReadAnswer, given: ReadAnswer) -> bool:
+    return gold.node is not None and given.node is not None and comparison.same(gold.node, given.node)
 
 
 @lru_cache(maxsize=4096)
@@ -58,20 +59,18 @@ def _gold(answer: str) -> ReadAnswer:
     try:
         found = [_read(text) for text in final_answer.find(answer, reference=True)] or [_read("")]
         gold = next((one for one in found if one.node or one.choices), found[0])
-        if gold.node and not comparison.same(gold.node, gold.node):
-            gold = replace(gold, node=None)
+        _same(gold, gold)
     except TooLarge as error:
         raise ValueError(f"the reference {answer[:100]!r} is too long, too nested or too large to be evaluated") from error
     if not gold.text:
         raise ValueError(f"the reference {answer[:100]!r} has no content to compare")
-    return gold if re.search("[A-J]", answer) else replace(gold, choices=frozenset())
+    return gold if re.search("[A-J]", answer) else gold._replace(choices=frozenset())
 
 
 def _read(text: str) -> ReadAnswer:
     need(len(text) <= final_answer.ANSWER_CHARS, TooLarge)
     text = notation.plain(text)
-    try:
+    node = None
+    with suppress(Unread):
         node = read(notation.tidy(text))
-    except Unread:
-        node = None
     return ReadAnswer(notation.bare(text), notation.choices(text), node)

@@ -1,83 +1,72 @@
-"""How answers are written: one notation for texts that mean the same, by the rules of `notation.txt`."""
+"""How answers are written: one notation for texts that mean the same, by the rules of `words.txt`, then of `notation.txt`."""
 
 from __future__ import annotations
 
 import re
 from importlib.resources import files
 
-from asyncmoe.rollout.scoring.bounded import TooLarge, need
+from asyncmoe.rollout.scoring.units import FACTORS, UNITS
 
-_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname\*?|bold(?:symbol)?)\s*\{([^{}]*)\}")
-_DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|\$\$|\*\*|`|\"|<\|[^|<>]*\|>")
+
+def _rows(name: str) -> list[list[str]]:
+    text = files(__package__).joinpath(name).read_text("utf-8")
+    for kind, names in (("<UNIT>", UNITS), ("<FACTOR>", FACTORS)):
+        text = text.replace(kind, f"(?:{'|'.join(sorted(map(re.escape, names), key=len, reverse=True))})")
+    return [line.split("\t") for line in text.splitlines() if line and not line.startswith("# ")]
+
+
+PATTERNS = {name: re.compile(pattern) for name, pattern in _rows("patterns.txt")}
+_WORDS, _RULES = ([(re.compile(pattern), sign) for pattern, sign in _rows(name)] for name in ("words.txt", "notation.txt"))
 _NARROW = {code + 0xFEE0: chr(code) for code in range(ord("!"), ord("~") + 1)}
-_WORDS, _RULES = (
-    [
-        (re.compile(pattern), sign)
-        for pattern, sign in (line.split("\t") for line in part.splitlines() if line and not line.startswith("# "))
-    ]
-    for part in files(__package__).joinpath("notation.txt").read_text("utf-8").split("\n--\n")
-)
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.,] )(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?\d)")
-_REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|dot)\s*\{?\s*(\d+)\s*\}?")
-_CLOCK = re.compile(r"(?i)(?:(上午|早上|凌晨)|(下午|晚上))?\s*(\d{1,2})[:点时]([0-5]\d)分?(?:\s*(?:(a)|(p))\.?\s*m\.?)?")
-_LETTER = r"\(?([A-Ja-j])\)?"
-_CHOICES = re.compile(rf"{_LETTER}(?:[\s,、&/]*(?:and|or|和|或)?[\s,]*{_LETTER}){{0,9}}")
-_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?=[).:,]))[).:,]?(?:\s.*)?", re.DOTALL)
+_REPEATED_DIGITS = 790
+"""Of a decimal fraction with a period, which is then equal to its value at the precision of comparisons."""
 
 
 def plain(text: str) -> str:
     """Return an answer without the delimiters of LaTeX and Markdown, and without a sign at its end."""
-    text = _DELIMITERS.sub(" ", text.translate(_NARROW))
+    text = PATTERNS["delimiter"].sub(" ", text.translate(_NARROW))
     if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0:
         text = re.sub(r"(?<!\\)\$", " ", text)
     return re.sub(r"(?<![.,\sm\\])\s*[.,;:。]$", "", text.strip())
 
 
-def unwrapped(text: str, around: str = "", drop: bool = False) -> str:
-    """Return a text without the commands that set text in LaTeX, or also without such a text, or with a sign around each of its words."""
-    words = rf"{around}\g<0>{around}"
+def unwrapped(text: str, word: str = r"\g<0>") -> str:
+    """Return a text without the commands that set text in LaTeX; a replacement for each word of such a text may be given."""
     for _ in range(3):
-        text = _WRAPPED.sub(
-            lambda found: "" if drop else re.sub(r"(?<![\\A-Za-z\"])[^\W\d_]+", words, f" {found[1]} " if around else found[1]), text
-        )
+        text = PATTERNS["wrapped"].sub(lambda found: re.sub(r"(?<![\\A-Za-z\"])[^\W\d_]+", word, found[1]), text)
     return text.strip()
 
 
 def bare(text: str) -> str:
     """Return a plain text without markup, case, and spaces other than those between digits."""
-    spaced = re.sub(r"\s+|\\[,;:! ]|~|\\(?:left|right)(?![A-Za-z])", " ", unwrapped(text)).replace("$", "").strip()
+    spaced = PATTERNS["space"].sub(" ", unwrapped(text)).replace("$", "").strip()
     return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\{(\w)\}(?!\w)", r"\1", spaced.removesuffix("."))).casefold()
 
 
 def choices(text: str) -> frozenset[str]:
     """Return the letters of an answer to a multiple-choice question: B of "B", "(B)" and "B. 12 apples", A and C of "A and C"."""
     text = unwrapped(text).replace("\\ ", " ")
-    if len(text) < 200 and _CHOICES.fullmatch(text):
+    if len(text) < 200 and PATTERNS["choices"].fullmatch(text):
         return frozenset(re.sub(r"and|or|[^A-Ja-j]", "", text).upper())
-    found = _CHOICE.fullmatch(text)
+    found = PATTERNS["choice"].fullmatch(text)
     return frozenset(found[1] or found[2]) if found else frozenset()
 
 
 def tidy(text: str) -> str:
     """Return a plain text in the notation that `asyncmoe.rollout.scoring.expressions` reads, with words in quotation marks."""
-    if clock := _CLOCK.fullmatch(unwrapped(text)):
-        early, late, hour, minute, am, pm = clock.groups()
-        return f"0:{int(hour) % 12 + 12 * bool(late or pm) if early or late or am or pm else int(hour)}:{minute}"
     for pattern, sign in _WORDS:
         text = pattern.sub(sign, text)
-    text = unwrapped(text, '"')
+    text = unwrapped(text, r'"\g<0>"')
     for pattern, sign in _RULES:
         text = pattern.sub(sign, text)
-    text = _REPEATING.sub(_fraction, text)
-    others = _THOUSANDS.sub("", text)
-    if re.search(r"[⦃(\[,]", others) or (re.search(r"\d", others) and " " in "".join(_THOUSANDS.findall(text))):
+    text = PATTERNS["repeating"].sub(_fraction, text)
+    others = PATTERNS["thousands"].sub("", text)
+    if re.search(r"[⦃(\[,]", others) or (re.search(r"\d", others) and " " in "".join(PATTERNS["thousands"].findall(text))):
         return text
-    return _THOUSANDS.sub(lambda found: re.sub("[, ]", "", found[0]), text)
+    return PATTERNS["thousands"].sub(lambda found: re.sub("[, ]", "", found[0]), text)
 
 
 def _fraction(repeating: re.Match[str]) -> str:
     """Return a decimal fraction with a period, such as "0.1\\overline{6}", as a fraction."""
-    whole, first, period = repeating.groups()
-    need(len(whole + first + period) <= 300, TooLarge)
-    below = int("0" + whole + first)
-    return rf"\frac{{{int(whole + first + period) - below}}}{{{10 ** len(first) * (10 ** len(period) - 1)}}}"
+    whole, _, places = (repeating[1] + repeating[2] * _REPEATED_DIGITS)[:_REPEATED_DIGITS].partition(".")
+    return rf"\frac{{{whole}{places}}}{{10^{{{len(places)}}}}}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from importlib.resources import files
 
@@ -20,16 +19,12 @@ def _table() -> Mapping[str, Number]:
     return values
 
 
-_UNITS = _table()
+UNITS = _table()
+FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
+"""With their powers of ten."""
 
 
 def known(name: str) -> Number | None:
     """Return the value of a unit, in any number or case; None: it is none that is known."""
     lower = name.lower()
-    return next((_UNITS[one] for one in (name, lower, lower.removesuffix("s"), lower.removesuffix("es")) if one in _UNITS), None)
-
-
-def value(name: str) -> Number:
-    """Return the value of a unit; one that is not known, such as "apples", only equals itself."""
-    found = known(name)
-    return mp.mpf(2**33 + zlib.crc32(name.lower().removesuffix("s").encode())) if found is None else found
+    return next((UNITS[one] for one in (name, lower, lower.removesuffix("s"), lower.removesuffix("es")) if one in UNITS), None)

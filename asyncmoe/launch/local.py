@@ -262,9 +262,9 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     if keeper is not None:
         ending.callback(keeper.end)
     trainer = LocalTrainer(config, file)
-    controllers = LocalController(config, file, lambda: trainer.epoch)
+    controllers = LocalController(config, file)
     ending.callback(controllers.stop)
-    controller = controllers.start()
+    controller = controllers.start(0)
     ending.callback(trainer.stop)
     ranks = trainer.start(0)
     kept = () if keeper is None else (keeper.process,)

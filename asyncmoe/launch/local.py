@@ -6,8 +6,6 @@ All launchers share `prepare` and `claim`, which check and write files before a 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -194,10 +192,8 @@ def prepare(config: Config) -> Path:
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)
-        for path, text in ((config.run.dir / origin.FILE, kept), (file, given)):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text)
-            temporary.replace(path)
+        storage.replace(config.run.dir / origin.FILE, kept.encode())
+        storage.replace(file, given.encode())
         versions.record(config.run.dir, _engine_python(config))
     return file
 
@@ -244,15 +240,8 @@ def claim(directory: Path) -> IO[str]:
         storage.make_private(directory)
         lock = os.fdopen(os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
         os.fchmod(lock.fileno(), 0o600)  # whoever may read it may hold it
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own") from None
-    except OSError as error:
-        # A shared file system may lack locks, as Lustre does without -o flock. A second controller of the run is still refused.
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
+    if not storage.lock_alone(lock):  # without locks, a second controller of the run is still refused
+        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own")
     return lock
 
 

@@ -20,7 +20,7 @@ PREPARED_AFTER_S = {"trainer": 60.0, "controller": 20.0}
 starts take the cores."""
 
 
-class Restarts:
+class PartRestarts:
     """The starts of one part of a run.
 
     Attributes:

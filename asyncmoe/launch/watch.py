@@ -19,7 +19,7 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
-from asyncmoe.launch.restarts import Restarts
+from asyncmoe.launch.restarts import PartRestarts
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
 from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.watching import ProcessSilent, Watcher
@@ -57,7 +57,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     try:
         recorded.record(config.run.dir, "supervisor")
         watcher = Watcher(config)
-        restarts, controllers = Restarts(config, watcher, "trainer"), Restarts(config, watcher, "controller")
+        restarts, controllers = PartRestarts(config, watcher, "trainer"), PartRestarts(config, watcher, "controller")
         print(begins(config), flush=True)
         with (
             Copier(config, lambda: stop.count),
@@ -172,8 +172,8 @@ class _Restarts:
     config: Config
     view: LiveView
     stop: StopOnSignal
-    trainers: Restarts
-    controllers: Restarts
+    trainers: PartRestarts
+    controllers: PartRestarts
 
     def prepare(self, processes: Processes) -> None:
         """Be ready for the loss of controller or trainer, if they can be started again."""

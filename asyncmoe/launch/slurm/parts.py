@@ -14,7 +14,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import failures
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.steps import JobStep
-from asyncmoe.process import ERROR_PREFIX, KILLED, Child
+from asyncmoe.process import ERROR_PREFIX, KILLED, Child, wait_until
 
 log = logging.getLogger(__name__)
 STOP = "URG"
@@ -171,16 +171,6 @@ def end_all(parts: Sequence[Part]) -> None:
     wait_until(lambda: all(part.status is not None for part in running), _POLITE_S)
     for part in running:
         part.end()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll until `condition` holds; return false after `seconds`."""
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]:

@@ -14,13 +14,14 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
-from asyncmoe.launch.restarts import Restarts
+from asyncmoe.launch.restarts import PartRestarts
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
 from asyncmoe.launch.slurm.parts import Part, StepStarter
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.models.hub import with_local_model
+from asyncmoe.process import wait_until
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 
@@ -95,7 +96,7 @@ def _supervise(
     started: list[Part] = []
     processes.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
-    restarts, controllers = Restarts(config, watcher, "trainer"), Restarts(config, watcher, "controller")
+    restarts, controllers = PartRestarts(config, watcher, "trainer"), PartRestarts(config, watcher, "controller")
     # The view ends after the parts: loggers are sent the last records.
     with (
         Copier(config, lambda: int(stop.now)),
@@ -130,8 +131,8 @@ class _Job:
         engines: Sequence[Part],
         controller: StepStarter,
         trainer: StepStarter,
-        restarts: Restarts,
-        controllers: Restarts | None,
+        restarts: PartRestarts,
+        controllers: PartRestarts | None,
     ) -> None:
         self._engines, self._controller, self._trainer = engines, controller, trainer
         self._restarts, self._controllers = restarts, controllers
@@ -149,7 +150,7 @@ class _Job:
         return [self.controller, *self._engines, self.trainer]
 
     def again(self, silent: ProcessSilent | None, view: LiveView, stop: Stop) -> AsyncmoeError | None:
-        """Start the controller again if it was lost, else the trainer; see `Restarts.again`.
+        """Start the controller again if it was lost, else the trainer; see `PartRestarts.again`.
 
         Args:
             silent: the failure, if a process hangs.
@@ -212,7 +213,7 @@ def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> Asyncmoe
     if any(_bad(part, stop) for part in (job.controller, job.trainer)):
         return parts.first_cause(job.everyone)
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
-    parts.wait_until(lambda: all(part.status is not None for part in job.everyone), _LEAVE_S)
+    wait_until(lambda: all(part.status is not None for part in job.everyone), _LEAVE_S)
     return None
 
 

@@ -45,6 +45,12 @@ from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
 
+_RECORDS = (
+    *("metrics.jsonl", "rollout.jsonl", "evaluation.jsonl", "summary.json", "report.html", versions.VERSIONS),
+    *("spans-trainer.jsonl", "spans-controller.jsonl"),
+)
+"""What a run that begins anew would add to, or be taken for."""
+
 
 def run(config: Config) -> dict[str, object]:
     """Run a configuration from start to end and return its summary.
@@ -174,16 +180,7 @@ def prepare(config: Config) -> Path:
         make_model(config.model.path, config.model.make, seed=config.run.seed)
         print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
     if found.newest is None and not belonging.has_begun(config.run.dir):
-        for stale in (
-            "metrics.jsonl",
-            "rollout.jsonl",
-            "evaluation.jsonl",
-            "spans-trainer.jsonl",
-            "spans-controller.jsonl",
-            "summary.json",
-            "report.html",
-            versions.VERSIONS,
-        ):
+        for stale in _RECORDS:
             (config.run.dir / stale).unlink(missing_ok=True)
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)

@@ -18,7 +18,7 @@ CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
         *(run_on_gpus.transport, run_on_gpus.megatron_switches, run_on_gpus.placement, run_on_gpus.gpu_memory),
     )
 }
-"""Check by the name of its line. Every check returns a verdict for every machine."""
+"""Check by the name of its line, which is the function's. Every check returns a verdict for every machine."""
 
 
 def examine(machine: Machine) -> tuple[Finding, ...]:

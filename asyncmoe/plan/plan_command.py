@@ -127,8 +127,8 @@ def _adapter(asked: PlanArguments, hf: Mapping[str, Any]) -> Kind | None:
 
 
 def _forecast(asked: PlanArguments, hf: Mapping[str, Any], trainer: MegatronParallel, engine: EngineParallel, count: int) -> Forecast:
-    given = {"dtype": asked.dtype, "bucket_bytes": asked.bucket_bytes, "speeds": asked.speeds, "adapter": _adapter(asked, hf)}
-    return traffic.foresee(str(asked.model), hf, trainer, engine, count, **given)
+    name, kind, dtype, bucket = str(asked.model), _adapter(asked, hf), asked.dtype, asked.bucket_bytes
+    return traffic.foresee(name, hf, trainer, engine, count, dtype=dtype, bucket_bytes=bucket, speeds=asked.speeds, adapter=kind)
 
 
 def _of_cluster(asked: PlanArguments, hf: Mapping[str, Any], nodes: int, console: Console) -> dict[str, Any]:

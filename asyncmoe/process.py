@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from asyncmoe.logs import BoundedLog, LogBounds
 from asyncmoe.storage import writing
 
 ERROR_PREFIX, WARNING = "error: ", "warning: "
+_LOOK_S = 0.05
 KILLED = "a rank was ended by"
 """Prefix of the failure reason if a signal ended one of torchrun's ranks."""
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}
@@ -139,6 +140,16 @@ def yield_cores() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _YIELDING)
 
 
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until `condition` holds; return false after `seconds`."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
 class Child:
     """One process in its own session, so that Ctrl-C in the terminal reaches only the supervisor.
 
@@ -250,13 +261,11 @@ class Child:
         return True
 
     def _session_gone(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        def gone() -> bool:
             self._process.poll()
-            if not _lives(self._process.pid):
-                return True
-            time.sleep(0.05)
-        return False
+            return not _lives(self._process.pid)
+
+        return wait_until(gone, seconds)
 
 
 def _lives(group: int) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, WaitTimeout
 
@@ -201,6 +201,24 @@ def _delete_left(directories: list[Path]) -> None:
             os.close(tried)
 
 
+def lock_alone(lock: IO[str]) -> bool:
+    """Lock an open file until it is closed, or close it and return False if another process has the lock. A shared file system may lack
+    locks, as Lustre does without -o flock: there nothing is locked.
+
+    Raises:
+        OSError: it cannot be locked.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+    return True
+
+
 def _locked(descriptor: int, how: int) -> bool:
     """Return whether the lock was taken; False also on file systems without locks."""
     try:
@@ -231,10 +249,29 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def replace(path: Path, content: bytes) -> None:
+    """Write a file so that whoever reads it meanwhile finds a whole one, the former or this.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)
+
+
 def share(folder: Path, like: str) -> None:
     """Give files of tensors, which safetensors writes for its user alone, the mode of another file in their folder."""
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / like).stat().st_mode)
+
+
+def size(nbytes: float) -> str:
+    """Format bytes in decimal units with three significant digits."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def probe(directory: Path) -> OSError | None:

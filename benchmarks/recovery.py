@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
-from asyncmoe.launch import controller_restarts
+from asyncmoe.launch import restarts
 from asyncmoe.telemetry import processes
 from benchmarks.provenance import here
 
@@ -155,7 +155,7 @@ class _Rig:
     def succession(self) -> tuple[Successor, float]:
         """Kill the controller after a step, and measure what follows; also return the CPU seconds of the next one until it generates, those
         in which it stood by included."""
-        time.sleep(controller_restarts.PREPARED_AFTER_S + _PREPARING_S)
+        time.sleep(restarts.PREPARED_AFTER_S["controller"] + _PREPARING_S)
         before = len(self._records())
         self._wait(lambda: any(one.get("step", 0) > WARM for one in self._records()[before:]))
         last, begin = self._records()[-1]["step"], time.time()

@@ -145,11 +145,9 @@ class Copier:
                 return
 
     def _failed(self, checkpoint: Path, place: SecondPlace, error: Exception) -> None:
-        why = copies.without_credentials(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         if not self._failing:
-            _say(
-                f"{KEY}: {checkpoint.name} was not copied to {place.shown}: {why}; the run goes on, and the next checkpoint is tried again"
-            )
+            why = f"{checkpoint.name} was not copied to {place.shown}: {copies.said(error)}"
+            _say(f"{KEY}: {why}; the run goes on, and the next checkpoint is tried again")
         self._failing = True
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from asyncmoe.config import sglang_arguments
-from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Port, Positive, Seconds, Section
+from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Port, Positive, Seconds, Section, refused
 
 
 class EngineSection(Section):
@@ -78,9 +78,9 @@ class EngineSection(Section):
         if why := sglang_arguments.refusal(self.args):
             raise ValueError(why)
         if self.tp % self.nodes:
-            raise ValueError(f"engines.nodes: got {self.nodes}, expected a divisor of engines.tp = {self.tp}")
+            raise refused("engines.nodes", self.nodes, f"a divisor of engines.tp = {self.tp}")
         if self.nodes > 1 and self.share_gpus:
-            raise ValueError(f"engines.nodes: got {self.nodes}, expected 1 because engines.share_gpus is true; set one of them only")
+            raise refused("engines.nodes", self.nodes, "1 because engines.share_gpus is true; set one of them only")
         return self
 
     @property

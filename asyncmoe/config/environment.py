@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import NameOrPlugin, Positive, Seconds, Section
+from asyncmoe.config.fields import NameOrPlugin, Positive, Seconds, Section, refused
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
@@ -48,10 +48,10 @@ class ToolsSection(Section):
     def _check(self) -> ToolsSection:
         for name, server in self.mcp.items():
             if not name.replace("-", "_").isidentifier():
-                raise ValueError(f"environment.tools.mcp: got the name {name!r}, expected letters, digits, '_' and '-'")
+                raise refused("environment.tools.mcp", f"the name {name!r}", "letters, digits, '_' and '-'")
             if (problem := server.problem()) is not None:
                 key, got, expected = problem
-                raise ValueError(f"environment.tools.mcp.{name}.{key}: got {got}, expected {expected}")
+                raise refused(f"environment.tools.mcp.{name}.{key}", got, f"{expected}")
         return self
 
     @field_validator("style")
@@ -61,7 +61,7 @@ class ToolsSection(Section):
             near = get_close_matches(style, (*_OWN_STYLES, *SGLANG_PARSERS), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             expected = f"{', '.join(_OWN_STYLES)} or a parser of SGLang ({', '.join(SGLANG_PARSERS)})"
-            raise ValueError(f"environment.tools.style: got {style!r}, expected {expected}{hint}")
+            raise refused("environment.tools.style", f"{style!r}", f"{expected}{hint}")
         return style
 
 
@@ -94,27 +94,18 @@ class EnvironmentSection(Section):
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:
         if self.kind == "tools" and not self.tools.names and not self.tools.mcp:
-            raise ValueError(
-                "environment.tools.names: got nothing, expected at least one tool because environment.kind is tools; name one, name a "
-                "server in environment.tools.mcp, or set environment.kind to single_turn"
-            )
+            hint = "name one, name a server in environment.tools.mcp, or set environment.kind to single_turn"
+            raise refused("environment.tools.names", "nothing", "at least one tool because environment.kind is tools", hint)
         if self.kind != "tools" and self.tools.mcp:
-            raise ValueError(
-                f"environment.tools.mcp: got servers, expected none because environment.kind is {self.kind}; set environment.kind to "
-                "tools, or pass the servers to your own class: WithTools(mcp=...)"
-            )
+            hint = "set environment.kind to tools, or pass the servers to your own class: WithTools(mcp=...)"
+            raise refused("environment.tools.mcp", "servers", f"none because environment.kind is {self.kind}", hint)
         if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
-            raise ValueError(
-                f"environment.sandbox: got the backend {self.sandbox.backend}, expected no keys because environment.kind tools with "
-                "python in environment.tools.names alone uses them; your own class passes the keys to WithTools(sandbox=...)"
-            )
+            expected = "no keys because environment.kind tools with python in environment.tools.names alone uses them"
+            hint = "your own class passes the keys to WithTools(sandbox=...)"
+            raise refused("environment.sandbox", f"the backend {self.sandbox.backend}", expected, hint)
         if self.kind == "openai" and self.tools.style == "brackets":
-            raise ValueError(
-                "environment.tools.style: got 'brackets', expected hermes or a parser of SGLang because environment.kind is openai, whose "
-                "clients need calls with a name; leave it out"
-            )
+            expected = "hermes or a parser of SGLang because environment.kind is openai, whose clients need calls with a name; leave it out"
+            raise refused("environment.tools.style", "'brackets'", expected)
         if self.kind == "openai" and self.agent is None:
-            raise ValueError(
-                "environment.agent: got nothing, expected package.module:function because environment.kind is openai; give the agent"
-            )
+            raise refused("environment.agent", "nothing", "package.module:function because environment.kind is openai; give the agent")
         return self

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, Real, Section, Share
+from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, Real, Section, Share, refused
 from asyncmoe.config.task import READ, Kind, SourceSection, TaskSection
 
 Overlap = Literal["refuse", "leave_out", "allow"]
@@ -109,13 +109,13 @@ class EvaluationSection(Section):
     @model_validator(mode="after")
     def _check(self) -> EvaluationSection:
         if self.sets and self.path is not None:
-            raise ValueError(f"evaluation.path: got {self.path}, expected null because there are evaluation.sets; make it one of them")
+            raise refused("evaluation.path", self.path, "null because there are evaluation.sets; make it one of them")
         for name, one in self.sets.items():
             key = f"evaluation.sets.{name}"
             if not name.replace("-", "_").replace(".", "_").isidentifier() and not name.isalnum():
-                raise ValueError(f"evaluation.sets: got the name {name!r}, expected letters, digits, '_', '-' and '.'")
+                raise refused("evaluation.sets", f"the name {name!r}", "letters, digits, '_', '-' and '.'")
             if one.streaming:
-                raise ValueError(f"{key}.streaming: got true, expected false because an evaluation asks the same questions each time")
+                raise refused(f"{key}.streaming", "true", "false because an evaluation asks the same questions each time")
             if one.held_out and (one.where or one.filter or one.columns or one.options):
-                raise ValueError(f"{key}.path: got nothing, expected the set's own source because it has keys that belong to one")
+                raise refused(f"{key}.path", "nothing", "the set's own source because it has keys that belong to one")
         return self

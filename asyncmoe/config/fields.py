@@ -80,6 +80,11 @@ class NameOrPlugin:
         return with_colon if plugins.is_name(with_colon) else None
 
 
+def refused(key: str, got: object, expected: str, hint: str = "") -> ValueError:
+    """Return the error of a validator, which `asyncmoe.config.refusals` reads. `hint`: the way out, if `expected` does not say."""
+    return ValueError(f"{key}: got {got}, expected {expected}{'; ' if hint else ''}{hint}")
+
+
 def check_options(key: str, options: Mapping[str, Any] | None, named: str, target: str) -> None:
     """Refuse options for anything but a user's own code.
 
@@ -91,9 +96,7 @@ def check_options(key: str, options: Mapping[str, Any] | None, named: str, targe
         ValueError: there are options, but the target is built in.
     """
     if options is not None and not plugins.is_name(target):
-        raise ValueError(
-            f"{key}: got {options}, expected null because {named} is {target}; leave them out, or name your own as {plugins.FORM}"
-        )
+        raise refused(key, options, f"null because {named} is {target}; leave them out, or name your own as {plugins.FORM}")
 
 
 class Section(BaseModel):

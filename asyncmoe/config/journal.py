@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, Positive, Section
+from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, Positive, Section, refused
 
 
 class JournalSection(Section):
@@ -59,18 +59,14 @@ class JournalSection(Section):
     @model_validator(mode="after")
     def _check(self) -> JournalSection:
         if self.segment_bytes > self.max_bytes:
-            raise ValueError(
-                f"journal.segment_bytes: got {self.segment_bytes}, expected at most journal.max_bytes = {self.max_bytes}; lower it"
-            )
+            raise refused("journal.segment_bytes", self.segment_bytes, f"at most journal.max_bytes = {self.max_bytes}; lower it")
         if self.redis is None and self.redis_password_variable is not None:
-            raise ValueError(
-                f"journal.redis_password_variable: got {self.redis_password_variable}, expected null without journal.redis; "
-                "name the server in journal.redis, or leave the variable out"
-            )
+            expected = "null without journal.redis; name the server in journal.redis, or leave the variable out"
+            raise refused("journal.redis_password_variable", self.redis_password_variable, expected)
         if self.redis is not None:
             _check_address(self.redis)
             if self.folder is not None:
-                raise ValueError(f"journal.folder: got {self.folder}, expected null with journal.redis; leave one of them out")
+                raise refused("journal.folder", self.folder, "null with journal.redis; leave one of them out")
         return self
 
     def place(self, run_dir: Path) -> Path:
@@ -89,8 +85,8 @@ def _check_address(url: str) -> None:
         numbered = not database or (database.isascii() and database.isdigit())
         good = local or (parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0 and numbered)
     except ValueError as error:
-        raise ValueError(f"journal.redis: got {error}, expected {forms}") from error
+        raise refused("journal.redis", error, forms) from error
     if secret:
-        raise ValueError("journal.redis: got an address with a password, expected one without; journal.redis_password_variable names it")
+        raise refused("journal.redis", "an address with a password", "one without; journal.redis_password_variable names it")
     if not good:
-        raise ValueError(f"journal.redis: got {url}, expected {forms}")
+        raise refused("journal.redis", url, forms)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import Decay, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import Decay, Positive, PositiveFloat, Section, refused
 
 GROUPED = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
@@ -57,22 +57,20 @@ class LoraSection(Section):
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise ValueError(f"lora.targets: got {value!r}, expected a list of {', '.join(TARGETS)}")
+            raise refused("lora.targets", f"{value!r}", f"a list of {', '.join(TARGETS)}")
         for name in value:
             if name not in TARGETS:
                 hint = f"; write {_FUSED[name]}" if isinstance(name, str) and name in _FUSED else "; take it out"
-                raise ValueError(f"lora.targets: got {name}, expected some of {', '.join(TARGETS)}{hint}")
+                raise refused("lora.targets", name, f"some of {', '.join(TARGETS)}{hint}")
             if value.count(name) > 1:
-                raise ValueError(f"lora.targets: got {name} twice, expected it once; take one out")
+                raise refused("lora.targets", f"{name} twice", "it once; take one out")
         if not value:
-            raise ValueError(f"lora.targets: got none, expected at least one of {', '.join(TARGETS)}; leave the key out for all of them")
+            raise refused("lora.targets", "none", f"at least one of {', '.join(TARGETS)}; leave the key out for all of them")
         return tuple(name for name in TARGETS if name in value)
 
     @model_validator(mode="after")
     def _check(self) -> LoraSection:
         if self.experts == "shared_outer" and self.targets is not None and not set(self.targets) & set(MLP):
-            raise ValueError(
-                f"lora.experts: got shared_outer, expected per_expert because lora.targets has none of {', '.join(MLP)}; leave it out, or "
-                "add one"
-            )
+            expected = f"per_expert because lora.targets has none of {', '.join(MLP)}; leave it out, or add one"
+            raise refused("lora.experts", "shared_outer", expected)
         return self

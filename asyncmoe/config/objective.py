@@ -16,6 +16,7 @@ from asyncmoe.config.fields import (
     PositiveFloat,
     Section,
     check_options,
+    refused,
 )
 from asyncmoe.plugins import is_name
 
@@ -72,10 +73,8 @@ class CorrectionSection(Section):
         for name in ("token_band", "sequence_band", "geometric_band", "veto"):
             band: Band | None = getattr(self, name)
             if band is not None and not band[0] < 1 < band[1]:
-                raise ValueError(
-                    f"objective.correction.{name}: got {list(band)}, expected one number below 1 and one above (equal policies have the "
-                    "ratio 1, and must not be rejected)"
-                )
+                expected = "one number below 1 and one above (equal policies have the ratio 1, and must not be rejected)"
+                raise refused(f"objective.correction.{name}", list(band), expected)
         check_options("objective.correction.weight_options", self.weight_options, "objective.correction.weight", self.weight)
         return self
 
@@ -182,28 +181,20 @@ class ObjectiveSection(Section):
         for name in _SURROGATE if is_name(self.loss) else ():
             default = ObjectiveSection.model_fields[name].default
             if getattr(self, name) != default:
-                raise ValueError(
-                    f"objective.{name}: got {getattr(self, name)}, expected {'null' if default is None else default}, its default, because "
-                    f"objective.loss is {self.loss}, which replaces it; leave it out, or pass it in objective.loss_options"
-                )
+                because = f"its default, as objective.loss is {self.loss}, which replaces it"
+                expected = f"{'null' if default is None else default}, {because}"
+                raise refused(f"objective.{name}", getattr(self, name), expected, "leave it out, or pass it in objective.loss_options")
         if self.proximal == "behaviour" and weight in ("token", "sequence"):
-            raise ValueError(
-                f"objective.correction.weight: got {weight}, expected none because objective.proximal is behaviour (the ratio to the "
-                "engine would be applied twice); set it to none, or objective.proximal to recompute"
-            )
+            expected = "none because objective.proximal is behaviour (the ratio to the engine would be applied twice)"
+            raise refused("objective.correction.weight", weight, expected, "set it to none, or objective.proximal to recompute")
         if self.clip != "ppo" and self.dual_clip is not None:
-            raise ValueError(
-                f"objective.dual_clip: got {self.dual_clip}, expected null because objective.clip is {self.clip} (it bounds PPO's "
-                "surrogate); leave it out, or set objective.clip to ppo"
-            )
+            expected = f"null because objective.clip is {self.clip} (it bounds PPO's surrogate); leave it out, or set objective.clip to ppo"
+            raise refused("objective.dual_clip", self.dual_clip, expected)
         if self.ratio == "sequence" and self.clip in ("dppo_tv", "ipo"):
-            raise ValueError(
-                f"objective.ratio: got sequence, expected token because objective.clip is {self.clip} (it compares tokens' "
-                "probabilities); leave it out, or set objective.clip to ppo"
-            )
+            expected = f"token because objective.clip is {self.clip} (it compares tokens' probabilities)"
+            raise refused("objective.ratio", "sequence", expected, "leave it out, or set objective.clip to ppo")
         if self.process.weight and self.advantage not in PROCESS_ADVANTAGES and not is_name(self.advantage):
-            raise ValueError(
-                f"objective.process.weight: got {self.process.weight:g}, expected 0 because objective.advantage is {self.advantage} (step "
-                f"rewards are in deviations, its advantages are not); set it to 0, or objective.advantage to {PROCESS_ADVANTAGES[0]}"
-            )
+            expected = f"0 because objective.advantage is {self.advantage} (step rewards are in deviations, its advantages are not)"
+            hint = f"set it to 0, or objective.advantage to {PROCESS_ADVANTAGES[0]}"
+            raise refused("objective.process.weight", f"{self.process.weight:g}", expected, hint)
         return self

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Share
+from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Share, refused
 
 StalenessRule = Literal["drop", "requeue", "downweight"]
 Unit = Literal["group", "trajectory"]
@@ -38,19 +38,13 @@ class StalenessSection(Section):
                     if name == "downweight"
                     else f"a number above queue.staleness.max_staleness = {self.max_staleness}"
                 )
-                raise ValueError(
-                    f"queue.staleness.{name}: got nothing, expected {what} because queue.staleness.rule is downweight; give both"
-                )
+                raise refused(f"queue.staleness.{name}", "nothing", f"{what} because queue.staleness.rule is downweight; give both")
             if self.rule != "downweight" and value is not None:
-                raise ValueError(
-                    f"queue.staleness.{name}: got {value}, expected nothing because queue.staleness.rule is {self.rule}; leave it out, or "
-                    "set the rule to downweight"
-                )
+                expected = f"nothing because queue.staleness.rule is {self.rule}; leave it out, or set the rule to downweight"
+                raise refused(f"queue.staleness.{name}", value, expected)
         if self.drop_above is not None and self.drop_above <= self.max_staleness:
-            raise ValueError(
-                f"queue.staleness.drop_above: got {self.drop_above}, expected more than queue.staleness.max_staleness = "
-                f"{self.max_staleness}; raise it, or set queue.staleness.rule to drop"
-            )
+            expected = f"more than queue.staleness.max_staleness = {self.max_staleness}; raise it, or set queue.staleness.rule to drop"
+            raise refused("queue.staleness.drop_above", self.drop_above, expected)
         return self
 
 

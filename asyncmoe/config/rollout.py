@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, Decay, NonNegative, Positive, Seconds, Section, Share
+from asyncmoe.config.fields import FINITE, NUMBER, Decay, NonNegative, Positive, Seconds, Section, Share, refused
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Balance = Literal["least_loaded", "prefix_affine"]
@@ -106,16 +106,12 @@ class RolloutSection(Section):
     def _check(self) -> RolloutSection:
         together = self.group_size + self.oversample
         if self.oversample and self.max_concurrent < together:
-            raise ValueError(
-                f"rollout.max_concurrent: got {self.max_concurrent}, expected at least rollout.group_size + rollout.oversample = "
-                f"{together} so that the extra responses do not wait for the others; raise it, or lower rollout.oversample"
-            )
+            expected = f"at least rollout.group_size + rollout.oversample = {together}, so that extra responses do not wait for the others"
+            raise refused("rollout.max_concurrent", self.max_concurrent, expected, "raise it, or lower rollout.oversample")
         slack = type(self).model_fields["affinity_slack"].default
         if self.affinity_slack != slack and self.balance != "prefix_affine":
-            raise ValueError(
-                f"rollout.affinity_slack: got {self.affinity_slack}, expected {slack} because rollout.balance is {self.balance}; leave it "
-                "out, or set rollout.balance to prefix_affine"
-            )
+            expected = f"{slack} because rollout.balance is {self.balance}; leave it out, or set rollout.balance to prefix_affine"
+            raise refused("rollout.affinity_slack", self.affinity_slack, expected)
         return self
 
     @property

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, Section
+from asyncmoe.config.fields import NonNegative, Section, refused
 
 Backend = Literal["asyncmoe", "bubblewrap", "container", "http"]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -37,23 +37,21 @@ class SandboxSection(Section):
     def _check(self) -> SandboxSection:
         for name, value, backend in (("image", self.image, "container"), ("url", self.url, "http"), ("token_env", self.token_env, "http")):
             if value is not None and self.backend != backend:
-                raise ValueError(
-                    f"environment.sandbox.{name}: got {value}, expected null because environment.sandbox.backend is not {backend}"
-                )
+                raise refused(f"environment.sandbox.{name}", value, f"null because environment.sandbox.backend is not {backend}")
         if self.backend == "container" and (not self.image or self.image.startswith("-")):
-            raise ValueError(f"environment.sandbox.image: got {self.image!r}, expected an image because the backend is container")
+            raise refused("environment.sandbox.image", f"{self.image!r}", "an image because the backend is container")
         if not self.python or self.python.startswith("-"):
-            raise ValueError(f"environment.sandbox.python: got {self.python!r}, expected a program of the image")
+            raise refused("environment.sandbox.python", f"{self.python!r}", "a program of the image")
         if self.backend == "http":
             self._check_url(self.url)
         if self.token_env is not None and not _VARIABLE.fullmatch(self.token_env):
-            raise ValueError(f"environment.sandbox.token_env: got {self.token_env!r}, expected the name of an environment variable")
+            raise refused("environment.sandbox.token_env", f"{self.token_env!r}", "the name of an environment variable")
         return self
 
     @staticmethod
     def _check_url(url: str | None) -> None:
         parts = urlsplit(url or "")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"environment.sandbox.url: got {url!r}, expected http://... or https://... because the backend is http")
+            raise refused("environment.sandbox.url", f"{url!r}", "http://... or https://... because the backend is http")
         if parts.username is not None or parts.password is not None:
-            raise ValueError("environment.sandbox.url: got one with a user's name or password, expected none; use token_env")
+            raise refused("environment.sandbox.url", "one with a user's name or password", "none; use token_env")

@@ -16,7 +16,7 @@ from asyncmoe.config.cluster import ClusterSection
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
-from asyncmoe.config.fields import Section
+from asyncmoe.config.fields import Section, refused
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.keep import KeepSection
 from asyncmoe.config.lora import LoraSection
@@ -86,54 +86,36 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         if self.rollout.group_size < 2:
-            raise ValueError("rollout.group_size: got 1, expected at least 2; advantages compare the responses to one prompt")
+            raise refused("rollout.group_size", 1, "at least 2; advantages compare the responses to one prompt")
         if self.rollout.groups_per_step % self.objective.updates_per_batch:
-            raise ValueError(
-                f"objective.updates_per_batch: got {self.objective.updates_per_batch}, expected a divisor of "
-                f"rollout.groups_per_step = {self.rollout.groups_per_step}"
-            )
+            expected = f"a divisor of rollout.groups_per_step = {self.rollout.groups_per_step}"
+            raise refused("objective.updates_per_batch", self.objective.updates_per_batch, expected)
         if self.sync.every > (most := self.queue.staleness.max_staleness + 1):
-            raise ValueError(
-                f"sync.every: got {self.sync.every}, expected at most queue.staleness.max_staleness + 1 = {most}; with fewer versions than "
-                "batches the capacity law would never admit the next batch"
-            )
+            hint = "with fewer versions than batches the capacity law would never admit the next batch"
+            raise refused("sync.every", self.sync.every, f"at most queue.staleness.max_staleness + 1 = {most}", hint)
         if self.queue_capacity < self.rollout.batch:
-            raise ValueError(
-                f"queue.capacity: got {self.queue.capacity}, expected at least a step's batch of rollout.groups_per_step * "
-                f"rollout.group_size = {self.rollout.batch}; leave it out or raise it"
-            )
+            expected = f"at least a step's batch of rollout.groups_per_step * rollout.group_size = {self.rollout.batch}"
+            raise refused("queue.capacity", self.queue.capacity, expected, "leave it out or raise it")
         if self.keeps_sampling_mask and self.rollout.top_k is None:
-            raise ValueError(
-                "rollout.top_k: got null, expected a number because sampling masks are kept (engines report only supports of bounded "
-                "size); set rollout.top_k, or keep.sampling_mask to off"
-            )
+            expected = "a number because sampling masks are kept (engines report only supports of bounded size)"
+            raise refused("rollout.top_k", "null", expected, "set rollout.top_k, or keep.sampling_mask to off")
         if self.keeps_sampling_mask and self.rollout.top_k is not None and self.rollout.top_k > MAX_SUPPORT:
-            raise ValueError(
-                f"rollout.top_k: got {self.rollout.top_k}, expected at most {MAX_SUPPORT} because sampling masks are kept (engines report "
-                "no larger supports); lower it, or set keep.sampling_mask to off"
-            )
+            expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger supports)"
+            raise refused("rollout.top_k", self.rollout.top_k, expected, "lower it, or set keep.sampling_mask to off")
         if (self.evaluation.max_concurrent or 0) > self.rollout.max_concurrent:
-            raise ValueError(
-                f"evaluation.max_concurrent: got {self.evaluation.max_concurrent}, expected at most rollout.max_concurrent = "
-                f"{self.rollout.max_concurrent}, of which it is a share; lower it or leave it out"
-            )
+            expected = f"at most rollout.max_concurrent = {self.rollout.max_concurrent}, of which it is a share; lower it or leave it out"
+            raise refused("evaluation.max_concurrent", self.evaluation.max_concurrent, expected)
         if self.trainer.ranks % self.cluster.trainer_nodes:
-            raise ValueError(
-                f"cluster.trainer_nodes: got {self.cluster.trainer_nodes}, expected a divisor of trainer.ranks = {self.trainer.ranks}; "
-                "every node of the trainer has as many of them"
-            )
+            expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every node of the trainer has as many of them"
+            raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)
         if self.engines.tp % self.engines.ep:
-            raise ValueError(f"engines.ep: got {self.engines.ep}, expected a divisor of engines.tp = {self.engines.tp}")
+            raise refused("engines.ep", self.engines.ep, f"a divisor of engines.tp = {self.engines.tp}")
         if self.launch == "ray" and self.cluster.engine_nodes % self.engines.nodes:
-            raise ValueError(
-                f"cluster.engine_nodes: got {self.cluster.engine_nodes}, expected a multiple of engines.nodes = {self.engines.nodes}, the "
-                "machines of one engine"
-            )
+            expected = f"a multiple of engines.nodes = {self.engines.nodes}, the machines of one engine"
+            raise refused("cluster.engine_nodes", self.cluster.engine_nodes, expected)
         if self.engines.nodes > 1 and self.train == "lora":
-            raise ValueError(
-                f"engines.nodes: got {self.engines.nodes}, expected 1 because train is lora: engines load adapters from files of one "
-                "machine; lower it, or set train to full"
-            )
+            expected = "1 because train is lora: engines load adapters from files of one machine; lower it, or set train to full"
+            raise refused("engines.nodes", self.engines.nodes, expected)
         return self
 
     @model_validator(mode="after")
@@ -149,23 +131,21 @@ class Config(Section):
             else ""
         )
         if self.rollout.tail_batching > 1 and because:
-            raise ValueError(f"rollout.tail_batching: got {self.rollout.tail_batching:g}, expected 1 because {because}")
+            raise refused("rollout.tail_batching", f"{self.rollout.tail_batching:g}", f"1 because {because}")
         return self
 
     @model_validator(mode="after")
     def _check_task(self) -> Config:
         """Refuse evaluation sets that cannot be read, and a task of one's own without a scorer."""
         if plugins.is_name(self.task.kind) and self.scoring.scorer == "auto" and self.environment.kind in ("single_turn", "tools"):
-            raise ValueError(
-                f"scoring.scorer: got auto, expected a scorer by name because task.kind is {self.task.kind}, of whose answers nothing is "
-                "known; name exact, math_verify or your own"
-            )
+            expected = f"a scorer by name because task.kind is {self.task.kind}, of whose answers nothing is known"
+            raise refused("scoring.scorer", "auto", expected, "name exact, math_verify or your own")
         for name, one in self.evaluation.every_set.items():
             if one.held_out:
                 continue
             key = f"evaluation.sets.{name}" if name else "evaluation"
             if one.path is None and self.task.sources and one.kind in (None, *READ):
-                raise ValueError(f"{key}.path: got nothing, expected the set's path because the task has several sources")
+                raise refused(f"{key}.path", "nothing", "the set's path because the task has several sources")
             try:
                 one.task(self.task)
             except ValidationError as error:
@@ -176,26 +156,20 @@ class Config(Section):
     def _check_rewards(self) -> Config:
         """Refuse an objective without the rewards, steps or teacher it learns from."""
         if self.rollout.filter_equal and self.objective.advantage == "reinforce_plus_plus":
-            raise ValueError(
-                "rollout.filter_equal: got true, expected false because objective.advantage is reinforce_plus_plus, to which a group of "
-                "equal rewards carries an advantage; set it to false, or choose an advantage that compares within the group"
-            )
+            expected = "false because objective.advantage is reinforce_plus_plus, to which a group of equal rewards carries an advantage"
+            hint = "set it to false, or choose an advantage that compares within the group"
+            raise refused("rollout.filter_equal", "true", expected, hint)
         for name, weight in (("process", self.objective.process.weight), ("distill", self.objective.distill.weight)):
             if self.rollout.filter_equal and weight:
-                raise ValueError(
-                    f"rollout.filter_equal: got true, expected false because objective.{name}.weight is {weight:g}, and a group of equal "
-                    "rewards has steps or tokens to learn from; set it to false"
-                )
+                because = f"because objective.{name}.weight is {weight:g}, and a group of equal rewards has steps or tokens to learn from"
+                raise refused("rollout.filter_equal", "true", f"false {because}; set it to false")
         if self.objective.distill.weight and self.scoring.teacher is None:
-            raise ValueError(
-                f"objective.distill.weight: got {self.objective.distill.weight:g}, expected 0 because there is no scoring.teacher; name "
-                "one, or set the weight to 0"
-            )
+            expected = "0 because there is no scoring.teacher; name one, or set the weight to 0"
+            raise refused("objective.distill.weight", f"{self.objective.distill.weight:g}", expected)
         if self.objective.process.weight and self.environment.kind == "single_turn" and not self.scoring.may_score_steps:
-            raise ValueError(
-                f"objective.process.weight: got {self.objective.process.weight:g}, expected 0 because scoring.scorer is "
-                f"{self.scoring.scorer}, which does not score steps; name a scorer of your own, or set the weight to 0"
-            )
+            expected = f"0 because scoring.scorer is {self.scoring.scorer}, which does not score steps"
+            hint = "name a scorer of your own, or set the weight to 0"
+            raise refused("objective.process.weight", f"{self.objective.process.weight:g}", expected, hint)
         return self
 
     @model_validator(mode="after")
@@ -205,29 +179,25 @@ class Config(Section):
             return self
         total = self.warmup.steps + self.run.steps
         if max(profile.steps) > total:
-            raise ValueError(
-                f"telemetry.profile.steps: got {max(profile.steps)}, expected at most warmup.steps + run.steps = {total}; lower it"
-            )
+            raise refused("telemetry.profile.steps", max(profile.steps), f"at most warmup.steps + run.steps = {total}; lower it")
         if max(profile.ranks) >= self.trainer.ranks:
-            raise ValueError(
-                f"telemetry.profile.ranks: got {max(profile.ranks)}, expected less than trainer.ranks = {self.trainer.ranks}; lower it"
-            )
+            raise refused("telemetry.profile.ranks", max(profile.ranks), f"less than trainer.ranks = {self.trainer.ranks}; lower it")
         return self
 
     @model_validator(mode="after")
     def _check_workers(self) -> Config:
         slots = self.train == "lora" and self.sync.method != "reshard"
         for key, got, expected in workers.refused(self.rollout, self.journal, self.engines, slots):
-            raise ValueError(f"{key}: got {got}, expected {expected}; change it, or set rollout.workers to 0")
+            raise refused(key, got, expected, "change it, or set rollout.workers to 0")
         return self
 
     @model_validator(mode="after")
     def _check_disk(self) -> Config:
         """Refuse what weights in a directory do not carry."""
         if self.sync.method == "disk" and self.train == "lora":
-            raise ValueError("sync.method: got disk, expected reshard or broadcast because train is lora; change it, or set train to full")
+            raise refused("sync.method", "disk", "reshard or broadcast because train is lora; change it, or set train to full")
         if self.sync.method == "disk" and self.engines.quantises:
-            raise ValueError("sync.method: got disk, expected broadcast because engines.args quantise the weights; change one of them")
+            raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change one of them")
         return self
 
     @model_validator(mode="after")
@@ -236,24 +206,16 @@ class Config(Section):
         if not self.engines.share_gpus:
             return self
         because = "because engines.share_gpus is true"
-        why = unshared(self.sync.transport)
-        refused = {
-            "sync.method": (
-                self.sync.method,
-                self.sync.method == "broadcast",
-                f"reshard {because}: NCCL refuses two ranks on one GPU",
-            ),
-            "sync.transport": (self.sync.transport, why != "", f"{choices(shareable)} {because}: {why}"),
-            "launch": (self.launch, self.launch == "ray", f"local {because}: Ray gives every process GPUs of its own"),
-        }
-        for key, (got, bad, expected) in refused.items():
-            if bad:
-                raise ValueError(f"{key}: got {got}, expected {expected}; change it, or set engines.share_gpus to false")
+        change = "change it, or set engines.share_gpus to false"
+        if self.sync.method == "broadcast":
+            raise refused("sync.method", "broadcast", f"reshard {because}: NCCL refuses two ranks on one GPU", change)
+        if why := unshared(self.sync.transport):
+            raise refused("sync.transport", self.sync.transport, f"{choices(shareable)} {because}: {why}", change)
+        if self.launch == "ray":
+            raise refused("launch", "ray", f"local {because}: Ray gives every process GPUs of its own", change)
         if self.cluster.network != "loopback":
-            raise ValueError(
-                f"cluster.network: got {self.cluster.network}, expected loopback {because}: the trainer and all engines are on one "
-                "machine; leave it out, or set engines.share_gpus to false"
-            )
+            expected = f"loopback {because}: the trainer and all engines are on one machine"
+            raise refused("cluster.network", self.cluster.network, expected, "leave it out, or set engines.share_gpus to false")
         return self
 
     @property
@@ -346,7 +308,5 @@ def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str)
     if rest:
         return {**section, name: _imply(section.get(name, {}), rest, implied, key, mode)}
     if section.get(name, implied) != implied:
-        raise ValueError(
-            f"{key}: got {section[name]}, expected {implied} because run.mode is {mode}; leave it out, or set run.mode to async"
-        )
+        raise refused(key, section[name], f"{implied} because run.mode is {mode}; leave it out, or set run.mode to async")
     return {**section, name: implied}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Positive, Seconds, Section
+from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Positive, Seconds, Section, refused
 
 _FAILURES = frozenset({"scorer_error", "scorer_nan", "scorer_timeout", "scorer_garbage", "scorer_unavailable"})
 _WITHOUT_STEPS = ("exact", "math_verify", "none")
@@ -82,40 +82,27 @@ class ScoringSection(Section):
         if self.scorer.startswith(("http:", "https:")):
             _refuse_address("scoring.scorer", self.scorer)
         if self.scorer == "none" and self.teacher is None:
-            raise ValueError(
-                "scoring.scorer: got none, expected a scorer because there is no scoring.teacher either; name a scorer or a teacher"
-            )
+            raise refused("scoring.scorer", "none", "a scorer because there is no scoring.teacher either; name a scorer or a teacher")
         if self.options and ":" not in self.scorer:
-            raise ValueError(
-                f"scoring.options: got {self.options}, expected none because scoring.scorer is {self.scorer}; leave them out, "
-                "or name a class"
-            )
+            raise refused("scoring.options", self.options, f"none because scoring.scorer is {self.scorer}; leave them out, or name a class")
         if self.options and self.scorer.startswith(("http:", "https:")):
-            raise ValueError(
-                f"scoring.options: got {self.options}, expected none because scoring.scorer is an endpoint; leave them out, or put "
-                "them into its address"
-            )
+            expected = "none because scoring.scorer is an endpoint; leave them out, or put them into its address"
+            raise refused("scoring.options", self.options, expected)
         if self.step_separator == "":
-            raise ValueError("scoring.step_separator: got an empty text, expected some text, or null: each response is one step")
+            raise refused("scoring.step_separator", "an empty text", "some text, or null: each response is one step")
         if self.step_separator is not None and self.scorer in _WITHOUT_STEPS:
-            raise ValueError(
-                f"scoring.step_separator: got {self.step_separator!r}, expected null because scoring.scorer {self.scorer} does not score "
-                "steps; leave it out"
-            )
+            expected = f"null because scoring.scorer {self.scorer} does not score steps; leave it out"
+            raise refused("scoring.step_separator", f"{self.step_separator!r}", expected)
         if self.deadline_s < self.timeout_s:
-            raise ValueError(
-                f"scoring.deadline_s: got {self.deadline_s:g}, expected at least scoring.timeout_s = {self.timeout_s:g}, because all calls "
-                "and all waiting are within it; raise it, or lower the time-out"
-            )
+            expected = f"at least scoring.timeout_s = {self.timeout_s:g}, because all calls and all waiting are within it"
+            raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
         if self.teacher is not None and self.deadline_s < self.teacher.timeout_s:
-            raise ValueError(
-                f"scoring.deadline_s: got {self.deadline_s:g}, expected at least scoring.teacher.timeout_s = {self.teacher.timeout_s:g}, "
-                "because all calls and all waiting are within it; raise it, or lower the time-out"
-            )
+            expected = f"at least scoring.teacher.timeout_s = {self.teacher.timeout_s:g}, because all calls and all waiting are within it"
+            raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
         return self
 
 
 def _refuse_address(key: str, url: str) -> None:
     scheme, separator, rest = url.partition("://")
     if scheme not in ("http", "https") or not separator or not rest.strip("/") or any(c.isspace() for c in url):
-        raise ValueError(f"{key}: got {url!r}, expected an address like http://host:port")
+        raise refused(key, f"{url!r}", "an address like http://host:port")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from asyncmoe.config import transports
-from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch
+from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Switch, refused
 
 
 class SyncSection(Section):
@@ -68,10 +68,8 @@ class SyncSection(Section):
     @model_validator(mode="after")
     def _check(self) -> SyncSection:
         if self.directory is not None and self.method != "disk":
-            raise ValueError(
-                f"sync.directory: got {self.directory}, expected nothing because sync.method is {self.method}; leave it out, or set "
-                "sync.method to disk"
-            )
+            expected = f"nothing because sync.method is {self.method}; leave it out, or set sync.method to disk"
+            raise refused("sync.directory", self.directory, expected)
         if self.directory is not None and not self.directory.is_absolute():
-            raise ValueError(f"sync.directory: got {self.directory}, expected an absolute path, the same on all machines of the run")
+            raise refused("sync.directory", self.directory, "an absolute path, the same on all machines of the run")
         return self

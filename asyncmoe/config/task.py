@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncmoe import plugins
-from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section, refused
 
 KINDS = ("arithmetic", "jsonl", "dataset")
 READ = ("jsonl", "dataset")
@@ -107,31 +107,25 @@ class TaskSection(SourceSection):
     def _check(self) -> TaskSection:
         if self.kind in READ and any(one.path is None for one in self.mixture):
             key = "task.sources" if self.sources else "task.path"
-            raise ValueError(f"{key}: got nothing, expected the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
+            raise refused(key, "nothing", f"the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
         if math.isinf(sum(one.weight for one in self.sources)):
-            raise ValueError("task.sources: got weights whose sum is no finite number, expected smaller ones; only their ratios count")
+            raise refused("task.sources", "weights whose sum is no finite number", "smaller ones; only their ratios count")
         if self.kind != "arithmetic":
             for name in ("operations", "difficulty"):
                 if getattr(self, name) != type(self).model_fields[name].default:  # `asyncmoe config show` writes the defaults out
-                    raise ValueError(
-                        f"task.{name}: got {_said(getattr(self, name))}, expected none because task.kind is {self.kind}; leave it out"
-                    )
+                    raise refused(f"task.{name}", _said(getattr(self, name)), f"none because task.kind is {self.kind}; leave it out")
         if not self.operations:
-            raise ValueError("task.operations: got an empty list, expected at least one of + - *")
+            raise refused("task.operations", "an empty list", "at least one of + - *")
         for name, allowed in self._allowed().items():
             value = getattr(self, name)
             if value not in (None, (), {}) and not allowed:
                 got = value if isinstance(value, str | dict | bool | Path) else "a value"
-                raise ValueError(f"task.{name}: got {got}, expected none because task.kind is {self.kind}; leave it out")
+                raise refused(f"task.{name}", got, f"none because task.kind is {self.kind}; leave it out")
         if self.kind == "jsonl" and any(one.subset or one.split or one.streaming for one in self.mixture):
-            raise ValueError(
-                "task.kind: got jsonl, expected dataset because a subset, a split or streaming is given; change it, or leave them out"
-            )
+            raise refused("task.kind", "jsonl", "dataset because a subset, a split or streaming is given; change it, or leave them out")
         if self.system_prompt is not None and not self.chats:
-            raise ValueError(
-                f"task.system_prompt: got {self.system_prompt!r}, expected null because task.chat_template is false; set that to true, "
-                "or write the text into the questions"
-            )
+            expected = "null because task.chat_template is false; set that to true, or write the text into the questions"
+            raise refused("task.system_prompt", f"{self.system_prompt!r}", expected)
         return self
 
     def _allowed(self) -> dict[str, bool]:

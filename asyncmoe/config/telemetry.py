@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NUMBER, NonNegative, Positive, Seconds, Section, Switch
+from asyncmoe.config.fields import NUMBER, NonNegative, Positive, Seconds, Section, Switch, refused
 from asyncmoe.logs import LogBounds
 
 _MOST_STEPS = 100
@@ -40,9 +40,7 @@ class MlflowSection(Section):
     @model_validator(mode="after")
     def _check(self) -> MlflowSection:
         if self.uri is not None and "://" not in self.uri:
-            raise ValueError(
-                f"telemetry.mlflow.uri: got {self.uri}, expected an address such as http://127.0.0.1:5000; write its scheme too"
-            )
+            raise refused("telemetry.mlflow.uri", self.uri, "an address such as http://127.0.0.1:5000; write its scheme too")
         _refuse_secret("telemetry.mlflow.uri", self.uri or "", "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
         return self
 
@@ -61,7 +59,7 @@ class TrackioSection(Section):
     @model_validator(mode="after")
     def _check(self) -> TrackioSection:
         if self.space_id is not None and self.server_url is not None:
-            raise ValueError("telemetry.trackio.server_url: got it and telemetry.trackio.space_id, expected one of them; leave one out")
+            raise refused("telemetry.trackio.server_url", "it and telemetry.trackio.space_id", "one of them; leave one out")
         _refuse_secret("telemetry.trackio.server_url", self.server_url or "", "TRACKIO_WRITE_TOKEN")
         return self
 
@@ -98,9 +96,7 @@ class ProfileSection(Section):
     @model_validator(mode="after")
     def _check(self) -> ProfileSection:
         if not (self.trace or self.memory):
-            raise ValueError(
-                "telemetry.profile.trace: got false, expected true because memory is false too; set one of them, or nvtx alone"
-            )
+            raise refused("telemetry.profile.trace", "false", "true because memory is false too; set one of them, or nvtx alone")
         return self
 
 
@@ -159,9 +155,8 @@ class TelemetrySection(Section):
     @model_validator(mode="after")
     def _check(self) -> TelemetrySection:
         if self.loggers.samples and not self.samples.groups:
-            raise ValueError(
-                "telemetry.loggers.samples: got true, expected false because telemetry.samples.groups is 0; raise that, or set it to false"
-            )
+            expected = "false because telemetry.samples.groups is 0; raise that, or set it to false"
+            raise refused("telemetry.loggers.samples", "true", expected)
         return self
 
 
@@ -169,4 +164,4 @@ def _refuse_secret(key: str, url: str, variables: str) -> None:
     """Refuse an address with a password or a token: the run's files, and the loggers, would show it."""
     parts = urlsplit(url)
     if parts.password or "token" in parts.query.lower():
-        raise ValueError(f"{key}: got an address with a secret in it, expected one without; put it into {variables}")
+        raise refused(key, "an address with a secret in it", f"one without; put it into {variables}")

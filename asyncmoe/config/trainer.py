@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section
+from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section, refused
 from asyncmoe.config.memory import MemorySection
 from asyncmoe.errors import ConfigError
 
@@ -37,7 +37,7 @@ class OptimizerSection(Section):
     @model_validator(mode="after")
     def _check(self) -> OptimizerSection:
         if self.decay != "constant" and self.min_lr > self.lr:
-            raise ValueError(f"trainer.optimizer.min_lr: got {self.min_lr:g}, expected at most lr = {self.lr:g}; lower it")
+            raise refused("trainer.optimizer.min_lr", f"{self.min_lr:g}", f"at most lr = {self.lr:g}; lower it")
         return self
 
 
@@ -201,30 +201,24 @@ class TrainerSection(Section):
     @model_validator(mode="after")
     def _check(self) -> TrainerSection:
         if self.ranks % (self.tp * self.cp * self.pp):
-            raise ValueError(
-                f"trainer.ranks: got {self.ranks}, expected a multiple of tp * cp * pp = {self.tp * self.cp * self.pp}; change "
-                "trainer.ranks, tp, cp or pp"
-            )
+            expected = f"a multiple of tp * cp * pp = {self.tp * self.cp * self.pp}; change trainer.ranks, tp, cp or pp"
+            raise refused("trainer.ranks", self.ranks, expected)
         experts = self.expert_tp * self.ep * self.pp
         if self.ranks % experts:
-            raise ValueError(f"trainer.ranks: got {self.ranks}, expected a multiple of etp * ep * pp = {experts}; change trainer.ep or etp")
+            raise refused("trainer.ranks", self.ranks, f"a multiple of etp * ep * pp = {experts}; change trainer.ep or etp")
         if self.ep == 1 and self.expert_tp != self.tp:
-            raise ValueError(
-                f"trainer.etp: got {self.expert_tp}, expected tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce "
-                "expert gradients over tp otherwise); leave etp out or raise ep"
-            )
+            expected = f"tp = {self.tp} because ep is 1 (megatron-core 0.16 does not reduce expert gradients over tp otherwise)"
+            raise refused("trainer.etp", self.expert_tp, expected, "leave etp out or raise ep")
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"trainer.vpp: got {self.vpp}, expected 1 because trainer.pp is 1; raise trainer.pp or leave it out")
+            raise refused("trainer.vpp", self.vpp, "1 because trainer.pp is 1; raise trainer.pp or leave it out")
         if self.dtype not in ("auto", self.weights_dtype):
             way = "leave it out, and run on a GPU, which fp8 needs" if self.precision == "fp8" else "leave it out"
-            raise ValueError(
-                f"trainer.dtype: got {self.dtype}, expected {self.weights_dtype} because trainer.precision is {self.precision}; {way}"
-            )
+            raise refused("trainer.dtype", self.dtype, f"{self.weights_dtype} because trainer.precision is {self.precision}; {way}")
         for key, got, expected, way in self._memory_refused():
-            raise ValueError(f"trainer.{key}: got {got}, expected {expected}; {way}")
+            raise refused(f"trainer.{key}", got, f"{expected}; {way}")
         for key in ("first_stage_layers", "last_stage_layers"):
             if self.pp == 1 and getattr(self, key) is not None:
-                raise ValueError(f"trainer.{key}: got {getattr(self, key)}, expected nothing because trainer.pp is 1; leave it out")
+                raise refused(f"trainer.{key}", getattr(self, key), "nothing because trainer.pp is 1; leave it out")
         return self
 
     def _memory_refused(self) -> Iterator[tuple[str, object, str, str]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from asyncmoe.config.anomalies import AnomaliesSection
-from asyncmoe.config.fields import NUMBER, NonNegative, Positive, PositiveFloat, Section
+from asyncmoe.config.fields import NUMBER, NonNegative, Positive, PositiveFloat, Section, refused
 
 
 class VerifySection(Section):
@@ -39,7 +39,5 @@ class VerifySection(Section):
     def _check(self) -> VerifySection:
         for key in ("max_logprob_diff", "max_kl"):
             if getattr(self, key) is not None and not self.logprobs_every:
-                raise ValueError(
-                    f"verify.{key}: got {getattr(self, key)}, expected null because verify.logprobs_every is 0; set it to 1 or more"
-                )
+                raise refused(f"verify.{key}", getattr(self, key), "null because verify.logprobs_every is 0; set it to 1 or more")
         return self

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, Seconds, Section
+from asyncmoe.config.fields import FINITE, NUMBER, Seconds, Section, refused
 
 Event = Literal["failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"]
 _VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
@@ -40,9 +40,9 @@ class AlertsSection(Section):
         if self.webhook is not None and not _VARIABLE.fullmatch(self.webhook):
             parts = urlsplit(self.webhook)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError("watch.alerts.webhook: got no http address, expected https://host/path, or env:NAME")
+                raise refused("watch.alerts.webhook", "no http address", "https://host/path, or env:NAME")
             if parts.password or parts.username:
-                raise ValueError("watch.alerts.webhook: got an address with a secret in it, expected one without; write env:NAME")
+                raise refused("watch.alerts.webhook", "an address with a secret in it", "one without; write env:NAME")
         return self
 
 
@@ -65,11 +65,8 @@ class WatchSection(Section):
     @model_validator(mode="after")
     def _check(self) -> WatchSection:
         if self.stacks_after_s < 3 * self.beat_s:
-            raise ValueError(
-                f"watch.stacks_after_s: got {self.stacks_after_s:g}, expected at least 3 * watch.beat_s = {3 * self.beat_s:g}; raise it"
-            )
+            raise refused("watch.stacks_after_s", f"{self.stacks_after_s:g}", f"at least 3 * watch.beat_s = {3 * self.beat_s:g}; raise it")
         if self.end_after_s is not None and self.end_after_s < self.stacks_after_s:
-            raise ValueError(
-                f"watch.end_after_s: got {self.end_after_s:g}, expected at least watch.stacks_after_s = {self.stacks_after_s:g}; raise it"
-            )
+            expected = f"at least watch.stacks_after_s = {self.stacks_after_s:g}; raise it"
+            raise refused("watch.end_after_s", f"{self.end_after_s:g}", expected)
         return self

@@ -18,13 +18,8 @@ def extension(machine: Machine) -> Verdict:
     if found.trouble is not None:
         return verdict.error(f"cannot be imported: {found.trouble}", rebuild())
     if machine.nvidia.present and not found.cuda:
-        return verdict.error(
-            "built without CUDA kernels, on a machine with GPUs",
-            rebuild_with_kernels(),
-        )
+        return verdict.error("built without CUDA kernels, on a machine with GPUs", rebuild_with_kernels())
     kernels = "with CUDA kernels" if found.cuda else "without CUDA kernels, as there is no GPU"
-    if machine.sources and not found.built_from:
-        return verdict.warning(f"{kernels}; the build does not say from which sources", rebuild())
     if machine.sources and found.built_from != machine.sources:
         return verdict.error(f"{kernels}, but built from other sources than those in csrc", rebuild())
     return verdict.ok(kernels + (", built from the sources in csrc" if machine.sources else ""))

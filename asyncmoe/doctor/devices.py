@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from asyncmoe.build import ARCHS
 from asyncmoe.doctor import cards, verdict
 from asyncmoe.doctor.cards import GpuCard, labelled
 from asyncmoe.doctor.facts import Machine, Port
@@ -42,8 +41,7 @@ def gpus(machine: Machine) -> Verdict:
     told, there = _described(machine), _there(machine)
     for refusal in (*_closed(machine, there), *_without_kernels(machine, there)):
         return replace(refusal, found=f"{told}; {refusal.found}")
-    warnings = [*_disturbing(machine, there), *_perhaps_without_kernels(machine, there)]
-    if warnings:
+    if warnings := [*_disturbing(machine, there)]:
         return verdict.warning("; ".join([told, *(one.found for one in warnings)]), "; ".join(one.hint or "" for one in warnings))
     return verdict.ok(told)
 
@@ -101,30 +99,13 @@ def _without_kernels(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Ver
             "choose newer GPUs with CUDA_VISIBLE_DEVICES, or another machine",
             f"{needed[0]}.{needed[1]} or higher, as {why}",
         )
-    built = _built(machine)
+    built = machine.trainer.extension.architectures if machine.trainer.extension is not None else ()
     if built and (other := [card for card, capability in known if not _runs(built, capability)]):
         yield verdict.error(
             f"{labelled(other)} of compute capability {', '.join(_versions(other))}, for which the extension's kernels are not built",
             _rebuild(there),
             f"one of {', '.join(map(_version, built))}, or of the same major number and a higher minor one",
         )
-
-
-def _perhaps_without_kernels(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Verdict]:
-    """GPUs for which the kernels may not be built, where the build does not say."""
-    if _built(machine):
-        return
-    other = [card for card in there if (capability := _numbers(card)) and not _runs(ARCHS, capability)]
-    if other:
-        yield verdict.warning(
-            f"compute capability {', '.join(_versions(other))} is not among those the kernels are built for by default (9, 10)",
-            f"if it was not done: {_rebuild(there)}",
-        )
-
-
-def _built(machine: Machine) -> tuple[str, ...]:
-    extension = machine.trainer.extension
-    return extension.architectures if extension is not None else ()
 
 
 def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:

@@ -9,40 +9,16 @@ from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.verdict import Finding, Verdict
 
 CHECKS: Mapping[str, Callable[[Machine], Verdict]] = {
-    "python": software.python,
-    "torch": software.torch,
-    "megatron-core": software.megatron_core,
-    "transformer-engine": software.transformer_engine,
-    "apex": software.apex,
-    "packages": software.packages,
-    "extension": built.extension,
-    "engine-python": software.engine_python,
-    "sglang": software.sglang,
-    "driver": devices.driver,
-    "cuda": built.cuda,
-    "gpus": devices.gpus,
-    "nvlink": devices.nvlink,
-    "nccl": built.nccl,
-    "infiniband": devices.infiniband,
-    "interfaces": host.interfaces,
-    "hostname": host.hostname,
-    "loopback": host.loopback,
-    "clock": host.clock,
-    "shm": host.shm,
-    "open-files": host.open_files,
-    "memlock": host.memlock,
-    "sandbox": sandbox.sandbox,
-    "configuration": run.configuration,
-    "ports": run.ports,
-    "run-dir": run.run_dir,
-    "own-code": run.own_code,
-    "model": run.model,
-    "transport": run_on_gpus.transport,
-    "megatron-switches": run_on_gpus.megatron_switches,
-    "placement": run_on_gpus.placement,
-    "gpu-memory": run_on_gpus.gpu_memory,
+    check.__name__.replace("_", "-"): check
+    for check in (
+        *(software.python, software.torch, software.megatron_core, software.transformer_engine, software.apex, software.packages),
+        *(built.extension, software.engine_python, software.sglang, devices.driver, built.cuda, devices.gpus, devices.nvlink, built.nccl),
+        *(devices.infiniband, host.interfaces, host.hostname, host.loopback, host.clock, host.shm, host.open_files, host.memlock),
+        *(sandbox.sandbox, run.configuration, run.ports, run.run_dir, run.own_code, run.model),
+        *(run_on_gpus.transport, run_on_gpus.megatron_switches, run_on_gpus.placement, run_on_gpus.gpu_memory),
+    )
 }
-"""Check by the name of its line. Every check returns a verdict for every machine."""
+"""Check by the name of its line, which is the function's. Every check returns a verdict for every machine."""
 
 
 def examine(machine: Machine) -> tuple[Finding, ...]:

@@ -6,7 +6,8 @@ import ipaddress
 
 from asyncmoe.doctor import verdict
 from asyncmoe.doctor.facts import Machine
-from asyncmoe.doctor.verdict import Verdict, size
+from asyncmoe.doctor.verdict import Verdict
+from asyncmoe.storage import size
 
 _SHM_BYTES = 1 << 30
 """Shared memory for SGLang's processes and NCCL, in addition to weights; Docker's default is 64 MB."""

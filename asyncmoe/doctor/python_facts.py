@@ -28,7 +28,7 @@ class Extension:
         trouble: why an extension cannot be imported.
         cuda: whether the CUDA kernels are in it.
         built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.trajectory._C`; empty: a build that does not say.
-        architectures: compute capabilities, times 10, that the kernels are built for; empty: a build that does not say.
+        architectures: compute capabilities, times 10, that the kernels are built for; empty without kernels.
     """
 
     package: str | None

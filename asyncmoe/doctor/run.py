@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asyncmoe.doctor import verdict
 from asyncmoe.doctor.facts import Disk, Machine, RunFacts
-from asyncmoe.doctor.verdict import Verdict, size
+from asyncmoe.doctor.verdict import Verdict
+from asyncmoe.storage import size
 
 _NONE = "no CONFIG was given"
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "cifs", "smb3", "9p", "virtiofs", "panfs", "afs", "glusterfs")

@@ -56,11 +56,3 @@ def error(found: str, hint: str, expected: str | None = None) -> Verdict:
 def refused(refusal: UserError, hint: str = "change what is named") -> Verdict:
     """What a function of the run refuses: its got, its expected, and its hint, or this one where it has none."""
     return Verdict("error", f"{refusal.what}: {refusal.got}", refusal.hint or hint, str(refusal.expected))
-
-
-def size(nbytes: float) -> str:
-    """Format bytes in decimal units with three significant digits."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"

@@ -6,8 +6,6 @@ All launchers share `prepare` and `claim`, which check and write files before a 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -46,6 +44,12 @@ from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_p
 from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
+
+_RECORDS = (
+    *("metrics.jsonl", "rollout.jsonl", "evaluation.jsonl", "summary.json", "report.html", versions.VERSIONS),
+    *("spans-trainer.jsonl", "spans-controller.jsonl"),
+)
+"""What a run that begins anew would add to, or be taken for."""
 
 
 def run(config: Config) -> dict[str, object]:
@@ -176,16 +180,7 @@ def prepare(config: Config) -> Path:
         make_model(config.model.path, config.model.make, seed=config.run.seed)
         print(f"model.make: wrote a random model to {config.model.path}", file=sys.stderr, flush=True)
     if found.newest is None and not belonging.has_begun(config.run.dir):
-        for stale in (
-            "metrics.jsonl",
-            "rollout.jsonl",
-            "evaluation.jsonl",
-            "spans-trainer.jsonl",
-            "spans-controller.jsonl",
-            "summary.json",
-            "report.html",
-            versions.VERSIONS,
-        ):
+        for stale in _RECORDS:
             (config.run.dir / stale).unlink(missing_ok=True)
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
@@ -194,10 +189,8 @@ def prepare(config: Config) -> Path:
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)
-        for path, text in ((config.run.dir / origin.FILE, kept), (file, given)):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text)
-            temporary.replace(path)
+        storage.replace(config.run.dir / origin.FILE, kept.encode())
+        storage.replace(file, given.encode())
         versions.record(config.run.dir, _engine_python(config))
     return file
 
@@ -244,15 +237,8 @@ def claim(directory: Path) -> IO[str]:
         storage.make_private(directory)
         lock = os.fdopen(os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
         os.fchmod(lock.fileno(), 0o600)  # whoever may read it may hold it
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own") from None
-    except OSError as error:
-        # A shared file system may lack locks, as Lustre does without -o flock. A second controller of the run is still refused.
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
+    if not storage.lock_alone(lock):  # without locks, a second controller of the run is still refused
+        raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own")
     return lock
 
 
@@ -262,9 +248,9 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     if keeper is not None:
         ending.callback(keeper.end)
     trainer = LocalTrainer(config, file)
-    controllers = LocalController(config, file, lambda: trainer.epoch)
+    controllers = LocalController(config, file)
     ending.callback(controllers.stop)
-    controller = controllers.start()
+    controller = controllers.start(0)
     ending.callback(trainer.stop)
     ranks = trainer.start(0)
     kept = () if keeper is None else (keeper.process,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncmoe.config import Config
@@ -14,26 +14,25 @@ from asyncmoe.rpc.environment import KEEPER, TRAINER_EPOCH
 
 
 class LocalController:
-    """A `ControllerStarter` for this machine. All starts append to one log.
+    """A `Starter` for this machine. All starts append to one log.
 
     Args:
         file: the configuration that it reads.
-        epoch: returns how often the trainer was started again in place.
     """
 
-    def __init__(self, config: Config, file: Path, epoch: Callable[[], int]) -> None:
-        self._config, self._file, self._epoch = config, file, epoch
+    def __init__(self, config: Config, file: Path) -> None:
+        self._config, self._file = config, file
         self._child: Child | None = None
         self._next = Prepared(config.run.dir, self._started)
 
-    def start(self) -> Process:
+    def start(self, epoch: int) -> Process:
         """Start it, or have the one that stands by go on.
 
         Raises:
             StorageError: the log cannot be opened.
             AsyncmoeError: the system cannot start the process.
         """
-        self._child = self._next.take(self._epoch()) or self._started({})
+        self._child = self._next.take(epoch) or self._started({TRAINER_EPOCH: str(epoch)})
         return self._child
 
     def prepare(self) -> None:
@@ -42,7 +41,7 @@ class LocalController:
 
     def _started(self, more: Mapping[str, str]) -> Child:
         command = [sys.executable, "-m", "asyncmoe", "rollout", str(self._file)]
-        environment = {TRAINER_EPOCH: str(self._epoch()), KEEPER: "1" if self._config.keeps_engines else "", **more}
+        environment = {KEEPER: "1" if self._config.keeps_engines else "", **more}
         log = self._config.run.dir / "logs" / "controller.log"
         return Child("controller", command, log, environment, self._config.telemetry.logs.bounds)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.launch.run_processes import STOP_GRACE_S
-from asyncmoe.process import Child
+from asyncmoe.process import Child, wait_until
 from asyncmoe.rollout.engines import kept
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.keeper_messages import KeeperEnd, KeeperTake
@@ -20,7 +19,7 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.heartbeats import TRAINER
 
-_ANSWER_S, _POLL_S = 30.0, 0.1
+_ANSWER_S = 30.0
 
 
 class LocalKeeper:
@@ -76,10 +75,7 @@ class Adopted:
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end; whether it ended in time."""
-        until = time.monotonic() + seconds
-        while self.returncode is None and time.monotonic() < until:
-            time.sleep(_POLL_S)
-        return self.returncode is not None
+        return wait_until(lambda: self.returncode is not None, seconds)
 
     def end(self, grace_s: float) -> None:
         """Send it SIGTERM, and SIGKILL after `grace_s`."""
@@ -102,11 +98,8 @@ def taken(left: Rendezvous, config: Config) -> bool:
             client.ask(KeeperEnd(0), _ANSWER_S)
         else:
             return True
-    until = time.monotonic() + STOP_GRACE_S
-    while kept.running(config.run.dir) is not None:
-        if time.monotonic() > until:
-            raise WaitTimeout("the keeper of engines", f"its end; process {left.pid}", STOP_GRACE_S)
-        time.sleep(_POLL_S)
+    if not wait_until(lambda: kept.running(config.run.dir) is None, STOP_GRACE_S):
+        raise WaitTimeout("the keeper of engines", f"its end; process {left.pid}", STOP_GRACE_S)
     return False
 
 
@@ -115,7 +108,5 @@ def wait_for_left(run_dir: Path) -> None:
     recorded = processes.read(run_dir)
     if any(processes.runs(one) for one in recorded if one.role == "supervisor"):
         return
-    until = time.monotonic() + STOP_GRACE_S
     left = [one for one in recorded if one.role == "controller" or one.role.startswith(TRAINER)]
-    while any(processes.runs(one) for one in left) and time.monotonic() < until:
-        time.sleep(_POLL_S)
+    wait_until(lambda: not any(processes.runs(one) for one in left), STOP_GRACE_S)

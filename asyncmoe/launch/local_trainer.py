@@ -20,10 +20,7 @@ from asyncmoe.telemetry.heartbeats import TRAINER
 
 
 class LocalTrainer:
-    """A `TrainerStarter` for this machine. All starts append to one log.
-
-    Attributes:
-        epoch: of the newest start.
+    """A `Starter` for this machine. All starts append to one log.
 
     Args:
         file: the configuration that the ranks read.
@@ -34,7 +31,6 @@ class LocalTrainer:
         self._config, self._file, self._command = config, file, command or trainer_command
         self._child: Child | None = None
         self._next = Prepared(config.run.dir, self._started)
-        self.epoch = 0
 
     def start(self, epoch: int) -> tuple[Process, ...]:
         """Start torchrun with all ranks, or have those that stand by go on.
@@ -43,7 +39,6 @@ class LocalTrainer:
             StorageError: the log cannot be opened.
             AsyncmoeError: the system cannot start the process.
         """
-        self.epoch = epoch
         self._child = self._next.take(epoch) or self._started({TRAINER_EPOCH: str(epoch)})
         return (self._child,)
 

@@ -12,21 +12,8 @@ from asyncmoe.errors import UserError
 from asyncmoe.installed import fix
 
 STOPS = (
-    "torch",
-    "megatron-core",
-    "packages",
-    "extension",
-    "engine-python",
-    "sglang",
-    "driver",
-    "cuda",
-    "transformer-engine",
-    "gpus",
-    "transport",
-    "megatron-switches",
-    "placement",
-    "gpu-memory",
-    "nccl",
+    *("torch", "megatron-core", "packages", "extension", "engine-python", "sglang", "driver", "cuda", "transformer-engine", "gpus"),
+    *("transport", "megatron-switches", "placement", "gpu-memory", "nccl"),
 )
 """The doctor's checks whose errors stop a run on GPUs, ordered so that a root cause precedes its consequences."""
 

@@ -23,34 +23,18 @@ class Process(Ended, Protocol):
         """Wait for the process; true if it ended within `seconds`."""
 
 
-class TrainerStarter(Protocol[Started]):
-    """Starts the trainer of a run, again and again, while the other processes go on. `Started`: how the launcher presents a start."""
+class Starter(Protocol[Started]):
+    """Starts the trainer or the controller of a run, again and again, while the others go on. `Started`: how the launcher presents a
+    start."""
 
     def prepare(self) -> None:
         """Be ready to start the next one quickly, if the launcher can; called again and again while the run goes on."""
 
     def end(self) -> None:
-        """End all processes of the trainer: ask them, and kill those that do not end in time."""
+        """End all of its processes: those of the trainer are asked, and killed if they do not end in time; a controller is killed."""
 
     def start(self, epoch: int) -> Started:
-        """Start the trainer for the `epoch`-th time, counted from 0. None of its earlier processes may run.
-
-        Raises:
-            AsyncmoeError: it cannot be started.
-        """
-
-
-class ControllerStarter(Protocol[Started]):
-    """Starts the controller of a run, again and again, while engines and trainer go on. `Started`: as for `TrainerStarter`."""
-
-    def prepare(self) -> None:
-        """Be ready to start the next one quickly; called again and again while the run goes on."""
-
-    def end(self) -> None:
-        """Kill it, if it still runs."""
-
-    def start(self) -> Started:
-        """Start it. No earlier one may run.
+        """Start it. None of its earlier processes may run. `epoch`: how often the trainer was started before.
 
         Raises:
             AsyncmoeError: it cannot be started.
@@ -70,8 +54,8 @@ class Processes:
     controller: Process
     trainers: tuple[Process, ...]
     engines: tuple[Process, ...] = ()
-    starter: TrainerStarter[tuple[Process, ...]] | None = None
-    controllers: ControllerStarter[Process] | None = None
+    starter: Starter[tuple[Process, ...]] | None = None
+    controllers: Starter[Process] | None = None
 
     @property
     def all(self) -> tuple[Process, ...]:

@@ -48,9 +48,8 @@ class Allowance:
 
 @dataclass(frozen=True)
 class StartAgain:
-    """Start it for the `epoch`-th time, counted from 0, after `after_s` seconds. `row`: failures in a row so far."""
+    """Start it again after `after_s` seconds. `row`: failures in a row so far."""
 
-    epoch: int
     after_s: float
     row: int
 
@@ -78,7 +77,7 @@ def decide(history: Sequence[StartFailure], failure: StartFailure, allowance: Al
     if row > allowance.max_restarts:
         return EndRun(f"the {allowance.who} was lost {row} times without a new step; {allowance.key} is {allowance.max_restarts}")
     wait_s = 0.0 if row == 1 else FIRST_WAIT_S * 2.0 ** min(row - 2, 30)
-    return StartAgain(len(history) + 1, min(wait_s, LONGEST_WAIT_S), row)
+    return StartAgain(min(wait_s, LONGEST_WAIT_S), row)
 
 
 def in_a_row(failures: Sequence[StartFailure]) -> int:

@@ -18,11 +18,10 @@ from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.launch.controller_restarts import ControllerRestarts
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
+from asyncmoe.launch.restarts import PartRestarts
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
 from asyncmoe.launch.stop_signals import StopOnSignal
-from asyncmoe.launch.trainer_restarts import TrainerRestarts
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.telemetry import processes as recorded
 from asyncmoe.telemetry.live import LiveView
@@ -58,7 +57,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
     try:
         recorded.record(config.run.dir, "supervisor")
         watcher = Watcher(config)
-        restarts, controllers = TrainerRestarts(config, watcher), ControllerRestarts(config, watcher)
+        restarts, controllers = PartRestarts(config, watcher, "trainer"), PartRestarts(config, watcher, "controller")
         print(begins(config), flush=True)
         with (
             Copier(config, lambda: stop.count),
@@ -173,8 +172,8 @@ class _Restarts:
     config: Config
     view: LiveView
     stop: StopOnSignal
-    trainers: TrainerRestarts
-    controllers: ControllerRestarts
+    trainers: PartRestarts
+    controllers: PartRestarts
 
     def prepare(self, processes: Processes) -> None:
         """Be ready for the loss of controller or trainer, if they can be started again."""
@@ -194,11 +193,13 @@ class _Restarts:
         """
         lost = processes.controller_lost or (isinstance(error, ProcessSilent) and error.controller)
         if lost and processes.controllers is not None:
-            controller = self.controllers.again(error, processes.controllers, lambda: processes.engines_go_on, self._stopping, self.view)
+            others, epoch = (lambda: processes.engines_go_on), self.trainers.count
+            controller = self.controllers.again(error, processes.controllers, others, self._stopping, self.view, epoch)
             if controller is None and self._stopping():
                 raise Interrupted(saved("ended at once", self.config), self.stop.number)
             return processes if controller is None else replace(processes, controller=controller)
-        trainers = self.trainers.again(error, processes.starter, lambda: processes.others_go_on, self._stopping, self.view)
+        others, epoch = (lambda: processes.others_go_on), self.trainers.count + 1
+        trainers = self.trainers.again(error, processes.starter, others, self._stopping, self.view, epoch)
         return replace(processes, trainers=trainers or ())
 
     def _stopping(self) -> bool:

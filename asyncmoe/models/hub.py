@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.storage import size
 
 _NO_NAMES = ("models", "datasets", "spaces")
 """First parts of the hub's own addresses, so that no organisation has one as its name; folders often have."""
@@ -106,11 +107,11 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
     if not missing:
         return _at(config, _snapshot(name, revision=info.sha, allow_patterns=_patterns(config), local_files_only=True)), None
     small = [file for file in wanted if not fnmatch(file.rfilename, _WEIGHTS) and not fnmatch(file.rfilename, _INDEX)]
-    if (size := sum(file.size or 0 for file in small)) > _DESCRIPTION_BYTES:
-        expected = f"at most {_size(_DESCRIPTION_BYTES)} to check it by"
-        raise DataError("model.path", got=f"{name} with {_size(size)} besides its weights", expected=expected, hint="download it yourself")
+    if (nbytes := sum(file.size or 0 for file in small)) > _DESCRIPTION_BYTES:
+        expected = f"at most {size(_DESCRIPTION_BYTES)} to check it by"
+        raise DataError("model.path", got=f"{name} with {size(nbytes)} besides its weights", expected=expected, hint="download it yourself")
     found = _snapshot(name, revision=info.sha, local_dir=scratch, allow_patterns=[file.rfilename for file in small])
-    total = _size(sum(file.size or 0 for file in missing))
+    total = size(sum(file.size or 0 for file in missing))
     return _at(config, found), f"a run first downloads {len(missing)} file{'s' if len(missing) > 1 else ''} of {name}, {total}"
 
 
@@ -155,10 +156,3 @@ def _snapshot(name: str, **arguments: Any) -> Path:
     except Exception as error:
         got = f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError("model.path", got=got, expected="a model that can be downloaded, or a local directory") from error
-
-
-def _size(count: int) -> str:
-    """Bytes, in the largest unit that leaves a whole digit."""
-    unit, factor = next(((unit, factor) for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= factor), ("bytes", 1))
-    value = count / factor
-    return f"{value:.1f} {unit}" if unit in ("GB", "MB") else f"{value:.0f} {unit}"

@@ -12,14 +12,15 @@ from rich.console import Console
 from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.models import EngineParallel
+from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.plan import budget, memory, render_plan, savings, traffic
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
 from asyncmoe.plan.savings import Savings
-from asyncmoe.plan.sizes import check_dtype, context_ranks, parse_adapter, parse_trainer
+from asyncmoe.plan.sizes import check_dtype, context_ranks, parse_adapter, parse_engines, parse_trainer
 from asyncmoe.plan.split import Cluster, suggest
-from asyncmoe.plan.traffic import Speeds
+from asyncmoe.plan.traffic import Forecast, Speeds
 
 
 @dataclass(frozen=True)
@@ -74,25 +75,17 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
         return _of_run(asked, asked.config, console)
     if asked.model is None:
         raise ConfigError("--model", got="nothing", expected="config.json of a Hugging Face model, or its directory")
-    return _of_sizes(asked, asked.model, console) if asked.nodes is None else _of_cluster(asked, asked.model, asked.nodes, console)
+    hf = models.with_family(models.load_hf_config(asked.model), asked.family)
+    return _of_sizes(asked, hf, console) if asked.nodes is None else _of_cluster(asked, hf, asked.nodes, console)
 
 
-def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, Any]:
+def _of_sizes(asked: PlanArguments, hf: Mapping[str, Any], console: Console) -> dict[str, Any]:
     if asked.trainer is None:
         raise ConfigError("--trainer", got="nothing", expected="sizes, because those of --engines are given")
     if asked.engines is None:
-        return _of_trainer(asked, model, asked.trainer, console)
-    found = traffic.forecast(
-        model,
-        asked.trainer,
-        asked.engines,
-        dtype=asked.dtype,
-        bucket_bytes=asked.bucket_bytes,
-        speeds=asked.speeds,
-        lora=asked.lora,
-        family=asked.family,
-    )
-    hf = models.with_family(models.load_hf_config(model), asked.family)
+        return _of_trainer(asked, hf, asked.trainer, console)
+    count, engine = parse_engines(asked.engines)
+    found = _forecast(asked, hf, parse_trainer(asked.trainer), engine, count)
     columns = _trainers(asked, asked.trainer, hf)
     serving = EngineMemory(0, dtype=found.dtype, adapter=found.adapter, bucket_bytes=asked.bucket_bytes)
     staged = memory.kv_room(hf, found.engine, serving, asked.gb) >= memory.LEAST * asked.context
@@ -104,9 +97,8 @@ def _of_sizes(asked: PlanArguments, model: Path, console: Console) -> dict[str, 
     return {**asdict(found), "memory": _values(columns), "kv_tokens": tokens}
 
 
-def _of_trainer(asked: PlanArguments, model: Path, sizes: str, console: Console) -> dict[str, Any]:
+def _of_trainer(asked: PlanArguments, hf: Mapping[str, Any], sizes: str, console: Console) -> dict[str, Any]:
     check_dtype(asked.dtype)
-    hf = models.with_family(models.load_hf_config(model), asked.family)
     columns = _trainers(asked, sizes, hf)
     way = savings.cheapest(hf, parse_trainer(sizes), _training(asked, sizes, hf, recompute=False), asked.gb)
     if way is not None:
@@ -126,21 +118,23 @@ def _trainers(asked: PlanArguments, sizes: str, hf: Mapping[str, Any]) -> dict[s
 
 def _training(asked: PlanArguments, sizes: str, hf: Mapping[str, Any], recompute: bool) -> Training:
     cp = context_ranks(sizes)
-    adapter = None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
-    return Training(Microbatch(-(-asked.context // cp), recompute, asked.dtype, adapter, cp=cp), bucket_bytes=asked.bucket_bytes)
+    microbatch = Microbatch(-(-asked.context // cp), recompute, asked.dtype, _adapter(asked, hf), cp=cp)
+    return Training(microbatch, bucket_bytes=asked.bucket_bytes)
 
 
-def _of_cluster(asked: PlanArguments, model: Path, nodes: int, console: Console) -> dict[str, Any]:
-    hf = models.with_family(models.load_hf_config(model), asked.family)
-    adapter = None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
-    cluster = Cluster(nodes, asked.gpus_per_node, asked.gb, asked.context, adapter, asked.dtype, asked.bucket_bytes)
-    found = []
-    for split in suggest(hf, cluster):
-        sizes = split.trainer.parallel, split.engine.parallel, split.engines
-        forecast = traffic.foresee(
-            str(model), hf, *sizes, dtype=asked.dtype, bucket_bytes=asked.bucket_bytes, speeds=asked.speeds, adapter=adapter
-        )
-        found.append((split, forecast))
+def _adapter(asked: PlanArguments, hf: Mapping[str, Any]) -> Kind | None:
+    return None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
+
+
+def _forecast(asked: PlanArguments, hf: Mapping[str, Any], trainer: MegatronParallel, engine: EngineParallel, count: int) -> Forecast:
+    name, kind, dtype, bucket = str(asked.model), _adapter(asked, hf), asked.dtype, asked.bucket_bytes
+    return traffic.foresee(name, hf, trainer, engine, count, dtype=dtype, bucket_bytes=bucket, speeds=asked.speeds, adapter=kind)
+
+
+def _of_cluster(asked: PlanArguments, hf: Mapping[str, Any], nodes: int, console: Console) -> dict[str, Any]:
+    cluster = Cluster(nodes, asked.gpus_per_node, asked.gb, asked.context, _adapter(asked, hf), asked.dtype, asked.bucket_bytes)
+    splits = suggest(hf, cluster)
+    found = [(split, _forecast(asked, hf, split.trainer.parallel, split.engine.parallel, split.engines)) for split in splits]
     render_plan.show_splits(found, cluster, console)
     return {"splits": [{**asdict(split), "sync": asdict(forecast)} for split, forecast in found]}
 

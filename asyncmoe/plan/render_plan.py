@@ -17,6 +17,7 @@ from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
 from asyncmoe.plan.sizes import ENGINE, TRAINER, engines_text, trainer_text
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
+from asyncmoe.storage import size
 
 
 def show(found: Forecast, console: Console, cp: int) -> None:
@@ -37,12 +38,12 @@ def show(found: Forecast, console: Console, cp: int) -> None:
 
 def show_whole(found: Forecast, method: str, console: Console) -> None:
     """Print what an update of a method that moves the whole model, not shards, carries: `broadcast` or `disk`."""
-    size = _size(found.model_bytes)
+    whole = size(found.model_bytes)
     moved = {
-        "broadcast": f"sends all {size} to every engine rank",
-        "disk": f"writes {size} to sync.directory; every engine reads all of it",
+        "broadcast": f"sends all {whole} to every engine rank",
+        "disk": f"writes {whole} to sync.directory; every engine reads all of it",
     }
-    console.print(f"{found.model}: {size} of {found.dtype}\nsync.method={method}: an update {moved[method]}", highlight=False)
+    console.print(f"{found.model}: {whole} of {found.dtype}\nsync.method={method}: an update {moved[method]}", highlight=False)
 
 
 def _title(found: Forecast, cp: int) -> str:
@@ -51,9 +52,9 @@ def _title(found: Forecast, cp: int) -> str:
     trainer += f", cp {cp}" if cp > 1 else ""
     engine = _sizes(vars(found.engine), EngineParallel(), {name: name for name in ENGINE}, ("tp", "ep"))
     return (
-        f"{found.model}: {_size(found.model_bytes)} of {found.dtype}{_adapter(found.adapter)}\n"
+        f"{found.model}: {size(found.model_bytes)} of {found.dtype}{_adapter(found.adapter)}\n"
         f"trainer {found.trainer_ranks} ranks ({trainer}) -> {found.engines} engines, {found.engine_ranks} ranks ({engine} each)\n"
-        f"lower bound {_size(found.lower_bound)}"
+        f"lower bound {size(found.lower_bound)}"
     )
 
 
@@ -70,25 +71,18 @@ def _sizes(sizes: Mapping[str, Any], plain: object, called: Mapping[str, str], a
 def _lines(found: Forecast) -> list[tuple[str, str]]:
     way = found.way
     return [
-        ("bytes on the wire", _size(way.bytes_wire)),
+        ("bytes on the wire", size(way.bytes_wire)),
         ("over the lower bound", f"{way.ratio:.3f}"),
-        ("sent by a trainer rank, mean", _size(way.sent.mean)),
-        ("sent by a trainer rank, most", _size(way.sent.most)),
+        ("sent by a trainer rank, mean", size(way.sent.mean)),
+        ("sent by a trainer rank, most", size(way.sent.most)),
         ("imbalance of the trainer ranks", f"{way.imbalance:.3f}"),
-        ("received by an engine rank, most", _size(way.received.most)),
-        (f"buckets of {_size(found.bucket_bytes)} of the busiest rank", str(way.buckets)),
+        ("received by an engine rank, most", size(way.received.most)),
+        (f"buckets of {size(found.bucket_bytes)} of the busiest rank", str(way.buckets)),
         ("messages of the busiest rank", str(way.messages)),
         ("plan time per rank", f"{way.plan_seconds:.2f} s"),
         (f"expected at {found.speeds.nic:g} GB/s (NIC)", f"{way.nic_seconds:.3g} s"),
         (f"expected at {found.speeds.nvlink:g} GB/s (NVLink)", f"{way.nvlink_seconds:.3g} s"),
     ]
-
-
-def _size(nbytes: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Console) -> None:
@@ -117,8 +111,8 @@ def show_updates(found: Forecast, staged: bool, console: Console) -> None:
     grid.add_column("an update of which there is sent")
     for one in found.updates:
         grid.add_column("everything" if one.changed is None else f"{one.changed:.0%}, as a delta", justify="right")
-    grid.add_row("bytes on the wire", *(_size(one.bytes_wire) for one in found.updates))
-    grid.add_row("received by an engine rank, most", *(_size(one.received) for one in found.updates))
+    grid.add_row("bytes on the wire", *(size(one.bytes_wire) for one in found.updates))
+    grid.add_row("received by an engine rank, most", *(size(one.received) for one in found.updates))
     grid.add_row(f"expected at {found.speeds.nic:g} GB/s (NIC)", *(f"{one.seconds:.3g} s" for one in found.updates))
     grid.add_row("engines pause", *(f"{one.pause if staged else one.pause_in_place:.3g} s" for one in found.updates))
     console.print(grid)
@@ -176,10 +170,10 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster) -> l
         ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
         ("new weights arrive", [_arrive(split.engine.serving.staged) for split in splits]),
         (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
-        ("memory of a trainer's GPU", [_size(split.trainer.memory.total) for split in splits]),
-        ("memory of an engine's GPU", [_size(split.engine.memory.total) for split in splits]),
-        ("sent by a trainer rank, most", [_size(way.sent.most) for way in ways]),
-        ("received by an engine rank, most", [_size(way.received.most) for way in ways]),
+        ("memory of a trainer's GPU", [size(split.trainer.memory.total) for split in splits]),
+        ("memory of an engine's GPU", [size(split.engine.memory.total) for split in splits]),
+        ("sent by a trainer rank, most", [size(way.sent.most) for way in ways]),
+        ("received by an engine rank, most", [size(way.received.most) for way in ways]),
         (f"a sync at {forecasts[0].speeds.nic:g} GB/s (NIC)", [f"{way.nic_seconds:.3g} s" for way in ways]),
     ]
 

@@ -6,16 +6,15 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config, with_family
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.payload import Payload
-from asyncmoe.plan.sizes import check_dtype, parse_adapter, parse_engines, parse_trainer
+from asyncmoe.plan.sizes import check_dtype
 from asyncmoe.plan.updates import UpdateForecast, updates
 from asyncmoe.reshard.layout import ITEM_BYTES
 from asyncmoe.reshard.match import Match, Sources
@@ -104,36 +103,6 @@ class Forecast:
     updates: tuple[UpdateForecast, ...] = ()
 
 
-def forecast(
-    model: Path,
-    trainer: str,
-    engines: str,
-    *,
-    dtype: str,
-    bucket_bytes: int,
-    speeds: Speeds,
-    lora: str | None = None,
-    family: str = "auto",
-) -> Forecast:
-    """Forecast the traffic from the trainer to all engines.
-
-    Args:
-        model: a config.json or its directory.
-        dtype: dtype of the moved tensors, as torch prints it without the prefix.
-        lora: move an adapter of this kind (`parse_adapter`) in place of the weights.
-        family: as `model.family`.
-
-    Raises:
-        ConfigError: impossible sizes.
-        DataError: no readable configuration.
-        UserError: unsupported model family.
-    """
-    grid, (count, engine) = parse_trainer(trainer), parse_engines(engines)
-    hf = with_family(load_hf_config(model), family)
-    adapter = None if lora is None else parse_adapter(lora, family_of(hf).shape_of(hf))
-    return foresee(str(model), hf, grid, engine, count, dtype=dtype, bucket_bytes=bucket_bytes, speeds=speeds, adapter=adapter)
-
-
 def foresee(
     model: str,
     hf: Mapping[str, Any],
@@ -146,13 +115,17 @@ def foresee(
     speeds: Speeds = Speeds(),
     adapter: Kind | None = None,
 ) -> Forecast:
-    """Forecast like `forecast`, from parsed sizes.
+    """Forecast the traffic from the trainer to all engines.
 
     Args:
         model: name of the model.
         hf: the model's Hugging Face configuration.
+        dtype: dtype of the moved tensors, as torch prints it without the prefix.
+        adapter: move such an adapter in place of the weights.
 
-    Raises: as `forecast`.
+    Raises:
+        ConfigError: impossible sizes.
+        UserError: unsupported model family.
     """
     if bucket_bytes < 1:
         raise ConfigError("--bucket-bytes", got=bucket_bytes, expected="a positive number of bytes")

@@ -21,7 +21,7 @@ _KEYS = ("tool_calls", "reasoning_content", "content beside tool_calls")
 
 
 class CallArguments(dict[str, Any]):
-    """CallArguments of a call: an object, as most templates want, that DeepSeek's can join to a text."""
+    """The arguments of a call: an object, as most templates want, that DeepSeek's can join to a text."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from asyncmoe.rpc.environment import STAND_BY, TRAINER_EPOCH
-from asyncmoe.storage import writing
+from asyncmoe.storage import replace, writing
 
 _LOOK_S = 0.1
 
@@ -38,6 +38,4 @@ def go_on(path: Path, epoch: int) -> None:
         StorageError: the file cannot be written.
     """
     with writing("the word for a process that stands by", path):
-        part = path.with_suffix(".part")
-        part.write_text(str(epoch))
-        part.replace(path)
+        replace(path, str(epoch).encode())

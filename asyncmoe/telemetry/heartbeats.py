@@ -18,6 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncmoe.storage import replace
+
 FOLDER = "heartbeats"
 DUMP_SIGNAL = signal.SIGUSR2
 """A process that says `Beat.dumps` writes its stacks to `stacks_file` when it gets this signal."""
@@ -66,13 +68,11 @@ class Heart:
             self._write(Beat(self._role, os.getpid(), self._number, does, self._dumps))
 
     def _write(self, beat: Beat) -> None:
-        part = self._path.with_suffix(f".{beat.pid}.part")
         # A disk that fails is named by the records on it; heartbeats must not end a run that goes on, nor remake its folder where it was
         # moved away.
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
-            part.write_bytes(msgspec.json.encode(beat))
-            part.replace(self._path)
+            replace(self._path, msgspec.json.encode(beat))
 
 
 _HEARTS: list[Heart] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from asyncmoe.errors import DataError
-from asyncmoe.storage import make_private, writing
+from asyncmoe.storage import make_private, replace, writing
 
 FOLDER = "processes"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -41,10 +41,7 @@ def record(run_dir: Path, role: str) -> None:
     with writing("processes of the run", path):
         make_private(run_dir)
         path.parent.mkdir(exist_ok=True)
-        ours = of(role, os.getpid(), run_dir)
-        part = path.with_suffix(f".{ours.pid}.part")
-        part.write_bytes(msgspec.json.encode(ours) + b"\n")
-        part.replace(path)
+        replace(path, msgspec.json.encode(of(role, os.getpid(), run_dir)) + b"\n")
 
 
 def of(role: str, pid: int, run_dir: Path) -> Recorded:

@@ -18,6 +18,7 @@ from asyncmoe import config as configuration
 from asyncmoe import installed
 from asyncmoe.doctor.facts import RunFacts
 from asyncmoe.doctor.probes import config_probe, machine, rollout_code
+from asyncmoe.errors import UserError
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
@@ -110,9 +111,9 @@ def test_code_for_rollouts_that_is_not_here_is_named(tmp_path: Path, monkeypatch
     values |= {"task": {"kind": "here:Sums"}, "scoring": {"scorer": "nothere:y"}, "environment": {"kind": "openai", "agent": adapter}}
     config = configuration.parse(values)
     assert rollout_code.named(config) == {"task.kind": "here:Sums", "scoring.scorer": "nothere:y", "environment.agent": adapter}
-    said = rollout_code.trouble(config)
-    assert said is not None
-    scorer, agent = said.splitlines()
+    with pytest.raises(UserError) as caught:
+        rollout_code.check(config)
+    scorer, agent = str(caught.value).splitlines()
     assert scorer.startswith("scoring.scorer: got nothere:y, and no module nothere, expected a module in this directory")
     assert agent.startswith("environment.agent: got no module verifiers, expected the extra verifiers; run: ")
     tools = {"names": ["here:f", "calculator", "nothere:g"], "mcp": {"s": {"command": "sh"}}}
@@ -120,7 +121,9 @@ def test_code_for_rollouts_that_is_not_here_is_named(tmp_path: Path, monkeypatch
         {**values, "scoring": {}, "task": {"kind": "arithmetic"}, "environment": {"kind": "tools", "tools": tools}}
     )
     assert rollout_code.named(config) == {"environment.tools.names": "here:f, nothere:g"}
-    function, server = str(rollout_code.trouble(config)).splitlines()
+    with pytest.raises(UserError) as caught:
+        rollout_code.check(config)
+    function, server = str(caught.value).splitlines()
     assert function.startswith("environment.tools.names: got nothere:g, and no module nothere")
     assert server.startswith("environment.tools.mcp: got no module mcp, expected the extra mcp; run: ")
 

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from asyncmoe import config as configuration
-from asyncmoe import models
+from asyncmoe import models, storage
 from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
@@ -218,7 +218,7 @@ def test_a_run_of_an_id_is_checked_without_its_weights(empty: Path, model: Path,
     size = sum(path.stat().st_size for path in model.iterdir() if path.name in names)
     with serving(model, [*names, "pytorch_model.bin"], monkeypatch) as sent:
         told = validate(config)
-        assert told.endswith(f"1 engine of 1 rank(s); a run first downloads {len(names)} files of org/name, {size / 1e6:.1f} MB")
+        assert told.endswith(f"1 engine of 1 rank(s); a run first downloads {len(names)} files of org/name, {storage.size(size)}")
         assert sorted(sent) == [name for name in names if "safetensors" not in name]
         assert not list((empty / "cache").rglob("*.json")), "a run begins with the cache as it was"
         local_model = hub.with_local_model(config).model.path
@@ -238,7 +238,7 @@ def test_a_run_of_an_id_is_checked_without_its_weights(empty: Path, model: Path,
     [
         (["README.md", "model.gguf"], "got org/name without config.json, expected a repository with config.json, safetensors"),
         (["config.json", "pytorch_model.bin"], "got org/name without safetensors files"),
-        (["config.json", "huge.json", "model.safetensors"], "got org/name with 300.0 MB besides its weights, expected at most 268.4 MB"),
+        (["config.json", "huge.json", "model.safetensors"], "got org/name with 300 MB besides its weights, expected at most 268 MB"),
     ],
 )
 def test_a_repository_without_a_model_is_refused_before_it_is_fetched(

@@ -212,9 +212,9 @@ def test_without_a_configuration_compute_modes_are_warned_of() -> None:
 
 
 def test_one_warning_does_not_hide_another() -> None:
-    (line,) = preflight.judge(node(TWO, [A100, H100]))
+    (line,) = preflight.judge(node(TWO, [replace(A100, used_mib=70000), H100], run=None))
     assert "of different kinds" in line
-    assert 'ASYNCMOE_CUDA_ARCHS="80;90"' in line, "a build for the one card alone would lack the other"
+    assert "others use up to" in line
 
 
 def test_float32_needs_no_bfloat16() -> None:

@@ -15,12 +15,12 @@ from rich.console import Console
 from test_models_plan import SMALL
 
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of, load_hf_config
 from asyncmoe.plan import memory
 from asyncmoe.plan.memory import EngineMemory
 from asyncmoe.plan.render_plan import show, write
-from asyncmoe.plan.sizes import engines_text, parse_engines, parse_trainer, trainer_text
-from asyncmoe.plan.traffic import Forecast, Speeds, forecast
+from asyncmoe.plan.sizes import engines_text, parse_adapter, parse_engines, parse_trainer, trainer_text
+from asyncmoe.plan.traffic import Forecast, Speeds, foresee
 from asyncmoe.reshard import PADDING, plan
 from asyncmoe.simulate.command import sync_seconds
 from benchmarks.published import REAL
@@ -33,7 +33,10 @@ def config(tmp_path: Path, **changes: Any) -> Path:
 
 
 def of(model: Path, trainer: str, engines: str, **changes: Any) -> Forecast:
-    return forecast(model, trainer, engines, **{"dtype": "bfloat16", "bucket_bytes": 1 << 10, "speeds": Speeds(2.0, 0.5), **changes})
+    hf, (count, engine) = load_hf_config(model), parse_engines(engines)
+    adapter = parse_adapter(lora, family_of(hf).shape_of(hf)) if (lora := changes.pop("lora", None)) is not None else None
+    given = {"bucket_bytes": 1 << 10, "speeds": Speeds(2.0, 0.5), "adapter": adapter, **changes}
+    return foresee(str(model), hf, parse_trainer(trainer), engine, count, **given)
 
 
 def test_figures_are_those_of_the_plan(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def failed(step: int = 0, exit_code: int = 1) -> StartFailure:
 def test_a_lost_trainer_starts_again_at_once_and_with_waits_when_it_goes_on_failing() -> None:
     allowance = Allowance(max_restarts=4, journal=True, others=True)
     history = [failed(7)]
-    assert decide([], history[0], allowance) == StartAgain(epoch=1, after_s=0.0, row=1)
+    assert decide([], history[0], allowance) == StartAgain(after_s=0.0, row=1)
     waits = []
     for _ in range(3):
         decision = decide(history, failed(7), allowance)
@@ -29,7 +29,7 @@ def test_a_lost_trainer_starts_again_at_once_and_with_waits_when_it_goes_on_fail
     assert waits == [5.0, 10.0, 20.0]
     told = "the trainer was lost 5 times without a new step; trainer.max_restarts is 4"
     assert decide(history, failed(7), allowance) == EndRun(told)
-    assert decide(history, failed(8), allowance) == StartAgain(epoch=5, after_s=0.0, row=1), "it got on"
+    assert decide(history, failed(8), allowance) == StartAgain(after_s=0.0, row=1), "it got on"
 
 
 def test_steps_that_are_trained_again_are_no_progress() -> None:
@@ -69,7 +69,6 @@ def test_a_trainer_that_does_not_get_on_is_started_a_bounded_number_of_times(ste
         if isinstance(decision, EndRun):
             assert in_a_row(history) == most + 1
             return
-        assert decision.epoch == len(history), "each start has an epoch of its own"
         assert 0 <= decision.after_s <= LONGEST_WAIT_S
         assert (decision.after_s == 0) == (decision.row == 1)
         assert stuck <= most

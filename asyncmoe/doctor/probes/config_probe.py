@@ -31,7 +31,6 @@ arg_groups/model_override_base.py), which supports float16, bfloat16 and float8.
 _FLOAT32 = "engines.dtype: got float32, which SGLang's attention on GPUs does not take, expected bfloat16"
 _ANY = ""
 """The host that stands for all addresses."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
 def read(path: Path, overrides: Sequence[str]) -> tuple[Config | None, RunFacts]:
@@ -79,8 +78,9 @@ def _ports(config: Config) -> list[tuple[str, str, int]]:
 def with_files(run: RunFacts, config: Config) -> RunFacts:
     """Add the facts about the run directory and the model, and the sizes that follow from the model."""
     found_disk, disk_trouble = _answer(lambda: _disk(config), "run.dir")
-    run = replace(run, disk=found_disk, disk_trouble=disk_trouble, own=plugin_probe.named(config), own_trouble=_own_trouble(config))
-    run = replace(run, rollout_code=rollout_code.named(config), rollout_trouble=rollout_code.trouble(config))
+    run = replace(run, disk=found_disk, disk_trouble=disk_trouble)
+    run = replace(run, own=plugin_probe.named(config), own_trouble=_trouble(plugin_probe.check, config))
+    run = replace(run, rollout_code=rollout_code.named(config), rollout_trouble=_trouble(rollout_code.check, config))
     if run.own_trouble is not None and plugin_probe.FAMILY in run.own:  # its code may not return here either
         what = f"it cannot be looked at with {plugin_probe.FAMILY} {run.own[plugin_probe.FAMILY]}: see the line own-code"
         return replace(run, model=ModelFacts(str(config.model.path), trouble=what))
@@ -97,10 +97,10 @@ def with_files(run: RunFacts, config: Config) -> RunFacts:
     return replace(run, checkpoint_bytes=found_model.parameters * (item + _OPTIMIZER_BYTES), shm_bytes=under_way if over_shm else 0)
 
 
-def _own_trouble(config: Config) -> str | None:
-    """Try the user's own code; return what is wrong with it."""
+def _trouble(check: Callable[[Config], None], config: Config) -> str | None:
+    """Return what a check refuses; None if nothing."""
     try:
-        plugin_probe.check(config)
+        check(config)
     except UserError as error:
         return str(error)
     return None
@@ -155,7 +155,7 @@ def model(config: Config) -> ModelFacts:
         ImportError: asyncmoe's extension, which layouts need, is missing.
     """
     from asyncmoe import models
-    from asyncmoe.models import make
+    from asyncmoe.models import hf_folder, make
     from asyncmoe.models.payload import Payload
     from asyncmoe.plan import budget
     from asyncmoe.reshard.layout import ITEM_BYTES
@@ -176,7 +176,7 @@ def model(config: Config) -> ModelFacts:
         family=str(hf["model_type"]),
         parameters=adapter or weights,
         weights_bytes=weights * ITEM_BYTES.get(models.engine_dtype(hf, config.engines), 2),
-        trouble=None if any((path / name).is_file() for name in _TOKENIZERS) else f"{path}: no tokenizer.json",
+        trouble=None if hf_folder.has_tokenizer(path) else f"{path}: no tokenizer.json",
     )
 
 

@@ -31,22 +31,12 @@ def named(config: Config) -> dict[str, str]:
     return {key: target for key, target in wanted.items() if target and plugins.is_name(target.partition(", ")[0])}
 
 
-def trouble(config: Config) -> str | None:
-    """Return what cannot be found, a line each; None if nothing is missing."""
-    return str(together(missing)) if (missing := _missing(config)) else None
-
-
 def check(config: Config) -> None:
     """Look for everything, before a run starts in this directory.
 
     Raises:
         UserError: something cannot be found; a line each.
     """
-    if missing := _missing(config):
-        raise together(missing)
-
-
-def _missing(config: Config) -> list[UserError]:
     wrong: list[UserError] = []
     for key, targets in named(config).items():
         for target in targets.split(", "):
@@ -57,7 +47,8 @@ def _missing(config: Config) -> list[UserError]:
                 wrong.append(ConfigError(key, got=f"{target}, and no module {module}", expected="a module in this directory or PYTHONPATH"))
     if config.environment.tools.mcp and not installed.has("mcp"):
         wrong.append(installed.absent("mcp", "environment.tools.mcp"))
-    return wrong
+    if wrong:
+        raise together(wrong)
 
 
 def _found(module: str) -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from asyncmoe.errors import AsyncmoeError, UserError, WaitTimeout
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.ray.planning import Bundle
+from asyncmoe.process import wait_until
 
 _ANSWER_S = 5.0
 _POLL_S = 0.25
@@ -71,9 +71,9 @@ def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[s
     """
     group = ray.util.placement_group([bundle.resources for bundle in wanted], strategy=planning.strategy(wanted))
     try:
-        if not _comes(ray, group, min(_ANSWER_S, wait_s)):
+        if not wait_until(lambda: group.wait(_POLL_S), min(_ANSWER_S, wait_s)):
             say(f"waiting {wait_s:.0f} s for Ray: {planning.wanted_words(wanted)}; there is {_there(ray)}")
-            if not _comes(ray, group, wait_s - _ANSWER_S):
+            if not wait_until(lambda: group.wait(_POLL_S), wait_s - _ANSWER_S):
                 hint = "add nodes, end what runs there (ray status), or change cluster.trainer_nodes and cluster.engine_nodes"
                 raise UserError("Ray cluster", got=_there(ray), expected=planning.wanted_words(wanted), hint=hint)
         yield group
@@ -106,15 +106,6 @@ def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait
         raise Unreachable(f"{whom}: it cannot be reached any more; see that node, and `ray status`") from error
     except ray.exceptions.RayError as error:
         raise AsyncmoeError(f"{whom}: {_in_one_line(getattr(error, 'cause', None) or error)}") from error
-
-
-def _comes(ray: Any, group: Any, seconds: float) -> bool:
-    """Wait until the placement group is ready, in short steps so that signals are handled; false after `seconds`."""
-    until = time.monotonic() + seconds
-    while not group.wait(_POLL_S):
-        if time.monotonic() > until:
-            return False
-    return True
 
 
 def _there(ray: Any) -> str:

@@ -99,7 +99,7 @@ def _start(ray: Any, config: Config, posts: Sequence[Post], ending: ExitStack) -
     trainer = _RayTrainer(ray, [post for post in posts if post.bundle.part == "trainer"], launched)
     others = [post for post in posts if post.bundle.part != "trainer"]
     controller, *engines = (remote for post in others for remote in launched(post, trainer.master, 0))
-    again = _RayController(controller, lambda: _started(others[0], planned(others[0], trainer.master, trainer.epoch)[:1]))
+    again = _RayController(controller, lambda epoch: _started(others[0], planned(others[0], trainer.master, epoch)[:1]))
     return Processes(controller, trainer.start(0), tuple(engines), trainer, again if config.survives_controller else None)
 
 
@@ -109,14 +109,14 @@ def _started(post: Post, launches: tuple[Launch, ...]) -> tuple[Remote, ...]:
 
 
 class _RayController:
-    """A `ControllerStarter`: the controller on its node.
+    """A `Starter`: the controller on its node.
 
     Args:
         first: as it was started.
         again: starts it there again.
     """
 
-    def __init__(self, first: Process, again: Callable[[], tuple[Process, ...]]) -> None:
+    def __init__(self, first: Process, again: Callable[[int], tuple[Process, ...]]) -> None:
         self._now, self._again = first, again
 
     def prepare(self) -> None:
@@ -127,18 +127,18 @@ class _RayController:
         self._now.signal(signal.SIGKILL)
         self._now.wait(STOP_GRACE_S)
 
-    def start(self) -> Process:
+    def start(self, epoch: int) -> Process:
         """Start it again. Raises AsyncmoeError if its node is lost."""
-        (self._now,) = self._again()
+        (self._now,) = self._again(epoch)
         return self._now
 
 
 class _RayTrainer:
-    """A `TrainerStarter`: the trainer's processes on their nodes. `master`: where its ranks meet first; `epoch`: of the newest start."""
+    """A `Starter`: the trainer's processes on their nodes. `master`: where its ranks meet first."""
 
     def __init__(self, ray: Any, posts: Sequence[Post], launched: Callable[[Post, tuple[str, int], int], tuple[Remote, ...]]) -> None:
         self._ray, self._posts, self._launched = ray, posts, launched
-        self.master, self.epoch = (posts[0].place.address, posts[0].place.port), 0
+        self.master = posts[0].place.address, posts[0].place.port
 
     def prepare(self) -> None:
         """Do nothing: each start is made when it is needed."""
@@ -153,7 +153,6 @@ class _RayTrainer:
         Raises:
             AsyncmoeError: a node is lost.
         """
-        self.epoch = epoch
         master = (self.master[0], self._posts[0].call("port")) if epoch else self.master
         return tuple(remote for post in self._posts for remote in self._launched(post, master, epoch))
 

@@ -12,8 +12,7 @@ from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.cluster import Unreachable
 from asyncmoe.launch.ray.node import End, NodeFacts
 from asyncmoe.launch.ray.planning import Bundle, Launch
-
-_POLL_S = 0.1
+from asyncmoe.process import wait_until
 
 
 class Post:
@@ -124,12 +123,7 @@ class Remote:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the process; true if it ended within `seconds`."""
-        until = time.monotonic() + seconds
-        while self.returncode is None:
-            if time.monotonic() > until:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        return wait_until(lambda: self.returncode is not None, seconds)
 
     def why(self) -> str:
         """Process and node, with the reason that the process gave for its end, or its status and log."""

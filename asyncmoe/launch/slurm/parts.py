@@ -14,7 +14,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import failures
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.steps import JobStep
-from asyncmoe.process import ERROR_PREFIX, KILLED, Child
+from asyncmoe.process import ERROR_PREFIX, KILLED, Child, wait_until
 
 log = logging.getLogger(__name__)
 STOP = "URG"
@@ -110,49 +110,18 @@ class Part:
             return file.read().decode(errors="replace")
 
 
-class ControllerStep:
-    """A `ControllerStarter`: the controller's step of a job.
+class StepStarter:
+    """A `Starter`: the controller's or the trainer's step of a job.
 
     Attributes:
         part: of the newest start.
 
     Args:
-        planned: returns the step.
+        planned: returns the step of a start.
         started: parts to be ended with the run, of which each start becomes one.
     """
 
     part: Part
-
-    def __init__(self, planned: Callable[[], JobStep], started: list[Part]) -> None:
-        self._planned, self._started = planned, started
-
-    def prepare(self) -> None:
-        """Do nothing: each start is made when it is needed."""
-
-    def end(self) -> None:
-        """End the step."""
-        end_all([self.part])
-
-    def start(self) -> Part:
-        """Start the step, and append it to the parts of the run."""
-        self.part = Part(self._planned())
-        self._started.append(self.part)
-        return self.part
-
-
-class TrainerStep:
-    """A `TrainerStarter`: the trainer's step of a job.
-
-    Attributes:
-        part, epoch: of the newest start.
-
-    Args:
-        planned: returns the step of the start with a number.
-        started: as for `ControllerStep`.
-    """
-
-    part: Part
-    epoch = 0
 
     def __init__(self, planned: Callable[[int], JobStep], started: list[Part]) -> None:
         self._planned, self._started = planned, started
@@ -166,7 +135,6 @@ class TrainerStep:
 
     def start(self, epoch: int) -> Part:
         """Start the step, and append it to the parts of the run."""
-        self.epoch = epoch
         self.part = Part(self._planned(epoch))
         self._started.append(self.part)
         return self.part
@@ -203,16 +171,6 @@ def end_all(parts: Sequence[Part]) -> None:
     wait_until(lambda: all(part.status is not None for part in running), _POLITE_S)
     for part in running:
         part.end()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll until `condition` holds; return false after `seconds`."""
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]:

@@ -14,14 +14,14 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local
-from asyncmoe.launch.controller_restarts import ControllerRestarts
+from asyncmoe.launch.restarts import PartRestarts
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.launch.slurm.parts import ControllerStep, Part, TrainerStep
-from asyncmoe.launch.trainer_restarts import TrainerRestarts
+from asyncmoe.launch.slurm.parts import Part, StepStarter
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.models.hub import with_local_model
+from asyncmoe.process import wait_until
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.live import LiveView
 
@@ -96,7 +96,7 @@ def _supervise(
     started: list[Part] = []
     processes.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
-    restarts, controllers = TrainerRestarts(config, watcher), ControllerRestarts(config, watcher)
+    restarts, controllers = PartRestarts(config, watcher, "trainer"), PartRestarts(config, watcher, "controller")
     # The view ends after the parts: loggers are sent the last records.
     with (
         Copier(config, lambda: int(stop.now)),
@@ -105,9 +105,8 @@ def _supervise(
     ):
         watcher.say = view.say
         try:
-            ranks = TrainerStep(trainer, started)
-            serving = ControllerStep(lambda: controller(ranks.epoch), started)
-            serving.start()
+            ranks, serving = StepStarter(trainer, started), StepStarter(controller, started)
+            serving.start(0)
             parts.start(engines, started)
             running = started[1:]
             ranks.start(0)
@@ -130,10 +129,10 @@ class _Job:
     def __init__(
         self,
         engines: Sequence[Part],
-        controller: ControllerStep,
-        trainer: TrainerStep,
-        restarts: TrainerRestarts,
-        controllers: ControllerRestarts | None,
+        controller: StepStarter,
+        trainer: StepStarter,
+        restarts: PartRestarts,
+        controllers: PartRestarts | None,
     ) -> None:
         self._engines, self._controller, self._trainer = engines, controller, trainer
         self._restarts, self._controllers = restarts, controllers
@@ -151,7 +150,7 @@ class _Job:
         return [self.controller, *self._engines, self.trainer]
 
     def again(self, silent: ProcessSilent | None, view: LiveView, stop: Stop) -> AsyncmoeError | None:
-        """Start the controller again if it was lost, else the trainer; see `ControllerRestarts.again` and `TrainerRestarts.again`.
+        """Start the controller again if it was lost, else the trainer; see `PartRestarts.again`.
 
         Args:
             silent: the failure, if a process hangs.
@@ -169,13 +168,13 @@ class _Job:
         def engines() -> bool:
             return not any(part.failed for part in self._engines)
 
-        error = silent or parts.first_cause(self.everyone)
+        error, epoch = silent or parts.first_cause(self.everyone), self._restarts.count
         lost = self.controller.killed or (silent is not None and silent.controller)
         try:
             if lost and self._controllers is not None:
-                self._controllers.again(error, self._controller, engines, stopping, view)
+                self._controllers.again(error, self._controller, engines, stopping, view, epoch)
             else:
-                self._restarts.again(error, self._trainer, lambda: self.controller.status is None and engines(), stopping, view)
+                self._restarts.again(error, self._trainer, lambda: self.controller.status is None and engines(), stopping, view, epoch + 1)
         except ProcessSilent:
             raise  # the watcher names the process
         except AsyncmoeError as ended:
@@ -214,7 +213,7 @@ def _watch(where: Allocation, job: _Job, view: LiveView, stop: Stop) -> Asyncmoe
     if any(_bad(part, stop) for part in (job.controller, job.trainer)):
         return parts.first_cause(job.everyone)
     # The controller has dismissed the engines that joined. An engine that has not joined would wait for the controller.
-    parts.wait_until(lambda: all(part.status is not None for part in job.everyone), _LEAVE_S)
+    wait_until(lambda: all(part.status is not None for part in job.everyone), _LEAVE_S)
     return None
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.rpc.keeper_messages import EngineWeights
-from asyncmoe.storage import writing
+from asyncmoe.storage import replace, writing
 
 FILE = "engines.json"
 
@@ -84,7 +84,5 @@ class Succession:
         return None
 
     def _write(self, weights: EngineWeights) -> None:
-        part = self._path.with_suffix(".part")
         with writing("what the engines hold", self._path):
-            part.write_bytes(msgspec.json.encode(_Left(self.controller, self.epoch, weights)))
-            part.replace(self._path)
+            replace(self._path, msgspec.json.encode(_Left(self.controller, self.epoch, weights)))

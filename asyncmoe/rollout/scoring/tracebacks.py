@@ -95,11 +95,9 @@ class Tracebacks:
         if (count := self.count) == self._written:
             return
         file = run_dir / (LOG.with_stem(f"{LOG.stem}-{worker}") if worker else LOG)
-        part = file.with_suffix(".part")
         with storage.writing("log of the scorer's exceptions", file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(self.text(), encoding="utf-8", errors="backslashreplace")
-            part.replace(file)
+            storage.replace(file, self.text().encode(errors="backslashreplace"))
         self._written = count
 
 

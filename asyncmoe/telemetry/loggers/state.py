@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.storage import writing
+from asyncmoe.storage import lock_alone, replace, writing
 from asyncmoe.telemetry.loggers.points import Sent
 
 FOLDER = "loggers"
@@ -63,9 +61,7 @@ def write(run_dir: Path, name: str, state: State) -> None:
     path = folder(run_dir) / f"{name}.json"
     with writing(f"state of logger {name}", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(state) + b"\n")
-        part.replace(path)
+        replace(path, msgspec.json.encode(state) + b"\n")
 
 
 def claim(run_dir: Path, name: str) -> IO[str]:
@@ -78,14 +74,8 @@ def claim(run_dir: Path, name: str) -> IO[str]:
     with writing(f"state of logger {name}", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError(f"logger {name}", got=f"{run_dir}, which another process sends", expected="one sender; try again later") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a shared file system may lack locks
-            raise
+    if not lock_alone(lock):
+        raise UserError(f"logger {name}", got=f"{run_dir}, which another process sends", expected="one sender; try again later")
     return lock
 
 

@@ -45,7 +45,6 @@ class ExpectedChecksums:
     """Hashes the weights of every version that is to be verified. Every rank creates its own object.
 
     Adapters are not verified, because SGLang has no checksums for their memory; neither are engines that quantise what they load.
-
     """
 
     def __init__(self, config: Config, model: Model) -> None:

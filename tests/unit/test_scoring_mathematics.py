@@ -220,6 +220,10 @@ def test_every_answer_of_gsm8k_is_right_in_any_notation_and_another_is_wrong() -
         ("12 \\ldots", "12", 0.0),
         ("$a_1$", "a_2", 0.0),
         ("**Answer:** 18\n\n**Check**: 9 and 9", "18", 1.0),
+        ("\\boxed{" + "x^" * 900 + "x}", "18", 0.0),
+        ("\\boxed{3" + "!" * 1500 + "}", "18", 0.0),
+        ("\\boxed{\\frac18}", "0.12", 0.0),
+        ("\\boxed{\\pi r^{2}}", "\\pi r^{2} h", 0.0),
     ],
 )
 def test_where_the_final_answer_of_a_response_is(response: str, gold: str, worth: float) -> None:

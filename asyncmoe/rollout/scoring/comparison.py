@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 from asyncmoe.rollout.scoring.bounded import Number, TooLarge, Undefined, equal, integer, mp, need
 from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
@@ -128,31 +128,23 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
 
 
 def _edges(node: Term, at: At) -> Iterator[Number]:
-    """Where a set may change: at the numbers in it, and their roots, and where two linear sides of a relation are equal."""
+    """Where a set may change: at the numbers in it, and at their roots."""
     for one in walk(node):
-        found = [] if variables(one) else [defined(one, at)]
-        if one.op == "relation" and "∈" not in one.text:
-            for sides, t in product(pairwise(one.args), (-1000, 0, 1000)):
-                difference = Term("+", (sides[0], negative(sides[1])))
-                a, b = (defined(difference, replace(at, given=dict.fromkeys(variables(one), mp.mpf(x)))) for x in (t, t + 1))
-                found += [t - a / (b - a)] if a is not None and b is not None and a != b else []
-        real = [edge for edge in found if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0]
-        yield from (sign * edge for one in real for edge in (one, mp.sqrt(abs(one))) for sign in (1, -1))
+        edge = None if variables(one) else defined(one, at)
+        if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0:
+            yield from (sign * size for size in (edge, mp.sqrt(abs(edge))) for sign in (1, -1))
 
 
 def _contains(node: Term, t: Number, at: At) -> bool:
     """Return whether a set has a number. Raises Undefined if the expression is no set."""
-    node = plain(node)
+    node = plain(named(node)[1])
     if node.text in SETS:
         return node.text != "∅" and (node.text == r"\R" or integer(t) is not None) and (node.text != r"\N" or t >= 1)
-    if node.text == "∈":
-        return _contains(node.args[1], t, at)
     if node.op == "list":
         return (any if node.text in ("or", "set") else all)(_contains(one, t, at) for one in node.args)
     if node.op == "sets":
-        found = _contains(node.args[0], t, at)
-        for sign, other in zip(node.text, node.args[1:], strict=True):
-            also = _contains(other, t, at)
+        found, *others = (_contains(one, t, at) for one in node.args)
+        for sign, also in zip(node.text, others, strict=True):
             found = found or also if sign == "∪" else found and also == (sign == "∩")
         return found
     need((node.op == "relation") == bool(variables(node)), Undefined)

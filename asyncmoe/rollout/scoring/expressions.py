@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from asyncmoe.rollout.scoring import units
 from asyncmoe.rollout.scoring.bounded import TURNS, TooLarge, need
+from asyncmoe.rollout.scoring.notation import PATTERNS
 
 _TOKENS, _NESTED, _DIGITS = 2000, 40, 800
 _ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
@@ -25,8 +26,6 @@ _OPEN = {*"*/^_", *_BETWEEN, *TURNS, *_CLOSED_BY} - {"|"}
 """After these a factor begins."""
 _ENDS = {"", *_BETWEEN, *")]}⦄⟩⌋⌉⟧"}
 """Before these a product ends."""
-_TOKEN = re.compile(r"(\s*)(?:(\d+(?:\.\d*)?|\.\d+)|(\"[^\"]*\"|[A-Za-z]+|(?:(?![A-Za-z])[^\W\d_])+)|(\\[A-Za-z]+|[^\w\s\\]|_))")
-_EXPONENT = re.compile(r"(?<!10)\^(?:\{[^{}]*\}|\S)$")
 
 
 class Unread(Exception):
@@ -70,12 +69,14 @@ def read(text: str) -> Term:
 
 def _tokens(text: str) -> Iterator[str]:
     """Signs and names, numbers, letters, and units behind a quotation mark."""
-    need(not _TOKEN.sub("", text).strip(), Unread)
+    need(not PATTERNS["token"].sub("", text).strip(), Unread)
     last = ","
-    for count, found in enumerate(_TOKEN.finditer(text)):
+    for count, found in enumerate(PATTERNS["token"].finditer(text)):
         at, (space, number, word, sign) = found.end(), found.groups()
         need(count < _TOKENS and len(number or "") <= _DIGITS, TooLarge)
-        spaced = bool(space) and not (_EXPONENT.search(text[: found.start()][-20:]) or re.match(r"\s*[\w+*-]", text[at : at + 9]))
+        spaced = bool(space) and not (
+            PATTERNS["exponent"].search(text[: found.start()][-20:]) or re.match(r"\s*[\w+*-]", text[at : at + 9])
+        )
         for token in _word(word, spaced, text[at : at + 2], last) if word else [number or sign]:
             last = token[1:] if token[1:] in _NAMES else token
             yield last
@@ -128,9 +129,8 @@ class _Reader:
             return args[0]
         if set(used) <= {">", "≥"}:
             args, used = args[::-1], [sign.translate(_TURNED) for sign in reversed(used)]
-        if op in ("matrix", "row", ":"):
-            return Term("brackets", tuple(args), op)
-        return Term(op, tuple(args), "or" if "or" in used else "".join(used))
+        ordered = op in ("matrix", "row", ":")
+        return Term("brackets" if ordered else op, tuple(args), op if ordered else "or" if "or" in used else "".join(used))
 
     def _sum(self) -> Term:
         terms = list[Term]()

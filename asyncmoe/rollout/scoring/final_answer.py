@@ -5,20 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring import notation
 from asyncmoe.rollout.scoring.notation import PATTERNS
 
 ANSWER_CHARS = 8000
 """A longer text is not one answer."""
-_BRACED = r"(?:[^{}\\]|\\.)*+"
-for _ in range(8):
-    _BRACED = rf"(?:[^{{}}\\]|\\.|\{{{_BRACED}\}})*+"
-_MARKS = (
-    re.compile(rf"\\f?box(?:ed)?\s*\{{(?:(?=({_BRACED})\}}))?", re.DOTALL),
-    re.compile(rf"{MARK}([^\n]*)"),
-    *(PATTERNS[name] for name in ("tag", "letter", "bold", "code")),
-)
+_MARKS = [PATTERNS[name] for name in ("box", "line", "tag", "letter", "bold", "code")]
 
 
 def find(response: str, reference: bool = False) -> Sequence[str]:
@@ -37,14 +29,14 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
         rest = text[phrase.end() : phrase.end() + ANSWER_CHARS]
         latex = PATTERNS["latex"].match(rest)
         return _sentence(rest if latex and "\n" in latex[0] else rest.partition("\n")[0], marked=True)
-    unsure = [found[1] for found in marks if found[0][0] != MARK[0]]
+    unsure = [found[1] for found in marks if found[0][0] != "#"]
     return [_joined(text, sure)] if sure else unsure[-1:] or _sentence(text, False, not reference)
 
 
 def _is_sure(mark: re.Match[str], text: str) -> bool:
     """The signs of GSM8K, bold and code are also those of Markdown for headings and stress."""
     content, sign = mark[1] or "", mark[0][0]
-    valued = re.search(r"^[^A-Za-z]*\d|\\|\$", content) or (sign == MARK[0] and not text[mark.end() :].strip())
+    valued = re.search(r"^[^A-Za-z]*\d|\\|\$", content) or (sign == "#" and not text[mark.end() :].strip())
     return sign not in "*`#" or bool((valued or notation.choices(content.strip())) and not PATTERNS["prose"].search(content[:1000]))
 
 

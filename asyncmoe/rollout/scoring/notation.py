@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
+from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring.units import FACTORS, UNITS
+
+_BRACES = 9
+"""How many braces in each other the content of a box may have."""
 
 
 def _rows(name: str) -> list[list[str]]:
     text = files(__package__).joinpath(name).read_text("utf-8")
-    for kind, names in (("<UNIT>", UNITS), ("<FACTOR>", FACTORS)):
+    for kind, names in (("<UNIT>", UNITS), ("<FACTOR>", FACTORS), ("<MARK>", [MARK])):
         text = text.replace(kind, f"(?:{'|'.join(sorted(map(re.escape, names), key=len, reverse=True))})")
+    for _ in range(_BRACES):
+        text = text.replace("<BRACED>", r"(?:[^{}\\]|\\.|\{<BRACED>\})*+")
     return [line.split("\t") for line in text.splitlines() if line and not line.startswith("# ")]
 
 

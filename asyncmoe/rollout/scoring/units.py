@@ -12,9 +12,8 @@ def _table() -> Mapping[str, Number]:
     values: dict[str, Number] = {"pi": +mp.pi}
     for line in files(__package__).joinpath("units.txt").read_text("utf-8").splitlines()[1:]:
         names, _, terms = line.partition(" = ")
-        value = mp.one
-        for name, _, power in (term.partition("^") for term in terms.split()):
-            value *= (values[name] if name in values else mp.mpf(name)) ** int(power or 1)
+        powers = (term.partition("^") for term in terms.split())
+        value = mp.fprod((values.get(name) or mp.mpf(name)) ** int(power or 1) for name, _, power in powers)
         values |= dict.fromkeys(names.split(), value)
     return values
 

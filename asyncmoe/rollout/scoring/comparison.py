@@ -35,7 +35,9 @@ def same(gold: Term, given: Term, at: At | None = None) -> bool:
     if "solution" in (gold.op, given.op) and gold.op != given.op:
         gold, given = (replace(one, op="brackets", text="()") if one.op in ("solution", "list") else one for one in (gold, given))
     ours, theirs = members(gold), members(given)
-    if len(ours) != 1 or len(theirs) != 1:
+    if gold.text == given.text == "set" and len(ours) != len(theirs):
+        return all(any(same(a, b, at) for b in theirs) for a in ours) and all(any(same(a, b, at) for a in ours) for b in theirs)
+    if len(ours) != 1 or len(theirs) != 1 or ours[0].op == "list":
         return _same_lists(ours, theirs, at)
     gold, given = plain(ours[0]), plain(theirs[0])
     if {gold.op, given.op} & {"brackets", "solution"}:
@@ -77,9 +79,9 @@ def _same_relation(gold: Term, given: Term, at: At) -> bool:
 
 def _same_values(gold: Term, given: Term, at: At) -> bool:
     """Compare numbers or functions. A unit that only one side has does not count; but degrees may be radians."""
-    factors, others = ({one.text for one in walk(node) if one.op == "factor" or one.text == "$"} for node in (gold, given))
+    factors, others = ({one.text for one in walk(node) if one.op == "factor"} for node in (gold, given))
     one_sided = {"unit"} if has_units(gold) != has_units(given) else set()
-    left_out = {"factor"} if factors & {"%", "$"} and not others - {"$"} else set()
+    left_out = {"factor"} if factors == {"%"} and not others else set()
     return any(
         _same_at(gold, given, replace(at, ignored=ignored, base=base))
         for ignored in {frozenset[str](), frozenset(one_sided | left_out)}

@@ -185,7 +185,7 @@ class _Reader:
         if found.op == "described":
             conditions = tuple(one for one in found.args if one.op != "variable")
             return conditions[0] if len(conditions) == 1 and conditions[0].text != "=" else Term("list", conditions, "where")
-        members = found.args if found.op == "list" else (found,)
+        members = found.args if found.op == "list" and found.text != "set" else (found,)
         return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
 
     def _function(self, name: str) -> Term:

@@ -49,6 +49,8 @@ def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[st
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
         parts = [*PATTERNS["number"].finditer(text)]
+        if parts and PATTERNS["changed"].search(f"{text[: parts[-1].start()][-40:]}⋯{text[parts[-1].end() :][:40]}"):
+            return [text]
     return [*whole, _joined(text, parts)] if parts else whole
 
 
@@ -60,5 +62,5 @@ def _joined(text: str, parts: Sequence[re.Match[str]]) -> str:
         between = PATTERNS["between"].sub(r" \1 ", text[one.end(one.re.groups) : last.start()][:80])
         if not PATTERNS["joined"].fullmatch(between):
             break
-        last, content = one, f"{one[one.re.groups]} {between} {content}"
+        last, content = one, f"{one[one.re.groups]} {between} {content}".replace(" - ", "-")
     return content

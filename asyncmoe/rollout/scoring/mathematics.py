@@ -51,6 +51,8 @@ def self_score(answer: str) -> float:
 
 
 def _same(gold: ReadAnswer, given: ReadAnswer) -> bool:
+    if all(notation.PATTERNS["letters"].fullmatch(one.text) for one in (gold, given)):
+        return gold.text == given.text
     return gold.node is not None and given.node is not None and comparison.same(gold.node, given.node)
 
 
@@ -72,5 +74,6 @@ def _read(text: str) -> ReadAnswer:
     text = notation.plain(text)
     node = None
     with suppress(Unread):
-        node = read(notation.tidy(text))
+        need(not notation.PATTERNS["changing"].search(tidied := notation.tidy(text)), Unread)
+        node = Term("variable", text=text) if notation.PATTERNS["apart"].fullmatch(text) else read(tidied)
     return ReadAnswer(notation.bare(text), notation.choices(text), node)

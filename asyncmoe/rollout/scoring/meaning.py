@@ -56,9 +56,9 @@ def value(node: Term, at: At) -> Number:
     if node.op == "number":
         return mp.mpf(node.text)
     if node.op == "factor":
-        return mp.mpf(10) ** units.FACTORS[node.text]
+        return mp.mpf(units.FACTORS[node.text])
     if node.op == "unit":
-        return units.known(node.text) or _any_number(node.text.lower().removesuffix("s"), 0)
+        return units.known(node.text) or _any_number(units.unknown(node.text), 0)
     if node.op == "variable":
         need(node.text not in SETS, Undefined)
         return at.given[node.text] if node.text in at.given else CONSTANTS.get(node.text, _any_number(node.text, at.number))
@@ -98,7 +98,7 @@ def has_units(node: Term) -> bool:
 
 def plain(node: Term) -> Term:
     """Without brackets around one expression; of "x = 1, y = 2" the values in the order of their names."""
-    while len(node.args) == 1 and ((node.op == "list" and node.text != "where") or node.text == "()"):
+    while len(node.args) == 1 and ((node.op == "list" and node.text != "where" and node.args[0].text != "set") or node.text == "()"):
         node = node.args[0]
     values = dict(map(named, node.args)) if node.op == "list" and node.text not in ("set", "where") else {"": node}
     if "" in values or len(values) < len(node.args):
@@ -113,7 +113,8 @@ def members(node: Term) -> Sequence[Term]:
     parts = [members(one) for one in node.args]
     need((sum if node.op == "list" else prod)(map(len, parts)) <= MOST, TooLarge)
     if node.op == "list":
-        return [one for part in parts for one in part]
+        inner = node.text == "set"
+        return [one for arg, part in zip(node.args, parts, strict=True) for one in ([arg] if inner and arg.text == "set" else part)]
     if node.op == "±":
         return [*parts[0], *map(negative, parts[0])]
     return [replace(node, args=args) for args in product(*parts)]

@@ -44,9 +44,10 @@ def unwrapped(text: str, word: str = r"\g<0>") -> str:
 
 
 def bare(text: str) -> str:
-    """Return a plain text without markup, case, and spaces other than those between digits."""
+    """Return a plain text without markup, the case of words, and spaces other than those between digits."""
     spaced = PATTERNS["space"].sub(" ", unwrapped(text)).replace("$", "").strip()
-    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\{(\w)\}(?!\w)", r"\1", spaced.removesuffix("."))).casefold()
+    joined = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\{(\w)\}(?!\w)", r"\1", spaced.removesuffix(".")))
+    return PATTERNS["symbol"].sub(lambda found: found[1] or found[0].casefold(), joined)
 
 
 def choices(text: str) -> frozenset[str]:

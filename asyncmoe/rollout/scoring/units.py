@@ -19,11 +19,17 @@ def _table() -> Mapping[str, Number]:
 
 
 UNITS = _table()
-FACTORS = {"%": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "百": 2, "千": 3, "万": 4, "亿": 8}
-"""With their powers of ten."""
+_FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SIGNS = {"%": 1 / mp.mpf(100), "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
+FACTORS: Mapping[str, Number] = _SIGNS | _FACTORS | {f"{name}s": value for name, value in _FACTORS.items()}
 
 
 def known(name: str) -> Number | None:
-    """Return the value of a unit, in any number or case; None: it is none that is known."""
-    lower = name.lower()
+    """Return the value of a unit, in any number, and in any case that cannot be another unit's; None: it is none that is known."""
+    lower = name if len(name) == 1 or (len(name) == 2 and name[0] == "M") else name.lower()
     return next((UNITS[one] for one in (name, lower, lower.removesuffix("s"), lower.removesuffix("es")) if one in UNITS), None)
+
+
+def unknown(name: str) -> str:
+    """Return the name of another unit in the singular; in lower case unless the case is that of a symbol, as in mW and MHz."""
+    return (name.lower() if len(name) > 2 and (name.istitle() or name.isupper()) else name).removesuffix("s")

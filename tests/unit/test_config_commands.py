@@ -174,8 +174,9 @@ def test_an_output_that_cannot_be_written_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("facts", "overrides", "told"),
     [
-        ({"train": "lora"}, (), "got train = lora, expected train = full, as the configuration says; set it as when the run began"),
-        ({"lora": {"rank": 4}}, ("train=lora",), "lora"),
+        ({"train": "lora"}, (), "train: got full, expected lora, as step-00000003 has it; set train=lora, or choose another run.dir"),
+        ({"lora": {"rank": 4}}, ("train=lora",), "lora.rank: got 32, expected 4, as step-00000003 has it; set lora.rank=4, or choose "),
+        ({"lora": {"alpha": 4.0}}, ("train=lora",), "lora.alpha: got 32.0, expected 4.0, as step-00000003 has it; set lora.alpha=4.0, or"),
     ],
 )
 def test_a_checkpoint_of_another_kind_is_refused_before_anything_starts(
@@ -189,8 +190,7 @@ def test_a_checkpoint_of_another_kind_is_refused_before_anything_starts(
     (kept / "asyncmoe.json").write_text(json.dumps({"step": 3, "family": "qwen3_moe", **config.checkpoint_kind, **facts}))
     with pytest.raises(UserError) as refused:
         local.check(config)
-    assert str(refused.value).startswith("step-00000003: training: got ")
-    assert told in str(refused.value)
+    assert str(refused.value).startswith(told)
     assert "\n" not in str(refused.value)
 
 

@@ -148,17 +148,21 @@ def test_what_would_stop_a_run_is_refused(tmp_path: Path, overrides: tuple[str, 
     [
         ("taken", "run directory: cannot write {tmp}/taken on "),
         ("taken/run", "run directory: cannot write {tmp}/taken/run on "),
+        ("taken" * 60, "run directory: cannot write {tmp}/takentaken"),
+        ("loop", "run directory: cannot write {tmp}/loop on "),
+        ("loop/run", "run directory: cannot write {tmp}/loop/run on "),
         ("/proc/foo", "run.dir: got /proc/foo, and in /proc nothing can be made"),
     ],
 )
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, path: str, told: str) -> None:
     (tmp_path / "taken").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
     config = demo(tmp_path, f"run.dir={tmp_path / path}")
     for refuses in (local.check, lambda one: local.claim(one.run.dir)):
         with pytest.raises(AsyncmoeError, match=re.escape(told.format(tmp=tmp_path))) as refused:
             refuses(config)
         assert "\n" not in str(refused.value)
-    assert [one.name for one in tmp_path.iterdir()] == ["taken"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["loop", "taken"]
 
 
 def test_an_output_that_cannot_be_written_is_one_line() -> None:

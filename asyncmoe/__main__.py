@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 def _settle_streams() -> None:
-    """Give this process and its children the descriptors 0 to 2, and UTF-8 for paths, files and output, whatever the locale.
+    """Give this process and its children the descriptors 0 to 2, and UTF-8 for paths and files, whatever the locale.
 
     Of a descriptor that the shell has closed the number would go to a library's file, which others then take for a standard stream.
     """
@@ -62,8 +61,6 @@ def _settle_streams() -> None:
     if sys.getfilesystemencoding() != "utf-8":  # Python chooses it at its start
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for PYTHONIOENCODING, and names of files that are not in UTF-8
 
 
 def _without_packages(error: ModuleNotFoundError, arguments: list[str]) -> None:

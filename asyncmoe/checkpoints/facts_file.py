@@ -65,7 +65,9 @@ def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = Fal
     saved = facts(checkpoint)
     for name, value in now.items():
         told = saved.get(name)
-        both = {f"{name}.{key}": (told[key], value[key]) for key in value if key in told} if isinstance(told, dict) else {name: (told, value)}
+        both = {name: (told, value)}
+        if isinstance(told, dict):
+            both = {f"{name}.{key}": (told[key], value[key]) for key in value if key in told}
         for key, (then, got) in both.items():
             if then != got and not (recorded and name not in saved):
                 hint = f"set {key}={then}, or choose another run.dir"

@@ -131,6 +131,7 @@ def _training(asked: PlanArguments, sizes: str, hf: Mapping[str, Any], recompute
 
 
 def _of_cluster(asked: PlanArguments, model: Path, nodes: int, console: Console) -> dict[str, Any]:
+    check_dtype(asked.dtype)
     hf = models.with_family(models.load_hf_config(model), asked.family)
     adapter = None if asked.lora is None else parse_adapter(asked.lora, models.family_of(hf).shape_of(hf))
     cluster = Cluster(nodes, asked.gpus_per_node, asked.gb, asked.context, adapter, asked.dtype, asked.bucket_bytes)

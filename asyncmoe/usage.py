@@ -60,7 +60,7 @@ class _Output(io.FileIO):
 
 def _open_output() -> None:
     """Have standard output tell as `_Output`, and escape what its encoding lacks, as names of files that are not in UTF-8."""
-    if (out := sys.stdout) is not None and out is sys.__stdout__:
+    if (out := sys.__stdout__) is not None and sys.stdout is out:
         raw, lines = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False)), out.line_buffering or out.write_through
         stream = io.TextIOWrapper(raw, out.encoding, "backslashreplace", line_buffering=lines)
         for name in ("stdout", "__stdout__"):

@@ -10,7 +10,6 @@ import typer
 import yaml
 
 from asyncmoe import config as configuration
-from asyncmoe import storage
 from asyncmoe.config import Config
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe configurations; starts nothing.")
@@ -22,13 +21,13 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 @app.command()
 def show(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the configuration with every default and override, as YAML that describes the same run."""
-    _print(shown(configuration.load(config, overrides or ())))
+    typer.echo(shown(configuration.load(config, overrides or ())), nl=False)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of configurations, with which editors complete and check keys."""
-    _print(json.dumps(json_schema(), indent=1) + "\n")
+    typer.echo(json.dumps(json_schema(), indent=1))
 
 
 @app.command()
@@ -41,11 +40,6 @@ def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     from asyncmoe.launch.validate import validate as check
 
     typer.echo(f"{config} is valid: {check(loaded)}")
-
-
-def _print(text: str) -> None:
-    with storage.writing("the output", Path("/dev/stdout")):
-        typer.echo(text, nl=False)
 
 
 def shown(config: Config) -> str:

@@ -34,6 +34,8 @@ _CURES = {
     errno.EPERM: "write to a directory this user may write to, or change the permissions",
     errno.ENOTDIR: "choose a path with no file among its parts",
     errno.EEXIST: "choose a path with no file among its parts",
+    errno.ELOOP: "choose a path without a link that leads to itself",
+    errno.ENAMETOOLONG: "choose a shorter path",
 }
 """Fixes by errno, for all storage errors; any other errno is a bug in asyncmoe."""
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -116,6 +118,8 @@ def try_place(what: str, directory: Path) -> str:
     """
     place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
     with writing(what, directory):
+        with suppress(FileNotFoundError):
+            directory.stat()  # of a name that is too long nothing exists
         try:
             Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
         except FileNotFoundError as error:
@@ -327,4 +331,4 @@ def _free(path: Path) -> str:
 
 def _existing(path: Path) -> Path:
     """Return `path`, if it is a directory, or its nearest existing parent directory."""
-    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
+    return next(place for place in (path, *path.absolute().parents) if os.path.isdir(place))

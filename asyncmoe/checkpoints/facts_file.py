@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.checkpoints.manifest import unreadable
-from asyncmoe.errors import DataError
+from asyncmoe.errors import ConfigError, DataError
 
 FACTS = "asyncmoe.json"
 _MOST_BYTES = 1 << 20
@@ -42,30 +42,33 @@ def check_family(checkpoint: Path, family: str) -> None:
         family: name of the run's family, which is a `model_type`.
 
     Raises:
-        DataError: another family made it, or as `facts`.
+        ConfigError: another family made it.
+        DataError: as `facts`.
     """
     made = facts(checkpoint).get("family", family)
     if made != family:
-        hint = "set model.family as in the run that made it, or choose another run.dir"
-        raise DataError(f"{checkpoint.name}: model family", got=made, expected=f"{family}, as the configuration says", hint=hint)
+        hint = "set model.path and model.family as in the run that made it, or choose another run.dir"
+        raise ConfigError("model.family", got=family, expected=f"{made}, as {checkpoint.name} has it", hint=hint)
 
 
 def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> None:
     """Refuse a checkpoint of another kind of training.
 
     Args:
-        now: settings that say what is trained, as `finish` stored those of the run that wrote it.
+        now: settings that say what is trained, as `finish` stored those of the run that wrote it; of a section, those that both have.
         recorded: compare only settings that the checkpoint has; otherwise one that it lacks differs.
 
     Raises:
-        DataError: one of them differs, or as `facts`.
+        ConfigError: names the key that differs.
+        DataError: as `facts`.
     """
     saved = facts(checkpoint)
-    for key, value in now.items():
-        if saved.get(key) != value and not (recorded and key not in saved):
-            raise DataError(
-                f"{checkpoint.name}: training",
-                got=f"{key} = {saved.get(key)}",
-                expected=f"{key} = {value}, as the configuration says",
-                hint="set it as when the run began, or choose another run.dir",
-            )
+    for name, value in now.items():
+        told = saved.get(name)
+        both = {name: (told, value)}
+        if isinstance(told, dict):
+            both = {f"{name}.{key}": (told[key], value[key]) for key in value if key in told}
+        for key, (then, got) in both.items():
+            if then != got and not (recorded and name not in saved):
+                hint = f"set {key}={then}, or choose another run.dir"
+                raise ConfigError(key, got=got, expected=f"{then}, as {checkpoint.name} has it", hint=hint)

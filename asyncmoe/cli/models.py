@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,15 +12,17 @@ import typer
 
 from asyncmoe.errors import UserError
 
+_Size = partial(typer.Option, min=1, max=1 << 20)
+
 
 def make_model(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    layers: Annotated[int, typer.Option(help="Decoder layers, each with experts.")] = 2,
-    hidden: Annotated[int, typer.Option(help="Width of a hidden state.")] = 64,
-    experts: Annotated[int, typer.Option(help="Experts per layer.")] = 8,
-    experts_per_token: Annotated[int, typer.Option(help="Experts the router chooses for a token.")] = 2,
-    expert_hidden: Annotated[int, typer.Option(help="Intermediate width of an expert.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    layers: Annotated[int, _Size(help="Decoder layers, each with experts.")] = 2,
+    hidden: Annotated[int, _Size(help="Width of a hidden state.")] = 64,
+    experts: Annotated[int, _Size(help="Experts per layer.")] = 8,
+    experts_per_token: Annotated[int, _Size(help="Experts the router chooses for a token.")] = 2,
+    expert_hidden: Annotated[int, _Size(help="Intermediate width of an expert.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.", min=0, max=(1 << 63) - 1)] = 0,
 ) -> None:
     """Write a tiny random Qwen3-MoE as a Hugging Face checkpoint, with a byte-level tokenizer, to try everything on a laptop."""
     from asyncmoe.config.model import MadeModel

@@ -250,7 +250,7 @@ class Config(Section):
         """What is trained, which a run that goes on from a checkpoint must train too."""
         kind: dict[str, Any] = {"train": self.train}
         if self.adapter is not None:
-            kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "targets", "experts"})
+            kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "alpha", "targets", "experts"})
         return kind
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ _WEIGHTS = "model.path weights"
 _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns", "overlap"}
 _ASKED: dict[str, Any] = {"prompts": True, "overlap": True, "sets": {"__all__": _OF_SET}}
 """Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
+_NAME = re.compile(r".*, (?=\d+ bytes with digest \w{12}$)", re.DOTALL)
 _WHOLE_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 4096, 4096
 
@@ -67,7 +69,7 @@ def check(config: Config, newest: Path | None) -> None:
         now[_WEIGHTS] = then.get(_WEIGHTS, "")  # all weights are in the checkpoint
     for key in sorted(then.keys() | now.keys()) if then else ():
         told, got, questions = then.get(key, "the default"), now.get(key, "the default"), key.startswith(("task.", "evaluation."))
-        if told != got and not (questions and config.run.new_data_at == step):
+        if _NAME.sub("", told) != _NAME.sub("", got) and not (questions and config.run.new_data_at == step):
             on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
             hint = f"set it back, or {on if questions else 'choose another run.dir'}"
             raise ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)

@@ -132,6 +132,7 @@ def _forecast(asked: PlanArguments, hf: Mapping[str, Any], trainer: MegatronPara
 
 
 def _of_cluster(asked: PlanArguments, hf: Mapping[str, Any], nodes: int, console: Console) -> dict[str, Any]:
+    check_dtype(asked.dtype)
     cluster = Cluster(nodes, asked.gpus_per_node, asked.gb, asked.context, _adapter(asked, hf), asked.dtype, asked.bucket_bytes)
     splits = suggest(hf, cluster)
     found = [(split, _forecast(asked, hf, split.trainer.parallel, split.engine.parallel, split.engines)) for split in splits]

@@ -170,6 +170,8 @@ def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) ->
     found = Belonging.of_run(config.run.dir, identity(config, hf, recording), redis=section.redis is not None)
     if found.told and origin.read(config.run.dir):  # with which the launcher has compared the task, which may change by choice
         found.of = {**found.of, "task": found.told["of"]["task"]}
+    if found.told and (was := found.told["of"]["model"]).rpartition(" ")[2] == found.of["model"].rpartition(" ")[2]:
+        found.of = {**found.of, "model": was}  # its directory may have another name
     found.check("journal.folder" if section.redis is None else "run.dir", section.place(config.run.dir))
     return found
 
@@ -177,7 +179,7 @@ def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) ->
 def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dict[str, str]:
     """Return what a journal belongs to besides its run, by the key that names it: all that must be the same for its groups to be trained.
 
-    Of paths only the last part counts, so that a run and its files may move.
+    Of paths only the last part is in them, so that a run and its files may move; of the model's, see `belonging_of`.
     """
     return {
         "run.seed": str(config.run.seed),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from asyncmoe.config import parse
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
+from asyncmoe.journal import states_file
 from asyncmoe.journal.in_redis.entries import pack, unpack
 from asyncmoe.journal.rows import Change
 from asyncmoe.queue.bounded import BoundedQueue
@@ -193,6 +194,18 @@ def test_a_journal_belongs_to_what_its_groups_were_sampled_by(tmp_path: Path, ch
     before, after = journaling.identity(configured(tmp_path), HF, NOTHING), journaling.identity(parse(values), HF, NOTHING)
     assert [name for name in before if before[name] != after[name]] == [key]
     assert journaling.identity(configured(tmp_path / "moved"), HF, NOTHING) == before
+
+
+def test_a_renamed_model_is_the_same_one(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    config.run.dir.mkdir(parents=True, exist_ok=True)
+    journaling.belonging_of(config, HF, NOTHING).note(begun=True)
+    config.journal.place(config.run.dir).mkdir(parents=True)
+    (config.journal.place(config.run.dir) / states_file.FILE).touch()
+    renamed = parse({**config.model_dump(), "model": {"path": "other"}})
+    assert journaling.belonging_of(renamed, HF, NOTHING).of == journaling.identity(config, HF, NOTHING)
+    with pytest.raises(DataError, match=r"^model: got other \w+, expected \S+ \w+, as the journal "):
+        journaling.belonging_of(renamed, {**HF, "rope_theta": 7}, NOTHING)
 
 
 def test_the_newest_checkpoints_decide_what_is_kept(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ QWEN: dict[str, Any] = {
         ({}, {"run": {"seed": 5}}, "run.seed: got 5, expected 0, as step-00000004 was made with; "),
         ({}, {"trainer": {"dtype": "bfloat16"}}, "trainer.dtype: got bfloat16, expected float32, as step-00000004 was made with; "),
         ({}, {"trainer": {"dtype": "bfloat16", "optimizer": {"distributed": True}}}, None),
-        ({}, {"train": "lora"}, "step-00000004: training: got train = full, expected train = lora, as the configuration says; set it as "),
+        ({}, {"train": "lora"}, "train: got lora, expected full, as step-00000004 has it; set train=full, or choose another "),
         ({}, {"trainer": {"ranks": 2, "ep": 2}}, None),
         ({}, {"trainer": {"optimizer": {"distributed": True}}}, None),
         ({}, {"trainer": {"ranks": 2, "tp": 2}}, None),

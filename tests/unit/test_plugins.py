@@ -510,7 +510,7 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "asyncmoe.json").write_text(json.dumps({"step": 3, **family}))
         if refused:
-            with pytest.raises(DataError, match="step-00000003: model family: got my_moe, expected qwen3_moe, as the configuration says"):
+            with pytest.raises(ConfigError, match=r"model\.family: got qwen3_moe, expected my_moe, as step-00000003 has it"):
                 local.prepare(config)
         else:
             local.prepare(config)

@@ -257,7 +257,7 @@ def test_an_output_that_takes_nothing_is_named(run_dir: Path, output: str, said:
     program = f"{shlex.quote(sys.executable)} -m asyncmoe show {shlex.quote(str(run_dir))} --json {output}"
     ended = subprocess.run(program, shell=True, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.splitlines() == [f"error: standard output: {said}, expected a file, pipe or terminal that takes the samples"]
+    assert ended.stderr.splitlines() == [f"error: standard output: {said}, expected a file, pipe or terminal that takes it"]
 
 
 @pytest.mark.parametrize("left", [None, b"", b"\x80" * 99 + b"\n"])

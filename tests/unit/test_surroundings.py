@@ -118,6 +118,19 @@ def test_what_leaves_the_machine_goes_through_the_proxy(bare: pytest.MonkeyPatch
     assert asked == [URL] * 4
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_a_command_ends_well_in_any_locale_and_without_descriptors(closed: str, tmp_path: Path) -> None:
+    demo = (Path(__file__).parents[2] / "examples" / "demo.yaml").read_text()
+    (tmp_path / "ä.yaml").write_text(demo.replace("runs/demo", "runs/ä"), encoding="utf-8")
+    narrow = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for key, said in (("engines.join=true", "ä.yaml is valid: "), (f"run.dir={tmp_path}/ö", "ö"), ("run.dir=/proc/ö", "got /proc/ö")):
+        program = f'"$0" -m asyncmoe config {"show" if said == "ö" else "validate"} "$1" "$2" {closed}'
+        command = ["bash", "-c", program, sys.executable, str(tmp_path / "ä.yaml"), key]
+        done = subprocess.run(command, cwd=tmp_path, env=narrow, capture_output=True, timeout=120, check=False)
+        assert done.returncode == (2 if "proc" in key else 0), done.stderr
+        assert said in (done.stdout + done.stderr).decode() or closed != "<&-"
+
+
 SAYS = "import sys; from asyncmoe.process import unbroken_output as u; u(); [print('x' * 9999, flush=True) for _ in range(99)]; sys.exit(7)"
 
 

@@ -51,6 +51,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         (["run", "a.yaml", "--n-samples-per-prompt", "8"], "did you mean rollout.group_size=VALUE?"),
         (["run", "run.steps=3"], "run.steps=3: got no such file, expected a YAML configuration; the file comes first: CONFIG run.steps=3"),
         (["export", "a", "b", "--dtype", "int8"], "--dtype: got 'int8', expected one of 'float32', 'bfloat16'; see asyncmoe export --help"),
+        (["make-model", "m", "--layers", "0"], "asyncmoe make-model: --layers: got '0', expected a number, at least 1; see "),
+        (["make-model", "m", "--seed", str(1 << 63)], "asyncmoe make-model: --seed: got '9223372036854775808', expected a number, at most"),
         (["bench", "--x"], "asyncmoe bench: got an unknown option --x"),
     ],
 )

@@ -20,7 +20,6 @@ from asyncmoe.telemetry.samples.visible import visible
 
 Form = Literal["terminal", "plain", "json"]
 ON_TERMINAL = 400
-_OUTPUT, _WRITABLE = "standard output", "a file, pipe or terminal that takes the samples"
 
 
 def colour_of(name: str) -> Colour:
@@ -45,10 +44,10 @@ def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens:
 
     Raises:
         DataError: the run has no samples, or none as wanted.
-        UserError: standard output cannot be written.
+        UserError: standard output is closed.
     """
     if sys.__stdout__ is None:
-        raise UserError(_OUTPUT, got="closed", expected=_WRITABLE)
+        raise UserError("standard output", got="closed", expected="a file, pipe or terminal that takes it")
     found = index(run_dir)
     chosen = select(found, wanted)
     console = Console(highlight=False, markup=False, emoji=False)
@@ -57,10 +56,8 @@ def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens:
     try:
         _print(found, chosen, form, colour, tokens, console)
         sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end what could not be written
-        if not isinstance(error, BrokenPipeError):  # then the reader has what it wants, as `head` does
-            raise UserError(_OUTPUT, got=error.strerror, expected=_WRITABLE) from error
+    except BrokenPipeError:  # the reader has what it wants, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print(found: Index, chosen: Sequence[Entry], form: Form, colour: Colour, tokens: int | None, console: Console) -> None:

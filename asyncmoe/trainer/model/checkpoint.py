@@ -120,7 +120,8 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     """Restore the model and, if given, the optimizer; return the step. Collective over all ranks.
 
     Raises:
-        DataError: another model family made the checkpoint, or another kind of training, or it lacks a part of the optimizer's state, or
+        ConfigError: another model family made the checkpoint, or another kind of training.
+        DataError: it lacks a part of the optimizer's state, or
             the trained parameters differ from the configuration's, or a file cannot be read or holds anything but tensors and plain values.
     """
     checkpoints.check_family(checkpoint, family_of(model.hf).name)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -396,6 +396,15 @@ class Wordless(Exception):
         raise RuntimeError("no words")
 
 
+class Interrupts:
+    """An answer that cannot be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+    __float__ = __repr__ = __iter__ = partialmethod(__getattr__, "")
+
+
 async def does(what: Any, *_: object) -> object:
     """Misbehave, or return something."""
     match what:
@@ -439,7 +448,8 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
 
 
 RAISES = [KeyError("mine"), TimeoutError(), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), KeyboardInterrupt()]
-BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2)]
+RAISES.append(GeneratorExit())
+BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2), Interrupts()]
 GOOD = [True, np.float32(0.5), np.array(0.5), torch.tensor(0.5)]
 REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": "tool_crash"}
 REASONS["agent"] = "agent_error|empty_response"

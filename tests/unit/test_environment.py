@@ -240,6 +240,31 @@ class Misuses:
         await agent.respond(max_new_tokens=0)
 
 
+@pytest.mark.parametrize("what", [np.array([30]), torch.tensor([30]), [np.int64(30)], range(30, 31)])
+def test_tokens_of_any_kind_are_seen_after_others(what: Any, tokenizer: Tokenizer) -> None:
+    async def run(made: Episode) -> float:
+        agent = made.agent()
+        agent.see([5])
+        agent.see(what)
+        assert agent.tokens == (5, 30)
+        agent.see("half \ud800")
+        assert agent.tokens == (5, 30, *tokenizer.encode("half \N{REPLACEMENT CHARACTER}"))
+        await agent.respond()
+        return 1.0
+
+    assert play(SimpleNamespace(run=run), tokenizer)[0].reward == 1.0
+
+
+@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), [True], np.array([True]), torch.tensor(3), [[1]], b"1", 1, None])
+def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
+    async def run(made: Episode) -> float:
+        with suppress(TrajectoryRejected):
+            made.agent().see(what)
+        return 1.0
+
+    assert reason(SimpleNamespace(run=run), tokenizer) == "environment_error"
+
+
 @pytest.mark.parametrize(
     ("what", "expected"),
     [

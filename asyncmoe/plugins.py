@@ -33,8 +33,8 @@ FORM = "package.module:name"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 IMPORT_S, CALL_S = 120.0, 60.0
 """Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less."""
-_LEAVE_S = 15.0
-"""How long a coroutine may take to end when it is cancelled: a tool may have processes to end."""
+_LEAVE_S = 5.0
+"""How long a coroutine may take to end when it is cancelled: a tool may have processes to end. It is added to every limit."""
 _AGAIN_S = 1.0
 """Pause between alarms: code that catches everything is interrupted until it ends."""
 _MOST_NAMED = 8
@@ -127,7 +127,6 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
             nobody cancelled it.
         Exception: whatever else it raised.
     """
-
     loop = asyncio.get_running_loop()
 
     async def contained() -> T:

@@ -48,12 +48,3 @@ def stopping(said: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(said) from None
-
-
-def forget() -> None:
-    """Let the process end with the status that it chooses, after a Ctrl-C that it caught.
-
-    Where the exception passed through an `exec` of text, as in the making of a dataclass, Python would end the process by SIGINT
-    whatever its status (`unhandled_keyboard_interrupt` in CPython's Python/pythonrun.c). The next `exec` of text resets that.
-    """
-    exec("")

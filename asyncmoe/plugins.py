@@ -33,8 +33,8 @@ FORM = "package.module:name"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 IMPORT_S, CALL_S = 120.0, 60.0
 """Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less."""
-_LEAVE_S = 15.0
-"""How long a coroutine may take to end when it is cancelled: a tool may have processes to end."""
+_LEAVE_S = 5.0
+"""How long a coroutine may take to end when it is cancelled: a tool may have processes to end. It is added to every limit."""
 _AGAIN_S = 1.0
 """Pause between alarms: code that catches everything is interrupted until it ends."""
 _MOST_NAMED = 8
@@ -123,16 +123,20 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
 
     Raises:
         Overdue: it took longer than `seconds`.
-        Failed: it raised SystemExit, KeyboardInterrupt or, as code over anyio does by mistake, a CancelledError though nobody cancelled it.
+        Failed: it raised what is no Exception: SystemExit, GeneratorExit or, as code over anyio does by mistake, a CancelledError though
+            nobody cancelled it.
         Exception: whatever else it raised.
     """
+    loop = asyncio.get_running_loop()
 
     async def contained() -> T:
         try:
             return await ask()
-        except (Exception, GeneratorExit):
+        except Exception:
             raise
-        except BaseException as error:  # SystemExit would end the event loop
+        except BaseException as error:  # SystemExit would end the event loop, and nobody above expects a GeneratorExit
+            if not loop.is_running():  # Python closes a coroutine that was left to itself
+                raise
             raise Failed(told_at(error)) from error
 
     task = asyncio.create_task(contained())
@@ -236,7 +240,7 @@ def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]
 def told(error: BaseException) -> str:
     """Return an exception in one line; of `Failed` the text alone."""
     text = ""
-    with suppress(Exception):  # of a user's class
+    with suppress(BaseException):  # of a user's class
         text = " ".join(str(error).split())[:1000]
     return text if isinstance(error, Failed) else ": ".join(filter(None, (type(error).__name__, text)))
 

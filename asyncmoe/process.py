@@ -102,7 +102,7 @@ def leave(status: int) -> NoReturn:
     After a success it may abort: a thread of Gloo that still holds a tensor takes the interpreter's lock, which a finalizing
     interpreter answers with "terminate called without an active exception" (torch/csrc/PyInterpreter.cpp, pytorch/pytorch#179291).
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the shell
         with suppress(OSError):  # the disk of the log may be full
             stream.flush()
     os._exit(status)

@@ -68,3 +68,4 @@ app.add_typer(bench.commands(), name="bench")
 def main() -> None:
     """Run the command line."""
     part.main(partial(usage.invoke, app))
+    part.end()

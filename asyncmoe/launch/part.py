@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from asyncmoe import installed, interrupts, surroundings
+from asyncmoe import installed, surroundings
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.imports import uncollected
-from asyncmoe.process import say
+from asyncmoe.process import leave, say
 from asyncmoe.rpc import stand_by
 from asyncmoe.telemetry import heartbeats, processes
 
@@ -143,12 +145,20 @@ def main(run: Callable[[], object]) -> None:
         _end(error)
     except KeyboardInterrupt:
         _end(Interrupted("interrupted"))
+    except Exception:  # noqa: BLE001  not swallowed: the error is printed and ends the process
+        traceback.print_exc()
+        leave(1)
+
+
+def end() -> None:
+    """End this process with status 0, now if users' code has left threads, for which Python would wait."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        leave(0)
 
 
 def _end(error: AsyncmoeError) -> NoReturn:
     say(error)
-    interrupts.forget()
-    sys.exit(error.exit_code)
+    leave(error.exit_code)
 
 
 def _no_extension(name: str) -> UserError:

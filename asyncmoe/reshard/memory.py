@@ -175,9 +175,12 @@ def _torch_memory(array: Array, what: str) -> Memory:
     if array.device.type not in ("cpu", "cuda"):
         raise LayoutError(what, got=f"device {array.device}", expected=_SOMEWHERE)
     try:
-        address = int(array.data_ptr())
+        address, held = int(array.data_ptr()), array.untyped_storage().nbytes()
     except RuntimeError as error:  # functional and fake tensors have no memory
         raise LayoutError(what, got=str(error), expected="an array that has memory") from error
+    needed = (array.storage_offset() + array.numel()) * array.element_size()
+    if array.numel() and held < needed:  # freed by `untyped_storage().resize_(0)`, as FSDP does between uses
+        raise LayoutError(what, got=f"a tensor whose storage has {held} of {needed} bytes", expected="an array that has memory")
     dtype, device = str(array.dtype).removeprefix("torch."), str(array.device)
     return Memory(address, array.numel() * array.element_size(), dtype, device, tuple(array.shape))
 

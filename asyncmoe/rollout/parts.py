@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from asyncmoe.rollout.tasks import EvaluationQuestions, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory.recording import Recording
 
+_MOST_THREADS, _END_S = 4096, 15.0
+
 
 @dataclass(frozen=True)
 class RolloutParts:
@@ -57,14 +59,55 @@ class RolloutParts:
         await asyncio.gather(self.scorer.close(), close_own(self.environment, "the environment", seconds=60.0))
 
 
+class _Unawaited(ThreadPoolExecutor):
+    """The loop's threads, also of users' `asyncio.to_thread`. One that never ends takes no place that another call needs, nor is it
+    awaited."""
+
+    def __init__(self) -> None:
+        super().__init__(_MOST_THREADS, "loop")
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run an event loop until a coroutine has ended. SystemExit in another task, such as one that a user's code has begun, ends that task
-    alone: it is raised where the task is awaited. The loop stops at it (asyncio's `Task` raises it twice), and goes on where it was."""
+    """Run an event loop until a coroutine has ended. Threads that are left are not awaited, and tasks that are left only for `_END_S`.
+
+    SystemExit or KeyboardInterrupt in another task, such as one that a user's code has begun, ends that task alone: it is raised where the
+    task is awaited. The loop stops at it (asyncio's `Task` raises it twice), and goes on where it was.
+
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    pressed = False
+
+    async def ended() -> None:
+        nonlocal pressed
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:  # by the runner, at Ctrl-C
+            pressed = True
+            raise
+
+    async def cleared() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for one in left:
+            one.cancel()
+        for deaf in (await asyncio.wait(left, timeout=_END_S))[1] if left else ():
+            asyncio.tasks._unregister_task(deaf)  # else the end of the loop would wait for it
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.get_loop().set_default_executor(_Unawaited())
         task = runner.get_loop().create_task(main)
-        while not task.done():
-            with suppress(SystemExit):
-                runner.run(asyncio.wait([task]))
+        for wait in (ended, cleared):
+            over = False
+            while not over:
+                try:
+                    runner.run(wait())
+                    over = True
+                except (SystemExit, KeyboardInterrupt):
+                    if pressed:
+                        raise
         task.result()
 
 

@@ -57,12 +57,13 @@ class Tokenizer:
             raise DataError("task.chat_template_kwargs", got=unused, expected="variables that the model's chat template uses")
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text, with nothing added before or after it.
+        """Return the token ids of a text, with nothing added before or after it. Half a surrogate pair, which is no text, is U+FFFD.
 
         Raises:
             DataError: the model does not know an id. Such an id crashes an engine.
         """
-        return self._known(self._tokenizer.encode(text, add_special_tokens=False))
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self._known(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def chat(self, user: str) -> tuple[int, ...]:
         """Return the token ids of a conversation with one user message, up to where the assistant answers.

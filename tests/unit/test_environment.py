@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -240,6 +240,31 @@ class Misuses:
         await agent.respond(max_new_tokens=0)
 
 
+@pytest.mark.parametrize("what", [np.array([30]), torch.tensor([30]), [np.int64(30)], range(30, 31)])
+def test_tokens_of_any_kind_are_seen_after_others(what: Any, tokenizer: Tokenizer) -> None:
+    async def run(made: Episode) -> float:
+        agent = made.agent()
+        agent.see([5])
+        agent.see(what)
+        assert agent.tokens == (5, 30)
+        agent.see("half \ud800")
+        assert agent.tokens == (5, 30, *tokenizer.encode("half \N{REPLACEMENT CHARACTER}"))
+        await agent.respond()
+        return 1.0
+
+    assert play(SimpleNamespace(run=run), tokenizer)[0].reward == 1.0
+
+
+@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), [True], np.array([True]), torch.tensor(3), [[1]], b"1", 1, None])
+def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
+    async def run(made: Episode) -> float:
+        with suppress(TrajectoryRejected):
+            made.agent().see(what)
+        return 1.0
+
+    assert reason(SimpleNamespace(run=run), tokenizer) == "environment_error"
+
+
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
@@ -396,6 +421,15 @@ class Wordless(Exception):
         raise RuntimeError("no words")
 
 
+class Interrupts:
+    """An answer that cannot be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+    __float__ = __repr__ = __iter__ = partialmethod(__getattr__, "")
+
+
 async def does(what: Any, *_: object) -> object:
     """Misbehave, or return something."""
     match what:
@@ -439,7 +473,8 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
 
 
 RAISES = [KeyError("mine"), TimeoutError(), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), KeyboardInterrupt()]
-BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2)]
+RAISES.append(GeneratorExit())
+BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2), Interrupts()]
 GOOD = [True, np.float32(0.5), np.array(0.5), torch.tensor(0.5)]
 REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": "tool_crash"}
 REASONS["agent"] = "agent_error|empty_response"

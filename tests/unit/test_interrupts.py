@@ -110,6 +110,43 @@ def test_the_status_is_130_where_ctrl_c_arrives_in_an_exec_of_text(tmp_path: Pat
     assert (found.returncode, "Traceback" in found.stderr) == (130, False), found.stderr
 
 
+LEFT_BEHIND = """
+import asyncio, threading, time
+from asyncmoe.errors import UserError
+from asyncmoe.launch import part
+from asyncmoe.rollout import parts
+
+parts._END_S = 0.1
+
+async def deaf():
+    while True:
+        try:
+            await asyncio.sleep(9)
+        except asyncio.CancelledError:
+            pass
+
+async def raises(what):
+    raise what
+
+async def main():
+    held = [asyncio.create_task(one) for one in (deaf(), raises(SystemExit(4)), raises(KeyboardInterrupt()))]
+    held += [asyncio.create_task(asyncio.to_thread(time.sleep, 1e5)) for _ in range(64)]
+    threading.Thread(target=time.sleep, args=(1e5,)).start()
+    await asyncio.sleep(0.1)
+    print(await asyncio.to_thread(str, "a thread was free"))
+    ERROR
+
+part.main(lambda: parts.run(main()))
+part.end()
+"""
+
+
+@pytest.mark.parametrize(("error", "status"), [("pass", 0), ("raise UserError('a', got='b', expected='c')", 2), ("raise KeyError('d')", 1)])
+def test_a_run_ends_whatever_a_users_code_has_left_behind(error: str, status: int) -> None:
+    found = ended(LEFT_BEHIND.replace("ERROR", error))
+    assert (found.returncode, found.stdout) == (status, "a thread was free\n"), found.stderr
+
+
 def test_statuses_are_those_of_the_documentation() -> None:
     table = next(table for table in tables(read("troubleshooting.md")) if re.search(r"(?m)^130$", "\n".join(row[0] for row in table)))
     documented = [int(row[0]) for row in table]

@@ -226,6 +226,7 @@ def test_tools_reach_the_template(known: Tokenizer) -> None:
         ({"temperature": True}, "temperature"),
         ({"top_p": 1.0}, "top_p"),
         ({"top_k": 5}, "top_k"),
+        *(({name: 10**400}, name) for name in ("temperature", "top_p", "top_k", "seed")),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 17}, "n"),
         ({"n": 0}, "n"),
@@ -437,6 +438,13 @@ CONFLICTS: dict[str, object] = {
     "tool_choice": "required",
     "reasoning_effort": "low",
 }
+
+
+def test_half_a_surrogate_pair_in_the_arguments_of_a_call_is_replaced(known: Tokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
+    told = [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "b"}]
+    asked = talk(known, told, tools=[TOOL]).asked
+    assert "\N{REPLACEMENT CHARACTER}" in known.decode(asked[0][1])
 
 
 def test_the_runs_sampling_wins_and_the_parameters_are_named() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from delta_ranks import oracle_digest, oracle_term
@@ -77,6 +80,12 @@ class _OnDevice:
 
     def data_ptr(self) -> int:
         return self.address
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(nbytes=lambda: self.numel() * self.element_size())
 
     def numel(self) -> int:
         return int(np.prod(self.shape))

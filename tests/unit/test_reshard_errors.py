@@ -23,6 +23,12 @@ def whole(rank: int = 0) -> RankLayout:
     return RankLayout(rank, storages, (Piece("w", W, "sw", 0, (6, 1)), Piece("b", B, "sb", 0, (1,))))
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(4, 6)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def with_piece(layout: RankLayout, number: int, **changes: object) -> RankLayout:
     pieces = list(layout.pieces)
     pieces[number] = replace(pieces[number], **changes)
@@ -255,6 +261,7 @@ BAD_ARRAYS: list[tuple[str, Callable[[], object], str]] = [
     ("transposed", lambda: np.zeros((6, 4), np.float32).T, "row-major"),
     ("torch, transposed", lambda: torch.zeros(6, 4).T, "row-major"),
     ("torch, another dtype", lambda: torch.zeros(4, 6, dtype=torch.bfloat16), "bfloat16"),
+    ("torch, freed", freed, "0 of 96 bytes"),
     ("torch, sparse", lambda: torch.zeros(4, 6).to_sparse(), "DLPack"),
     ("read-only", read_only, "read-only"),
     ("bytes", lambda: bytes(96), "read-only"),

@@ -48,6 +48,7 @@ def _rollout(node: str, arguments: list[str]) -> None:
     config, epoch = arguments
     os.environ[TRAINER_EPOCH] = epoch
     part.main(lambda: part.controller(Path(config)))
+    part.end()
 
 
 def _engine(node: str, arguments: list[str]) -> None:

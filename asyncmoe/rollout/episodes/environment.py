@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
+from operator import index
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
@@ -196,10 +197,17 @@ class Agent:
         return made
 
     def see(self, what: str | Sequence[int]) -> None:
-        """Give the agent text or tokens; they are not trained on."""
+        """Give the agent text or tokens, also as an array; they are not trained on."""
         if self._speaking:
             raise self._failed(ERROR, "see() while a response is in progress")
-        self._given += self._tokenizer.encode(what) if isinstance(what, str) else what
+        given: Any = self._tokenizer.encode(what) if isinstance(what, str) else what
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray):
+            raise self._failed(ERROR, f"see: got {type(what).__name__}, expected text or a sequence of token ids")
+        odd = [one for one in listed if isinstance(one, bool | np.bool_) or not hasattr(one, "__index__")]
+        if odd:
+            raise self._failed(ERROR, f"see: got {odd[0]!r:.100} among token ids, expected whole numbers")
+        self._given += map(index, listed)
 
     def note_call(self, name: str | None, argument: str, observation: str, seconds: float) -> None:
         """Note a tool call for readers of samples (docs/guides/samples.md); `name`: None if it was no valid call."""

@@ -26,7 +26,7 @@ from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest
 from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
 from asyncmoe.rollout.episodes import environment, turn_tree
-from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Rewards
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
@@ -99,11 +99,10 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, parse=parse)
     if stage.opened is not None:
         stage.opened(made)
-    rewards, agents = await _play(stage.environment, made, stage.timeout_s)
+    given, agents = await _play(stage.environment, made, stage.timeout_s)
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
-    given = None if rewards is None else _given(rewards, agents, made.agents)
     worth = await _worth(given, agents, prompt, stage.scorer, stage.sampling.recording.rewards)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
@@ -117,11 +116,12 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     return tuple(trajectories)
 
 
-async def _play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[Rewards, list[Agent]]:
-    """Run the environment; return its rewards and the agents that have spoken at its end."""
+async def _play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[list[float] | None, list[Agent]]:
+    """Run the environment; return the agents that have spoken at its end and, unless the scorer decides, the reward of each."""
 
-    async def played() -> tuple[Rewards, list[Agent]]:
-        return await environment_.run(made), made.spoke
+    async def played() -> tuple[list[float] | None, list[Agent]]:
+        rewards, agents = await environment_.run(made), made.spoke
+        return None if rewards is None or not agents else _given(rewards, agents, made.agents), agents
 
     try:
         return await plugins.awaited(played, timeout_s, "the environment")
@@ -214,7 +214,7 @@ def _finite(value: Any) -> float:
     """Return a reward as a float: numbers of NumPy and torch, fractions and decimals are numbers, too, but texts are not."""
     try:
         shown, found = f"{value!r:.200}", math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception as error:  # noqa: BLE001  too large, several numbers, nothing
+    except BaseException as error:  # noqa: BLE001  too large, several numbers, nothing
         shown, found = f"of type {type(value).__name__} ({plugins.told(error)})", math.nan
     if abs(found) <= LARGEST_REWARD:
         return found
@@ -248,9 +248,7 @@ class Teaching:
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
         made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
-        rewards, agents = await _play(self._environment, made, _TEACHING_S)
-        if rewards is not None:
-            _given(rewards, agents, made.agents)
+        _, agents = await _play(self._environment, made, _TEACHING_S)
         return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))
 
 

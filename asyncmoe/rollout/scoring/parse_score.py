@@ -36,7 +36,7 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
         answer = plain(value)
     except TrajectoryRejected:
         raise
-    except Exception as error:
+    except BaseException as error:
         raise garbage(f"{type(value).__name__}, which raised {plugins.told(error)}", "a number") from error
     reward, steps, why = _finite(answer["reward"]), answer.get("steps"), answer.get("why", "")
     if steps is None:

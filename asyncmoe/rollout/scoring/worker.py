@@ -48,7 +48,7 @@ def _answer(found: plugin.Loaded, ask: Callable[[Sample], object], sample: Sampl
         return {"value": plain(ask(sample))}
     except TrajectoryRejected as rejected:
         return {"failed": rejected.reason, "detail": str(rejected).removeprefix(f"{rejected.reason}: ")[:SHOWN]}
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the controller receives every error of user code
+    except BaseException as error:  # noqa: BLE001  the controller receives every error of user code
         return {"failed": reason_of(error, ERROR), "raised": asdict(raised_by(error, found.function))}
 
 

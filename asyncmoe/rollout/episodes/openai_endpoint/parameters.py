@@ -99,11 +99,11 @@ def check_sampling(fields: dict[str, Any], sampling: Sampling, conflicts: Confli
         value = fields.pop(name, None)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise wrong(name, "must be a number")
         if value != own and not (name == "top_k" and value <= 0 and own == -1):
             is_own = "is the engine's" if own is None else f"is the run's {own:g}"
-            conflicts.note(name, f"{is_own} and cannot be {value!r}")
+            conflicts.note(name, f"{is_own} and cannot be {value!r:.100}")
     bias = fields.pop("logit_bias", {})
     if not isinstance(bias, dict):
         raise wrong("logit_bias", "must be an object")

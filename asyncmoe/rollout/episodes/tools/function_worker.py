@@ -28,7 +28,7 @@ def main(target: str) -> None:
             answer = json.dumps({"text": text if isinstance(text, str) else None})
         except ToolError as error:
             answer = json.dumps({"error": error.detail, "reason": error.reason})
-        except (Exception, SystemExit) as error:  # noqa: BLE001  any exception of a user's function is reported to the controller
+        except BaseException as error:  # noqa: BLE001  any exception of a user's function is reported to the controller
             answer = json.dumps({"error": f"error: {type(error).__name__}: {error}", "reason": ERROR})
         print(answer, file=answers)
 

@@ -14,7 +14,6 @@ from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
 
-
 _UNSAID: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """What transformers' class always does, and neither reads nor writes; SGLang's class has no defaults for these keys."""
 

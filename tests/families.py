@@ -63,6 +63,8 @@ it need not, up to four ranks."""
 def sized(sizes: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A model of `MODELS` in the sizes of a kind of test; it takes what its family knows."""
     model = {**sizes, **MODELS[name]}
+    if "rope_parameters" in model:
+        model.pop("rope_theta", None)
     if model["num_key_value_heads"] is None:
         model["num_key_value_heads"] = model["num_attention_heads"]
     if model["model_type"] in DENSE:

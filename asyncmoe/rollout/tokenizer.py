@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncmoe.errors import DataError
 from asyncmoe.imports import uncollected
+from asyncmoe.models.hf_folder import has_tokenizer
 from asyncmoe.rollout import chat_template
 
 _PLAIN = "TokenizersBackend"
@@ -36,6 +37,9 @@ class Tokenizer:
 
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
         settings = _settings(path)
+        if not has_tokenizer(path) and "auto_map" not in settings:  # transformers makes an empty one for some classes
+            hint = f"fetch the files of the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {path}"
+            raise DataError("model.path", got="no vocabulary", expected=f"a tokenizer in {path}", hint=hint)
         # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
         with uncollected():
@@ -52,6 +56,9 @@ class Tokenizer:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
         self.vocabulary, self.positions = _limits(path / "config.json")
+        if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= self.vocabulary:
+            expected = f"ids below the model's vocab_size {self.vocabulary}"
+            raise DataError(f"tokenizer in {path}", got=f"token {largest}", expected=expected, hint="take the tokenizer of this model")
         self._variables = variables or {}
         if (unused := self.unused(self._variables)) is not None:
             raise DataError("task.chat_template_kwargs", got=unused, expected="variables that the model's chat template uses")

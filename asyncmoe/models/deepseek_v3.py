@@ -5,6 +5,7 @@ Kimi-K2 and Moonlight are configurations of DeepSeek-V3 without groups; Moonligh
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from asyncmoe.models import latent, sigmoid
@@ -15,6 +16,7 @@ from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
 
 _UNSAID: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_TOLD = ("--json-model-override-args", json.dumps(_UNSAID))
 """What transformers' class always does, and neither reads nor writes; SGLang's class has no defaults for these keys."""
 
 
@@ -44,7 +46,7 @@ FAMILY = Family(
     shape_of=_shape_of,
     features=_features,
     router=sigmoid.arguments,
-    engine=EngineClass(shares_tied_head=True, head_on_every_stage=False, replicates_dense=True, glued=("kv_a",), told=_UNSAID),
+    engine=EngineClass(shares_tied_head=True, head_on_every_stage=False, replicates_dense=True, glued=("kv_a",), arguments=_TOLD),
     keys={
         **ALL, "norm_topk_prob": True, "n_shared_experts": 1, "num_key_value_heads": 128, "max_position_embeddings": 4096,
         "q_lora_rank": 1536, "rope_interleave": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,

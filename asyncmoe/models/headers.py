@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -34,7 +34,7 @@ _WAYS_OUT = (
 
 
 class _Index(BaseModel):
-    weight_map: dict[str, str] = Field(min_length=1)
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\]+$")]] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,11 @@ def files_of(path: Path) -> dict[str, str] | None:
     if not (path / INDEX).is_file():
         return None
     try:
-        files = _Index.model_validate_json((path / INDEX).read_bytes()).weight_map
+        return _Index.model_validate_json((path / INDEX).read_bytes()).weight_map
     except (OSError, ValidationError) as error:
-        got = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        expected = "a safetensors index, with the file of each tensor in weight_map"
+        got = "{loc}: {msg}".format_map(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+        expected = "a safetensors index, whose weight_map has the name of a file beside it for each tensor"
         raise DataError(str(path / INDEX), got=got, expected=expected, hint="download it again") from error
-    if outside := sorted({file for file in files.values() if Path(file).name != file}):
-        raise DataError(str(path / INDEX), got=_told(outside), expected="names of files in its folder", hint="download it again")
-    return files
 
 
 def _stored(path: Path, named: Mapping[str, str] | None) -> tuple[list[DataError], dict[str, _Stored | None]]:

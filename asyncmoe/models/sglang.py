@@ -6,8 +6,7 @@ runtime_context.py, the model classes).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
@@ -32,7 +31,7 @@ class EngineClass:
             SGLang's scheduler does not expect.
         tied_stages: a tied model can have several pipeline stages.
         glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
-        told: keys of config.json that the class requires and transformers' class neither reads nor writes.
+        arguments: of the server, for keys of config.json that the class requires and transformers' class neither reads nor writes.
     """
 
     shares_tied_head: bool
@@ -43,7 +42,7 @@ class EngineClass:
     dp_attention: bool = True
     tied_stages: bool = True
     glued: tuple[str, ...] = ()
-    told: Mapping[str, object] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:

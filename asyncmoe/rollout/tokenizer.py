@@ -32,7 +32,8 @@ class Tokenizer:
 
     Raises:
         DataError: `path` has no tokenizer, or the tokenizer has Python code of its own while `trust_remote_code` is false, needs a package
-            that is not installed, or has no end-of-sequence token; or its chat template does not use one of `variables`.
+            that is not installed, has no end-of-sequence token, or ids that the model does not know and that crash an engine; or its chat
+            template does not use one of `variables`.
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
@@ -64,18 +65,14 @@ class Tokenizer:
             raise DataError("task.chat_template_kwargs", got=unused, expected="variables that the model's chat template uses")
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text, with nothing added before or after it.
-
-        Raises:
-            DataError: the model does not know an id. Such an id crashes an engine.
-        """
-        return self._known(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the token ids of a text, with nothing added before or after it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def chat(self, user: str) -> tuple[int, ...]:
         """Return the token ids of a conversation with one user message, up to where the assistant answers.
 
         Raises:
-            DataError: the tokenizer has no chat template; or see `encode`.
+            DataError: the tokenizer has no chat template.
         """
         return self.encode(self.render([{"role": "user", "content": user}]))
 
@@ -146,11 +143,6 @@ class Tokenizer:
     def decode_all(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included, as it is: no white space is cleaned up."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _known(self, tokens: list[int]) -> tuple[int, ...]:
-        if tokens and max(tokens) >= self.vocabulary:
-            raise DataError("tokenizer", got=f"token {max(tokens)}", expected=f"ids below the model's vocab_size {self.vocabulary}")
-        return tuple(tokens)
 
 
 def _settings(path: Path) -> dict[str, Any]:

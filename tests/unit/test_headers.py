@@ -161,7 +161,7 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "no header": ("glm made", bytes_of(lambda x: bytes(40)), NO_WHOLE),
     "a pointer": ("llama made", bytes_of(lambda x: b"version https://git-lfs.github.com"), "git lfs pull"),
     "pickled": ("llama made", written(1, lambda folder: (folder.path / SINGLE).rename(folder.path / "a.bin")), "save_pretrained"),
-    "beyond the folder": ("llama made", written(2, lambda folder: folder.index(**{OUT: "../other/model.safetensors"})), "in its folder"),
+    "beyond the folder": ("llama made", written(2, lambda folder: folder.index(**{OUT: "../other/model.safetensors"})), "a file beside it"),
     "an index of nothing": ("glm made", written(2, lambda folder: (folder.path / INDEX).write_text('{"weight_map": {}}')), "weight_map"),
     "a shape of other bytes": ("llama made", bytes_of(lambda x: x.replace(b'"shape":[64]', b'"shape":[32]', 1)), NO_WHOLE),
     "another file": ("llama made", written(1, lambda folder: save_file({}, folder.path / "a.safetensors")), "got a.safetensors, "),

@@ -6,7 +6,6 @@ The server of an engine, or of one node of an engine over several machines (`asy
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import secrets
@@ -86,8 +85,7 @@ class SGLangProcess:
         if kind is not None and adapters.in_memory(config):
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         routing = models.kept_routing(config, hf)
-        told = family_of(hf).engine.told
-        own = [*(["--json-model-override-args", json.dumps(dict(told))] if told else []), *memory]
+        own = (*family_of(hf).engine.arguments, *memory)
         arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
@@ -180,7 +178,7 @@ def command(
       experts of some models into one more routed expert.
 
     Args:
-        own: what SGLang has to be told of its model (`EngineClass.told`), and arguments that limit its GPU memory
+        own: those of its model (`EngineClass.arguments`), and arguments that limit its GPU memory
             (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take precedence.
         place: as for `SGLangProcess`.
     """

@@ -39,8 +39,8 @@ class Tokenizer:
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
         settings = _settings(path)
         if not has_tokenizer(path) and "auto_map" not in settings:  # transformers makes an empty one for some classes
-            hint = f"fetch the files of the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {path}"
-            raise DataError("model.path", got="no vocabulary", expected=f"a tokenizer in {path}", hint=hint)
+            fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {path}"
+            raise DataError("model.path", got="no vocabulary", expected=f"a tokenizer in {path}", hint=fetch)
         # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
         with uncollected():

@@ -16,7 +16,6 @@ _SIGMOID: dict[str, Any] = {
 }  # fmt: skip
 _DEEPSEEK: dict[str, Any] = {
     **_SIGMOID, "model_type": "deepseek_v3", "num_key_value_heads": None, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
     "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "v_head_dim": 18,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
@@ -64,6 +63,8 @@ it need not, up to four ranks."""
 def sized(sizes: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A model of `MODELS` in the sizes of a kind of test; it takes what its family knows."""
     model = {**sizes, **MODELS[name]}
+    if "rope_parameters" in model:
+        model.pop("rope_theta", None)
     if model["num_key_value_heads"] is None:
         model["num_key_value_heads"] = model["num_attention_heads"]
     if model["model_type"] in DENSE:

@@ -15,6 +15,7 @@ from asyncmoe.models.shards import padded
 _CPU_WIDTH_MULTIPLE = 32
 """Without CUDA, SGLang pads the width of MLPs to a multiple of this times tp (configs/update_config.py, DEFAULT_MOE_PADDING_SIZE); with
 weights of float8, to a multiple of the block's size times tp."""
+_ROTARY = "partial_rotary_factor"
 
 Wanted = tuple[str, object, tuple[object, ...]]
 """(key of config.json, its value, the supported values)."""
@@ -22,14 +23,19 @@ Wanted = tuple[str, object, tuple[object, ...]]
 
 def common_features(hf: HfConfig) -> list[Wanted]:
     """Return the features that no family supports: each would make the trained model differ from the served one."""
+    turned, eos = rope(hf), hf.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return [
+        ("ids of eos_token_id outside vocab_size", [one for one in ids if not 0 <= one < hf.get("vocab_size", one + 1)], ([],)),
+        ("length of layer_types", len(hf.get("layer_types") or ()), (0, hf.get("num_hidden_layers"))),
+        *((f"{key} beside rope_parameters", hf.get(key), (None, turned.get(key, hf.get(key)))) for key in ("rope_theta", _ROTARY)),
         ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
         ("attention_bias", bool(hf.get("attention_bias")), (False,)),
         ("attention_dropout", hf.get("attention_dropout") or 0, (0,)),
         ("use_sliding_window", bool(hf.get("use_sliding_window")), (False,)),
         ("layer_types", sorted({*(hf.get("layer_types") or ())} - {"full_attention"}), ([],)),
-        ("rope_parameters.rope_type", rope(hf)["rope_type"], ("default",)),
-        ("partial_rotary_factor", rope(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0, (1.0,)),
+        ("rope_parameters.rope_type", turned["rope_type"], ("default",)),
+        (_ROTARY, turned.get(_ROTARY, hf.get(_ROTARY)) or 1.0, (1.0,)),
     ]
 
 

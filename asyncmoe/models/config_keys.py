@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from asyncmoe.errors import ConfigError, UserError
 
@@ -38,11 +40,46 @@ _NOTHING = re.compile(
 )
 """Keys that change nothing of what a model computes: notes, settings of training, and of generation, which each request states itself."""
 
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_KINDS: Mapping[str, Any] = {
+    "max_position_embeddings": PositiveInt,
+    r"(vocab|hidden|(moe_)?intermediate)_size|num_(hidden_layers|(attention|key_value)_heads|(local_)?experts(_per_tok)?)|n_routed_experts|"
+    r"(q|kv)_lora_rank|(qk_|v_)?(rope_|nope_)?head_dim|n_group|topk_group|decoder_sparse_step|moe_layer_freq|sliding_window|"
+    r".*\.original_max\w+": PositiveInt | None,
+    "n_shared_experts|first_k_dense_replace|num_(nextn_predict|mtp)_layers": NonNegativeInt | None,
+    r"rms_norm_eps|routed_scaling_factor|(.*\.)?rope_theta": PositiveFloat,
+    r"(.*\.)?partial_rotary_factor|.*\.((low_freq_|high_freq_|attention_)?factor|beta_\w+)": PositiveFloat | None,
+    r".*\.mscale\w*": NonNegativeFloat | None,
+    r"\w+_bias|use_(sliding_window|qk_norm)|tie_word_embeddings|norm_topk_prob|rope_interleave|.*\.truncate": bool | None,
+    "(torch_)?dtype": Literal["bfloat16", "float16", "float32"] | None,
+    "layer_types|mlp_only_layers": list[str] | list[int] | None,
+    r"\w+_token_id": int | list[int] | None,
+}  # fmt: skip
+"""The kinds of the values that are read here, by Megatron or by engines."""
+
+
+def misfits(hf: Mapping[str, Any]) -> list[UserError]:
+    """Return an error for each value of another kind than its key has."""
+    found: list[UserError] = []
+    for key, value in _flat(hf).items():
+        kind = next((kind for pattern, kind in _KINDS.items() if re.fullmatch(pattern, key)), Any)
+        try:
+            TypeAdapter(kind, config=_STRICT).validate_python(value)
+        except ValidationError as error:
+            expected = " or ".join(one["msg"].removeprefix("Input should be ") for one in error.errors())
+            found.append(ConfigError(f"{key} in config.json", got=repr(value)[:120], expected=expected))
+    return found
+
+
+def _flat(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a configuration, those of rotary parameters too."""
+    inner = {key: value for key, value in hf.items() if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping)}
+    return {**hf, **{f"{key}.{name}": value for key, values in inner.items() for name, value in values.items()}}
+
 
 def unknown(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> list[UserError]:
     """Return an error that names the keys which are not understood; none if `keys`, those of the family, are empty."""
-    inner = {key: value for key, value in hf.items() if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping)}
-    given = {**hf, **{f"{key}.{name}": value for key, values in inner.items() for name, value in values.items()}}
+    given = _flat(hf)
     odd = [key for key in given.keys() - keys.keys() if given[key] is not None and not (_READ.fullmatch(key) or _NOTHING.fullmatch(key))]
     if not odd or not keys:
         return []

@@ -5,12 +5,19 @@ Kimi-K2 and Moonlight are configurations of DeepSeek-V3 without groups; Moonligh
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from asyncmoe.models import latent, sigmoid
 from asyncmoe.models.checks import Wanted
 from asyncmoe.models.config_keys import ALL
 from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
+
+_UNSAID: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_TOLD = ("--json-model-override-args", json.dumps(_UNSAID))
+"""What transformers' class always does, and neither reads nor writes; SGLang's class has no defaults for these keys."""
 
 
 def _shape_of(hf: HfConfig) -> Shape:
@@ -25,13 +32,10 @@ def _shape_of(hf: HfConfig) -> Shape:
 
 
 def _features(hf: HfConfig) -> list[Wanted]:
-    """Return the restrictions on features; SGLang's class requires three keys that transformers does not define."""
     return [
         *sigmoid.features(hf),
         *latent.features(hf),
-        ("scoring_func", hf.get("scoring_func"), ("sigmoid",)),
-        ("moe_layer_freq", hf.get("moe_layer_freq"), (1,)),
-        ("topk_method", hf.get("topk_method"), ("noaux_tc",)),
+        *((key, hf.get(key, value), (value,)) for key, value in _UNSAID.items()),
         ("tie_word_embeddings", bool(hf.get("tie_word_embeddings")), (False,)),
     ]
 
@@ -42,10 +46,10 @@ FAMILY = Family(
     shape_of=_shape_of,
     features=_features,
     router=sigmoid.arguments,
-    engine=EngineClass(shares_tied_head=True, head_on_every_stage=False, replicates_dense=True, glued=("kv_a",)),
+    engine=EngineClass(shares_tied_head=True, head_on_every_stage=False, replicates_dense=True, glued=("kv_a",), arguments=_TOLD),
     keys={
         **ALL, "norm_topk_prob": True, "n_shared_experts": 1, "num_key_value_heads": 128, "max_position_embeddings": 4096,
         "q_lora_rank": 1536, "rope_interleave": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
-        "first_k_dense_replace": 3, "moe_layer_freq": None, "scoring_func": None, "topk_method": None,
+        "first_k_dense_replace": 3, **_UNSAID,
     },
 )  # fmt: skip

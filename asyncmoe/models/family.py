@@ -61,6 +61,8 @@ class Family:
         """Return what is wrong with a model's configuration: keys that are not understood, unsupported features, contradictory sizes."""
         hf = self.completed(hf)
         found = config_keys.unknown(hf, self.keys)
+        if wrong := config_keys.misfits(hf):
+            return [*found, *wrong]  # nothing can be concluded from them
         try:
             found += checks.unsupported(self.name, checks.common_features(hf) + self.features(hf))
             checks.check_shape(self.shape_of(hf))

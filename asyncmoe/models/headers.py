@@ -6,12 +6,13 @@ Source: which files an engine reads: `filter_duplicate_safetensors_files` of sgl
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from asyncmoe.errors import DataError
 from asyncmoe.models.payload import Payload
@@ -30,6 +31,10 @@ _WAYS_OUT = (
     ("", _CORRECT),
 )
 """The first pattern in the name of a tensor that the model does not have, and what to do."""
+
+
+class _Index(BaseModel):
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\]+$")]] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,11 @@ def files_of(path: Path) -> dict[str, str] | None:
     if not (path / INDEX).is_file():
         return None
     try:
-        return {str(name): str(file) for name, file in json.loads((path / INDEX).read_text())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(str(path / INDEX), got=f"{type(error).__name__}: {error}", expected="a safetensors index") from error
+        return _Index.model_validate_json((path / INDEX).read_bytes()).weight_map
+    except (OSError, ValidationError) as error:
+        got = "{loc}: {msg}".format_map(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+        expected = "a safetensors index, whose weight_map has the name of a file beside it for each tensor"
+        raise DataError(str(path / INDEX), got=got, expected=expected, hint="download it again") from error
 
 
 def _stored(path: Path, named: Mapping[str, str] | None) -> tuple[list[DataError], dict[str, _Stored | None]]:
@@ -124,7 +131,16 @@ def _header(file: Path) -> dict[str, _Stored] | DataError:
             return {name: _Stored(file, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
     except (OSError, SafetensorError) as error:
         got = f"no {file.name}" if isinstance(error, FileNotFoundError) else str(error)
-        return DataError(str(file), got=got, expected="a whole safetensors file", hint="download it again")
+        return DataError(str(file), got=got, expected="a whole safetensors file", hint=_way_back(file))
+
+
+def _way_back(file: Path) -> str:
+    """Return how to come by a safetensors file that is none."""
+    if not file.is_file():
+        pickled = any(file.parent.glob("*.bin"))
+        return "convert the .bin files: load them with transformers and call save_pretrained" if pickled else "download it again"
+    with file.open("rb") as opened:
+        return "it is a pointer: run `git lfs pull`" if opened.read(20) == b"version https://git-" else "download it again"
 
 
 def _same(output: _Stored, embedding: _Stored | None) -> bool:

@@ -31,6 +31,7 @@ class EngineClass:
             SGLang's scheduler does not expect.
         tied_stages: a tied model can have several pipeline stages.
         glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
+        arguments: of the server, for keys of config.json that the class requires and transformers' class neither reads nor writes.
     """
 
     shares_tied_head: bool
@@ -41,6 +42,7 @@ class EngineClass:
     dp_attention: bool = True
     tied_stages: bool = True
     glued: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncmoe.errors import DataError
 from asyncmoe.imports import uncollected
+from asyncmoe.models.hf_folder import has_tokenizer
 from asyncmoe.rollout import chat_template
 
 _PLAIN = "TokenizersBackend"
@@ -31,11 +32,15 @@ class Tokenizer:
 
     Raises:
         DataError: `path` has no tokenizer, or the tokenizer has Python code of its own while `trust_remote_code` is false, needs a package
-            that is not installed, or has no end-of-sequence token; or its chat template does not use one of `variables`.
+            that is not installed, has no end-of-sequence token, or ids that the model does not know and that crash an engine; or its chat
+            template does not use one of `variables`.
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
         settings = _settings(path)
+        if not has_tokenizer(path) and "auto_map" not in settings:  # transformers makes an empty one for some classes
+            fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {path}"
+            raise DataError("model.path", got="no vocabulary", expected=f"a tokenizer in {path}", hint=fetch)
         # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
         with uncollected():
@@ -52,24 +57,23 @@ class Tokenizer:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
         self.vocabulary, self.positions = _limits(path / "config.json")
+        if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= self.vocabulary:
+            expected = f"ids below the model's vocab_size {self.vocabulary}"
+            raise DataError(f"tokenizer in {path}", got=f"token {largest}", expected=expected, hint="take the tokenizer of this model")
         self._variables = variables or {}
         if (unused := self.unused(self._variables)) is not None:
             raise DataError("task.chat_template_kwargs", got=unused, expected="variables that the model's chat template uses")
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text, with nothing added before or after it. Half a surrogate pair, which is no text, is U+FFFD.
-
-        Raises:
-            DataError: the model does not know an id. Such an id crashes an engine.
-        """
+        """Return the token ids of a text, with nothing added before or after it. Half a surrogate pair, which is no text, is U+FFFD."""
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._known(self._tokenizer.encode(whole, add_special_tokens=False))
+        return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def chat(self, user: str) -> tuple[int, ...]:
         """Return the token ids of a conversation with one user message, up to where the assistant answers.
 
         Raises:
-            DataError: the tokenizer has no chat template; or see `encode`.
+            DataError: the tokenizer has no chat template.
         """
         return self.encode(self.render([{"role": "user", "content": user}]))
 
@@ -140,11 +144,6 @@ class Tokenizer:
     def decode_all(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included, as it is: no white space is cleaned up."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _known(self, tokens: list[int]) -> tuple[int, ...]:
-        if tokens and max(tokens) >= self.vocabulary:
-            raise DataError("tokenizer", got=f"token {max(tokens)}", expected=f"ids below the model's vocab_size {self.vocabulary}")
-        return tuple(tokens)
 
 
 def _settings(path: Path) -> dict[str, Any]:

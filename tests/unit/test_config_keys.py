@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -41,6 +42,40 @@ def test_a_key_that_is_absent_changes_nothing_if_it_has_the_default(kind: str, k
         return family.shape_of(family.completed(values)), family.megatron_config(values)
 
     assert outcome({other: value for other, value in hf.items() if other != key}) == outcome({**hf, key: family.keys[key]})
+
+
+_TURNED = {"rope_type": "default", "rope_theta": 1e4}
+ODD: dict[str, list[Any]] = {
+    "rms_norm_eps": [float("nan"), float("inf"), -1, 0, None, "1e-6", True],
+    "rope_theta": [0, -5, "10000", None, 5e3],  # the last differs from rope_parameters.rope_theta
+    "rope_parameters": [{**_TURNED, "rope_theta": "1e4"}, {**_TURNED, "partial_rotary_factor": -1}, {**_TURNED, "factor": "8"}, "default"],
+    "max_position_embeddings": ["2048", 0, 1.5, None],
+    "num_hidden_layers": [True, 3.0, -3],
+    "vocab_size": [True, "320"],
+    "tie_word_embeddings": ["false", 0],
+    "attention_dropout": ["0", float("nan")],
+    "dtype": ["banana", 16, "float64"],
+    "torch_dtype": ["auto"],
+    "layer_types": [["full_attention"], "full_attention"],
+    "eos_token_id": [5000, [2, 5000], -1, "</s>", True, 2.0],
+    "pad_token_id": ["<pad>"],
+}  # fmt: skip
+MOE: dict[str, list[Any]] = {"norm_topk_prob": ["true", 1], "num_experts_per_tok": ["2", True], "num_experts": [8.0]}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in {**ODD, **MOE}.items() for value in values])
+def test_a_value_of_another_kind_is_refused_by_name(key: str, value: Any) -> None:
+    for name in ("qwen3_moe",) if key in MOE else families.MODELS:
+        hf = {**families.sized(families.ENGINE, name), "rope_parameters": _TURNED, key: value}
+        found = FAMILIES[hf["model_type"]].faults(json.loads(json.dumps(hf)))
+        assert any(key in str(error) for error in found), (name, found)
+
+
+@pytest.mark.parametrize("name", families.MODELS)
+def test_what_transformers_class_writes_is_accepted(name: str) -> None:
+    hf = families.sized(families.ENGINE, name)
+    written = json.loads(CONFIG_MAPPING[hf["model_type"]](**hf).to_json_string(use_diff=False))
+    FAMILIES[hf["model_type"]].check(written, MegatronParallel(), EngineParallel())
 
 
 @pytest.mark.parametrize("name", REAL)

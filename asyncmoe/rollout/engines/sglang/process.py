@@ -85,7 +85,8 @@ class SGLangProcess:
         if kind is not None and adapters.in_memory(config):
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         routing = models.kept_routing(config, hf)
-        arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, memory, place)
+        own = (*family_of(hf).engine.arguments, *memory)
+        arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
         given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
@@ -165,7 +166,7 @@ def command(
     keeps_routing: bool,
     seed: int,
     adapter: Kind | None,
-    memory: Sequence[str] = (),
+    own: Sequence[str] = (),
     place: NodePlace | None = None,
 ) -> list[str]:
     """Return the command line of engine `index`; on a CPU, `asyncmoe.platform.sglang` adds the arguments that only a CPU needs.
@@ -177,8 +178,8 @@ def command(
       experts of some models into one more routed expert.
 
     Args:
-        memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take
-            precedence.
+        own: those of its model (`EngineClass.arguments`), and arguments that limit its GPU memory
+            (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take precedence.
         place: as for `SGLangProcess`.
     """
     section, node = config.engines, 0 if place is None else place.node
@@ -216,7 +217,7 @@ def command(
     if adapter is not None:
         switches += lora.flags(adapter, sglang_arguments.number(section.args, lora.LIMIT))
     named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *memory, *section.args]
+    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *own, *section.args]
 
 
 def environment(config: Config, index: int, host: str = "", place: NodePlace | None = None) -> dict[str, str]:

@@ -78,8 +78,8 @@ class PartRestarts:
         if isinstance(decision, EndRun) or starter is None:
             raise self._in_context(error, decision.why if isinstance(decision, EndRun) else "", went_on)
         when = f" in {decision.after_s:.0f} s" if decision.after_s else ""
-        row, why = f"restart {decision.row} of {self._most} without a new step", self._watcher.named(error)
-        text = f"the {self._part} starts again{when}, {row}: {why}"
+        row, why = f"{decision.row} of {self._most}", self._watcher.named(error)
+        text = f"the {self._part} starts again{when}, restart {row} without a new step: {why}"
         view.say(text)
         self._watcher.lost("trainer_lost" if self._part == "trainer" else "controller_lost", text)
         self._history.append(failed)

@@ -75,13 +75,14 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
         return _of_run(asked, asked.config, console)
     if asked.model is None:
         raise ConfigError("--model", got="nothing", expected="config.json of a Hugging Face model, or its directory")
+    if asked.nodes is None and asked.trainer is None:
+        raise ConfigError("--trainer", got="nothing", expected="sizes, because those of --engines are given")
     hf = models.with_family(models.load_hf_config(asked.model), asked.family)
     return _of_sizes(asked, hf, console) if asked.nodes is None else _of_cluster(asked, hf, asked.nodes, console)
 
 
 def _of_sizes(asked: PlanArguments, hf: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    if asked.trainer is None:
-        raise ConfigError("--trainer", got="nothing", expected="sizes, because those of --engines are given")
+    assert asked.trainer is not None
     if asked.engines is None:
         return _of_trainer(asked, hf, asked.trainer, console)
     count, engine = parse_engines(asked.engines)

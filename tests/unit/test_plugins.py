@@ -406,7 +406,7 @@ GOOD: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": 
         ({"correction": {"weight": "tokens"}}, "; did you mean token?"),
         ({"loss": "my.objective.sapo"}, "'surrogate' or package.module:name; did you mean my.objective:sapo?"),
         ({"clip": "cipso"}, "objective.clip: got 'cipso', expected 'ppo', 'cispo', 'dppo_tv', 'ipo' or 'none'; did you mean cispo?"),
-        ({"loss": "m:f", "clip": "cispo"}, "objective.clip: got cispo, expected ppo, its default, because objective.loss is m:f"),
+        ({"loss": "m:f", "clip": "cispo"}, "objective.clip: got cispo, expected ppo, its default, as objective.loss is m:f"),
         ({"loss": "m:f", "dual_clip": 3}, "objective.dual_clip: got 3.0, expected null, its default"),
         ({"loss_options": {"a": 1}}, "objective.loss_options: got {'a': 1}, expected null because objective.loss is surrogate"),
         ({"advantage_options": {}}, "objective.advantage_options: got {}, expected null because objective.advantage is grpo"),

@@ -102,7 +102,7 @@ def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Pat
     assert [step["step"] for step in metrics(directory)] == list(range(1, 8))
     model = directory.parent / "model"
     line = refused("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, "run.steps=6")
-    assert "got train = lora, expected train = full" in line
+    assert "train: got full, expected lora, as step-" in line
 
 
 @pytest.mark.parametrize(

@@ -569,6 +569,7 @@ def test_whatever_ends_a_receiver_is_reported(receiving: Sending, monkeypatch: p
         raise SystemExit(3)
 
     monkeypatch.setattr(receiver._store, "_have", ends)
+    receiving.header(1)
     receiver.join(10.0)
     assert "RuntimeError: SystemExit: 3 (engine.0 rank 0 on " in receiving.store.resigned()
     with pytest.raises(InvariantBroken, match="staged is nothing, because its receiver has ended: RuntimeError: SystemExit: 3"):

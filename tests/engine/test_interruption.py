@@ -21,7 +21,7 @@ from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
 from tests.engine.conftest import Rig
-from tests.engine.oracle import Oracle, perturbed
+from tests.engine.oracle import TIE, Oracle, perturbed
 
 pytestmark = pytest.mark.engine
 PROMPT = (30, 40, 50, 60, 70)
@@ -67,19 +67,27 @@ class Played:
         return sorted({int(v) - self.first for v in self.record.versions[self.record.loss_mask]})
 
 
-def passes(record: Trajectory, bounds: Sequence[int], models: Sequence[Any], keep: bool) -> tuple[np.ndarray, np.ndarray]:
-    """By transformers: log-probabilities of the sampled tokens, and the experts of all tokens but the last.
+def passes(
+    record: Trajectory, bounds: Sequence[int], models: Sequence[Any], keep: bool, replay: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """By transformers: log-probabilities of the sampled tokens, and by how much, for each token but the last
+    and each layer, the router's logit of an expert that was not recorded exceeds that of one that was.
 
     Args:
         bounds: where each model's tokens begin.
         keep: each model goes on with the keys and values of the one before it; else it computes the whole prefix.
+        replay: take the recorded experts, so that a near tie falls the same way.
     """
-    ids = torch.from_numpy(record.tokens).long()
+    assert record.routes is not None
+    ids, experts = torch.from_numpy(record.tokens).long(), torch.from_numpy(decode_routes(record.routes, "g0").astype(np.int64))
     ends = [*(b - 1 for b in bounds[1:]), len(ids) - 1]  # a model does not see the last token it samples
-    logprobs, routes, past, start = [], [], None, 0
+    logprobs, excess, past, start = [], [], None, 0
     for model, end in zip(models, ends, strict=True):
         seen: list[torch.Tensor] = []
-        hooks = [layer.mlp.gate.register_forward_hook(partial(_note, seen)) for layer in model.model.layers]
+        hooks = [
+            layer.mlp.gate.register_forward_hook(partial(_route, experts[index, start:end], replay, seen))
+            for index, layer in enumerate(model.model.layers)
+        ]
         with torch.no_grad():
             out = model(ids[None, start if keep else 0 : end], past_key_values=past if keep else None, use_cache=True)
         for hook in hooks:
@@ -87,26 +95,30 @@ def passes(record: Trajectory, bounds: Sequence[int], models: Sequence[Any], kee
         past = out.past_key_values
         logits = out.logits[0, -(end - start) :]
         logprobs.append(logits.log_softmax(-1).gather(1, ids[start + 1 : end + 1, None])[:, 0])
-        routes.append(torch.stack(seen, 1)[-(end - start) :])
+        excess.append(torch.stack(seen, 1))
         start = end
     sampled = torch.from_numpy(record.loss_mask[1:])
-    return torch.cat(logprobs)[sampled].numpy(), torch.cat(routes).sort(-1).values.numpy()
+    return torch.cat(logprobs)[sampled].numpy(), torch.cat(excess).numpy()
 
 
-def _note(seen: list[torch.Tensor], _gate: Any, _inputs: Any, out: Any) -> None:
-    seen.append(out[2])
+def _route(recorded: torch.Tensor, replay: bool, seen: list[torch.Tensor], gate: Any, _inputs: Any, out: Any) -> Any:
+    """A router's answer, with the recorded experts of its last tokens, [tokens, top_k], if `replay`."""
+    logits, scores, chosen = out[0], out[1].clone(), out[2].clone()
+    rows = slice(len(logits) - len(recorded), None)
+    chosen[rows], scores[rows] = recorded, logits[rows].softmax(-1).gather(1, recorded)
+    scores[rows] /= scores[rows].sum(-1, keepdim=True) if gate.norm_topk_prob else 1
+    others = logits[rows].scatter(1, recorded, -torch.inf)
+    seen.append(others.amax(-1) - logits[rows].gather(1, recorded).amin(-1))
+    return (logits, scores, chosen) if replay else None
 
 
 def check(played: Played, models: Sequence[Any], keep: bool) -> None:
     record = played.record
     validate(record, RECORDING, newest_version=played.first + 2)
     assert int(record.loss_mask.sum()) == TOKENS
-    logprobs, routes = passes(record, played.bounds, models, keep)
-    np.testing.assert_allclose(record.logprobs[record.loss_mask], logprobs, atol=1e-4)
-    assert record.routes is not None
-    got = np.sort(decode_routes(record.routes, "g0").transpose(1, 0, 2), axis=-1)
-    same = (got == routes).all(axis=(1, 2))
-    assert same.mean() > 0.999  # a tie within rounding may fall either way
+    logprobs, excess = passes(record, played.bounds, models, keep)
+    np.testing.assert_allclose(record.logprobs[record.loss_mask], logprobs, atol=1e-4, err_msg=f"versions begin at {played.bounds}")
+    assert excess.max() < TIE
 
 
 def test_in_place_nothing_is_lost_and_keys_and_values_live_on(rig: Rig, oracles: list[Oracle]) -> None:
@@ -141,12 +153,9 @@ def test_retract_computes_keys_and_values_again(rig: Rig, oracles: list[Oracle])
     """Without routes: SGLang reports the new weights' for old tokens."""
     played = Played(rig, oracles, "retract")
     assert (played.turns, played.lost, played.versions) == (1, 0, [0, 1, 2])
-    logprobs, routes = passes(played.record, played.bounds, [oracle.model for oracle in oracles], keep=False)
+    logprobs, excess = passes(played.record, played.bounds, [oracle.model for oracle in oracles], keep=False, replay=False)
     np.testing.assert_allclose(played.record.logprobs[played.record.loss_mask], logprobs, atol=1e-4)
-    assert played.record.routes is not None
-    got = np.sort(decode_routes(played.record.routes, "g0").transpose(1, 0, 2), axis=-1)
-    old = slice(0, played.bounds[1] - 1)
-    assert (got[old] != routes[old]).any()  # why it is refused where routing is kept
+    assert excess[: played.bounds[1] - 1].max() > TIE  # why it is refused where routing is kept
 
 
 def test_a_response_in_pieces_is_one_response(rig: Rig, oracles: list[Oracle]) -> None:
@@ -159,11 +168,9 @@ def test_a_response_in_pieces_is_one_response(rig: Rig, oracles: list[Oracle]) -
     record = assemble(turns, EpisodeId(0, 0, 0), RECORDING, 0.0, {})
     validate(record, RECORDING, newest_version=rig.pool.version)
     assert record.is_pure
-    logprobs, routes = passes(record, [len(PROMPT)], [oracles[0].model], keep=False)
+    logprobs, excess = passes(record, [len(PROMPT)], [oracles[0].model], keep=False)
     np.testing.assert_allclose(record.logprobs[record.loss_mask], logprobs, atol=1e-4)
-    assert record.routes is not None
-    got = np.sort(decode_routes(record.routes, "g0").transpose(1, 0, 2), axis=-1)
-    assert (got == routes).all(axis=(1, 2)).mean() > 0.999
+    assert excess.max() < TIE
     before = len(PROMPT)
     for earlier, turn in pairwise(turns):
         before += len(earlier.generation.tokens)

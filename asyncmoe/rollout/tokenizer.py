@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,18 @@ class Tokenizer:
             for kind in filter(self.lacks, chat_template.kinds(message, index == 0)):
                 raise DataError(f"{where}[{index}]", got=f"{kind}, which the chat template leaves out", expected="what it writes")
 
-    def between(self, observations: Sequence[str]) -> tuple[int, ...]:
+    def between(self, observations: Sequence[str], ids: Sequence[str | None] = ()) -> tuple[int, ...]:
         """Return the token ids of tool answers: from the end of an assistant's turn, whose last token was sampled, to its next turn.
+
+        Args:
+            ids: of their calls, as the policy wrote them; None, and any left out: it wrote none.
 
         Raises:
             DataError: the chat template does not support tool answers, or leaves them or the turn before them out.
         """
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-        answers = [{"role": "tool", "content": text, "tool_call_id": chat_template.CALL_ID} for text in observations]
+        calls = zip_longest(observations, ids)
+        answers = [{"role": "tool", "content": text, "tool_call_id": call or chat_template.CALL_ID} for text, call in calls]
         self.check(answers, len(messages), "tool answers")
         _, said, added = self.render([*messages, *answers]).partition(_SAID)
         if not said:

@@ -148,18 +148,15 @@ def decoder(
 
 
 def positive(hf: HfConfig, *names: str) -> int:
-    """Return the value of the first key that is present.
+    """Return the value of the first key that is present, of the kind that `config_keys.misfits` has checked.
 
     Raises:
-        ConfigError: no key is present, or its value is not a positive integer.
+        ConfigError: no key is present.
     """
-    for name in names:
-        value = hf.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-        if value is not None:
-            raise ConfigError(f"{name} in config.json", got=repr(value), expected="a positive integer")
-    raise ConfigError(f"{names[0]} in config.json", got="nothing", expected="a positive integer")
+    found: list[int] = [hf[name] for name in names if hf.get(name) is not None]
+    if not found:
+        raise ConfigError(f"{names[0]} in config.json", got="nothing", expected="a positive number")
+    return found[0]
 
 
 def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
@@ -168,29 +165,12 @@ def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
 
     Args:
         theta: the family's rope_theta for a configuration without one.
-
-    Raises:
-        ConfigError: they are no object.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError("rope_parameters in config.json", got=repr(given), expected="an object")
     found = {"rope_theta": hf.get("rope_theta", theta), "rope_type": given.get("type", "default"), **given}
     if found["rope_type"] != "default":
         found.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
     return found
-
-
-def rope_factor(parameters: Mapping[str, Any]) -> float:
-    """Return the factor of scaled rotary `parameters` (see `rope`).
-
-    Raises:
-        ConfigError: it is missing, or no number.
-    """
-    factor = parameters.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
-        raise ConfigError("rope_parameters.factor in config.json", got=repr(factor), expected="a number")
-    return float(factor)
 
 
 def tensors(m: Shape) -> Shapes:

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, together
 from asyncmoe.imports import uncollected
-from asyncmoe.models.hf_folder import has_tokenizer
+from asyncmoe.models.hf_folder import pointers, tokenizer_faults, tokenizer_settings
 from asyncmoe.rollout import chat_template
 
 _PLAIN = "TokenizersBackend"
@@ -38,10 +38,9 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
-        settings = _settings(path)
-        if not has_tokenizer(path) and "auto_map" not in settings:  # transformers makes an empty one for some classes
-            fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {path}"
-            raise DataError("model.path", got="no vocabulary", expected=f"a tokenizer in {path}", hint=fetch)
+        if faults := [*pointers(path), *tokenizer_faults(path)]:
+            raise together(faults)
+        settings = tokenizer_settings(path)
         # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
         with uncollected():
@@ -149,15 +148,6 @@ class Tokenizer:
     def decode_all(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included, as it is: no white space is cleaned up."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, or {} if it cannot be read: transformers then looks elsewhere or reports the error."""
-    try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _limits(path: Path) -> tuple[int, int | None]:

@@ -130,7 +130,7 @@ def test_a_start_that_fails_leaves_nothing_of_its_other_nodes(tmp_path: Path, mo
             begun.append(grace_s)
 
     monkeypatch.setattr(process, "Child", Started)
-    monkeypatch.setattr(process.models, "hf_config_of", lambda _: {"model_type": "qwen3_moe"})
+    monkeypatch.setattr(process.models, "hf_config_of", lambda _: {"model_type": "qwen3_moe", "torch_dtype": "float32"})
     monkeypatch.setattr(process.models, "adapter_of", lambda *_: None)
     monkeypatch.setattr(process.models, "kept_routing", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -144,6 +144,7 @@ def test_a_start_that_fails_leaves_nothing_of_its_other_nodes(tmp_path: Path, mo
     (_, command, *_), grace_s = begun
     with socket.socket() as other:
         other.bind(("127.0.0.1", int(option(command, "--port"))))
+    assert option(command, "--dtype") == "float32", "SGLang's own choice is float16"
     assert grace_s == 0.0
     assert not list(tmp_path.glob("asyncmoe-*"))
 

@@ -30,11 +30,6 @@ FUNCTIONS = "tests.unit.tool_functions"
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 def tool(name: str) -> Runner:
     (runner,) = loading.load([f"{FUNCTIONS}:{name}"]).values()
     return runner

@@ -78,11 +78,11 @@ class Shape:
     vocab: int
     tied: bool
     dense_width: int
-    experts: int
-    expert_width: int
-    experts_per_token: int
     dense_layers: frozenset[int]
     attention: Attention
+    experts: int = 0
+    expert_width: int = 0
+    experts_per_token: int = 0
     shared_width: int = 0
     router_bias: bool = False
     wide: frozenset[str] = frozenset()
@@ -103,24 +103,11 @@ class Shape:
             yield dense, list(run)
 
 
-def decoder(
-    hf: HfConfig,
-    attention: Attention,
-    *,
-    experts: int = 0,
-    expert_width: int = 0,
-    experts_per_token: int = 0,
-    dense_layers: frozenset[int] | None = None,
-    shared_width: int = 0,
-    router_bias: bool = False,
-    wide: frozenset[str] = frozenset(),
-    expert_names: tuple[str, str, str, str] = ("mlp.experts", *MLP),
-) -> Shape:
+def decoder(hf: HfConfig, attention: Attention, **others: Any) -> Shape:
     """Read the sizes from a configuration with the keys of transformers 4 or 5.
 
     Args:
-        dense_layers: layers without experts; None: all layers.
-        experts, expert_width, experts_per_token, attention, shared_width, router_bias, wide, expert_names: as in `Shape`.
+        others: further attributes of `Shape`. Without `dense_layers`, no layer has experts.
 
     Raises:
         ConfigError: a key is missing.
@@ -135,15 +122,8 @@ def decoder(
         vocab=positive(hf, "vocab_size"),
         tied=bool(hf.get("tie_word_embeddings")),
         dense_width=positive(hf, "intermediate_size"),
-        experts=experts,
-        expert_width=expert_width,
-        experts_per_token=experts_per_token,
-        dense_layers=frozenset(range(layers)) if dense_layers is None else dense_layers,
         attention=attention,
-        shared_width=shared_width,
-        router_bias=router_bias,
-        wide=wide,
-        expert_names=expert_names,
+        **{"dense_layers": frozenset(range(layers)), **others},
     )
 
 

@@ -85,7 +85,8 @@ class Carrier:
             LayoutError: a size is less than 1, or a rank is none of those that the carrier was made for.
         """
         until = time.monotonic() + seconds(timeout_s)
-        _check({*outgoing} - {*self._destinations} | {*incoming} - {*self._sources})
+        if strangers := {*outgoing} - {*self._destinations} | {*incoming} - {*self._sources}:
+            raise LayoutError("ranks of messages", got=f"rank {min(strangers)}", expected="ranks that the carrier was made for")
         out = {rank: _parts(several, self._piece(list(map(len, several)))) for rank, several in outgoing.items()}
         into = {rank: _Arriving(rank, sizes, self._piece(sizes), take) for rank, sizes in incoming.items()}
         out, into = {rank: one for rank, one in out.items() if one}, {rank: one for rank, one in into.items() if one.pieces}
@@ -203,11 +204,6 @@ class _Arriving:
         if self._filled == len(self._message):
             message, self._message, self._filled = self._message, np.empty(0, np.uint8), 0
             self._take(self._source, message)
-
-
-def _check(strangers: set[int]) -> None:
-    if strangers:
-        raise LayoutError("ranks of messages", got=f"rank {min(strangers)}", expected="ranks that the carrier was made for")
 
 
 def _parts(messages: Sequence[np.ndarray], piece_bytes: int) -> list[np.ndarray]:

@@ -8,14 +8,7 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError
 from asyncmoe.reshard.delta_digest import WORD, addresses, padding_table, seeds
-from asyncmoe.reshard.delta_format import (
-    FRAME_BYTES,
-    DeltaHeader,
-    byte_row,
-    check_version,
-    frame_fault,
-    read_header,
-)
+from asyncmoe.reshard.delta_format import FRAME_BYTES, DeltaHeader, byte_row, check_version, frame_fault, read_header
 from asyncmoe.reshard.delta_held import HeldMemory, Incoming
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, lanes_of
 from asyncmoe.reshard.delta_work import payload_of

@@ -300,8 +300,7 @@ def exchange(
 
     For arguments and errors see `Exchanger`, `Exchanger.bind` and `Exchanger.run`.
     """
-    options = {"timeout_s": timeout_s, "threads": threads, "stream": stream}
-    with Exchanger(plan, transport, bucket_bytes=bucket_bytes, **options) as exchanger:  # type: ignore[arg-type]
+    with Exchanger(plan, transport, bucket_bytes=bucket_bytes, timeout_s=timeout_s, threads=threads, stream=stream) as exchanger:
         exchanger.bind(source_arrays, destination_arrays)
         exchanger.run()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 from asyncmoe.errors import DataError, together
 from asyncmoe.imports import uncollected
+from asyncmoe.models import load_hf_config
 from asyncmoe.models.hf_folder import pointers, tokenizer_faults, tokenizer_settings
+from asyncmoe.models.shape import positive
 from asyncmoe.rollout import chat_template
 
 _PLAIN = "TokenizersBackend"
@@ -56,7 +57,9 @@ class Tokenizer:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
-        self.vocabulary, self.positions = _limits(path / "config.json")
+        hf = load_hf_config(path)
+        self.vocabulary: int = positive(hf, "vocab_size")
+        self.positions: int | None = hf.get("max_position_embeddings")
         if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= self.vocabulary:
             expected = f"ids below the model's vocab_size {self.vocabulary}"
             raise DataError(f"tokenizer in {path}", got=f"token {largest}", expected=expected, hint="take the tokenizer of this model")
@@ -148,12 +151,3 @@ class Tokenizer:
     def decode_all(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included, as it is: no white space is cleaned up."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _limits(path: Path) -> tuple[int, int | None]:
-    try:
-        settings = json.loads(path.read_text())
-        positions = settings.get("max_position_embeddings")
-        return int(settings["vocab_size"]), positions if isinstance(positions, int) else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(str(path), got=f"{type(error).__name__}: {error}", expected="a model configuration with vocab_size") from error

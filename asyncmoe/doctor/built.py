@@ -28,8 +28,7 @@ def extension(machine: Machine) -> Verdict:
 def nccl(machine: Machine) -> Verdict:
     """Check that trainer and engines open the same NCCL version, because NCCL refuses a communicator of two versions."""
     sides = [(f"{who} Python", side) for who, side in _sides(machine)]
-    found = {who: side.nccl for who, side in sides}
-    versions_of = {who: library.version for who, library in found.items() if library is not None and library.version is not None}
+    versions_of = {who: side.nccl.version for who, side in sides if side.nccl is not None and side.nccl.version is not None}
     missing = [f"{who}: {_why_no_nccl(side)}" for who, side in sides if who not in versions_of]
     if not machine.nvidia.present:
         there = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())

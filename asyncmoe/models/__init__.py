@@ -57,9 +57,8 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        for pointing in hf_folder.pointers(file.parent):
-            raise pointing from error
-        raise DataError(str(file), got=str(error), expected="valid JSON") from error
+        broken = DataError(str(file), got=str(error), expected="valid JSON")
+        raise next(iter(hf_folder.pointers(file.parent)), broken) from error
     if not isinstance(values, dict):
         raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
     if FAMILY in values:

@@ -44,25 +44,31 @@ def write_config(folder: Path, hf: Mapping[str, Any], dtype: str) -> None:
 def pointers(model: Path) -> list[DataError]:
     """Return an error that names the files of a model that are Git LFS's pointers; [] if none is."""
     small = [path for path in texts(model, (CONFIG, *_TEXTS, "*.safetensors*")) if path.stat().st_size < _POINTER_BYTES]
-    named = [path.relative_to(model).as_posix() for path in small if path.read_bytes().startswith(_POINTER)]
-    told = ", ".join(named[:4]) + (f" and {len(named) - 4} more" if named[4:] else "")
-    hint = "run `git lfs pull` in it"
-    return [DataError(str(model), got=f"{told}: Git LFS pointers", expected="the files themselves", hint=hint)] if named else []
+    named = ", ".join(path.relative_to(model).as_posix() for path in small if path.read_bytes().startswith(_POINTER))
+    told = DataError(str(model), got=f"{named:.300}: Git LFS pointers", expected="the files themselves", hint="run `git lfs pull` in it")
+    return [told] if named else []
 
 
 def tokenizer_settings(model: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, or {} if it cannot be read: transformers then looks elsewhere or reports the error."""
-    try:
-        settings = json.loads((model / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
+    """Return tokenizer_config.json, or {} if there is none: transformers then looks elsewhere."""
+    settings = _json(model / "tokenizer_config.json")
     return settings if isinstance(settings, dict) else {}
 
 
 def tokenizer_faults(model: Path) -> list[DataError]:
     """Return an error if a directory has no tokenizer: neither a vocabulary, without which transformers makes an empty one for some
-    classes, nor code that makes it."""
-    if texts(model, _VOCABULARIES) or "auto_map" in tokenizer_settings(model):
+    classes, nor code that makes it; or if files of it are not whole."""
+    broken = ", ".join(path.name for path in texts(model, ("tokenizer*.json",)) if _json(path) is None)
+    if not broken and (texts(model, _VOCABULARIES) or "auto_map" in tokenizer_settings(model)):
         return []
     fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {model}"
-    return [DataError("model.path", got="no vocabulary", expected=f"a tokenizer in {model}", hint=fetch)]
+    got = f"{broken}, not whole" if broken else "no vocabulary"
+    return [DataError("model.path", got=got, expected=f"a tokenizer in {model}", hint=fetch)]
+
+
+def _json(file: Path) -> Any:
+    """Return the contents of a file; None if it cannot be read."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None

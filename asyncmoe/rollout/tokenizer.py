@@ -58,8 +58,7 @@ class Tokenizer:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
         hf = load_hf_config(path)
-        self.vocabulary: int = positive(hf, "vocab_size")
-        self.positions: int | None = hf.get("max_position_embeddings")
+        self.vocabulary, self.positions = positive(hf, "vocab_size"), hf.get("max_position_embeddings")
         if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= self.vocabulary:
             expected = f"ids below the model's vocab_size {self.vocabulary}"
             raise DataError(f"tokenizer in {path}", got=f"token {largest}", expected=expected, hint="take the tokenizer of this model")

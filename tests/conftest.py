@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from asyncmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from asyncmoe.rollout.tokenizer import Tokenizer
 
 settings.register_profile("repeatable", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("thorough", deadline=None)
@@ -42,6 +46,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def thorough(pytestconfig: pytest.Config) -> bool:
     """Whether every layout is tried in every way."""
     return bool(pytestconfig.getoption("--thorough"))
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The tokenizer of the policy that answers agents."""
+    from tests.unit import openai_policy
+
+    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class EngineSection(Section):
         "runs on each of them with the same --name and its own --node; without join, all are server processes of one machine.",
     )
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        "auto", description="Dtype of the engine's weights; auto: SGLang's choice from the checkpoint."
+        "auto", description="Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json says none."
     )
     python: Path | None = Field(
         None, description="Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."

@@ -27,11 +27,8 @@ def extension(machine: Machine) -> Verdict:
 
 def nccl(machine: Machine) -> Verdict:
     """Check that trainer and engines open the same NCCL version, because NCCL refuses a communicator of two versions."""
-    sides = [("the trainer's Python", machine.trainer)]
-    if machine.engine is not None:
-        sides.append(("the engines' Python", machine.engine))
-    found = {who: side.nccl for who, side in sides}
-    versions_of = {who: library.version for who, library in found.items() if library is not None and library.version is not None}
+    sides = [(f"{who} Python", side) for who, side in _sides(machine)]
+    versions_of = {who: side.nccl.version for who, side in sides if side.nccl is not None and side.nccl.version is not None}
     missing = [f"{who}: {_why_no_nccl(side)}" for who, side in sides if who not in versions_of]
     if not machine.nvidia.present:
         there = ", ".join(f"{versions.nccl(number)} in {who}" for who, number in versions_of.items())
@@ -61,7 +58,7 @@ def cuda(machine: Machine) -> Verdict:
         return verdict.error(
             "libcuda.so.1 cannot be opened", "install NVIDIA's driver; in a container, start it with GPUs (--gpus all, --nv)"
         )
-    judged = [_suits(who, side, newest) for who, side in _torches(machine)]
+    judged = [_suits(who, side, newest) for who, side in _sides(machine)]
     judged += [refusal for refusal in [_blind(machine)] if refusal is not None]
     for state in ("error", "warning"):
         if bad := next((found for found in judged if found.state == state), None):
@@ -102,13 +99,13 @@ def _suits(who: str, side: PythonFacts, newest: int) -> Verdict:
     return verdict.ok(told)
 
 
-def _torches(machine: Machine) -> list[tuple[str, PythonFacts]]:
+def _sides(machine: Machine) -> list[tuple[str, PythonFacts]]:
     return [("the trainer's", machine.trainer), *([("the engines'", machine.engine)] if machine.engine is not None else [])]
 
 
 def _builds(machine: Machine) -> str:
     told = []
-    for who, side in _torches(machine):
+    for who, side in _sides(machine):
         build = (
             "is unknown" if side.torch is None else f"is built for CUDA {side.torch.cuda}" if side.torch.cuda else "is built for the CPU"
         )

@@ -10,7 +10,7 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError, together
-from asyncmoe.models import checks, headers
+from asyncmoe.models import checks, headers, hf_folder
 from asyncmoe.models.config_keys import FAMILY
 from asyncmoe.models.families import FAMILIES, family_of, try_family, with_family
 from asyncmoe.models.family import Family
@@ -57,7 +57,8 @@ def load_hf_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(str(file), got=str(error), expected="valid JSON") from error
+        broken = DataError(str(file), got=str(error), expected="valid JSON")
+        raise next(iter(hf_folder.pointers(file.parent)), broken) from error
     if not isinstance(values, dict):
         raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
     if FAMILY in values:

@@ -12,7 +12,7 @@ from typing import Any
 from asyncmoe.config.lora import GROUPED
 from asyncmoe.errors import ConfigError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.models.shape import HfConfig, Shape, Shapes, rope, rope_factor
+from asyncmoe.models.shape import HfConfig, Shape, Shapes, positive, rope
 from asyncmoe.models.shards import put_columns, put_whole, shard
 from asyncmoe.reshard.layout import Box, LayoutBuilder, rows
 
@@ -88,7 +88,7 @@ class Grouped:
 
     def gpt_arguments(self, hf: HfConfig) -> dict[str, Any]:
         turned = rope(hf, self.theta)
-        scaled = {"rope_scaling": True, "rope_scaling_factor": rope_factor(turned)} if turned["rope_type"] == "llama3" else {}
+        scaled = {"rope_scaling": True, "rope_scaling_factor": float(positive(turned, "factor"))} if turned["rope_type"] == "llama3" else {}
         return {"position_embedding_type": "rope", "rotary_base": turned["rope_theta"], "rotary_percent": self.rotary, **scaled}
 
 

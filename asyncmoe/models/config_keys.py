@@ -52,6 +52,7 @@ _KINDS: Mapping[str, Any] = {
     r".*\.mscale\w*": NonNegativeFloat | None,
     r"\w+_bias|use_(sliding_window|qk_norm)|tie_word_embeddings|norm_topk_prob|rope_interleave|.*\.truncate": bool | None,
     "(torch_)?dtype": Literal["bfloat16", "float16", "float32"] | None,
+    "rope_parameters|rope_scaling|quantization_config": dict[str, Any] | None,
     "layer_types|mlp_only_layers": list[str] | list[int] | None,
     r"\w+_token_id": int | list[int] | None,
 }  # fmt: skip

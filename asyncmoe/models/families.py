@@ -12,7 +12,7 @@ from typing import Any, cast
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, UserError, an
 from asyncmoe.models import deepseek_v3, glm4_moe, llama, mixtral, qwen3, qwen3_moe
-from asyncmoe.models.config_keys import FAMILY
+from asyncmoe.models.config_keys import FAMILY, misfits
 from asyncmoe.models.family import Family
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.shape import Shape
@@ -73,13 +73,15 @@ def load_own(target: str) -> Family:
 
 
 def try_family(hf: Mapping[str, Any]) -> None:
-    """Call every function of the user's own family on the model, and lay its weights out on one rank. Does nothing for a built-in family.
+    """Call every function of the user's own family on the model, and lay its weights out on one rank.
+
+    Does nothing for a built-in family, nor for values of wrong kinds, which `Family.faults` names.
 
     Raises:
         ConfigError: a function raised an exception or returned something else than its type; names its file and line.
         LayoutError: the layouts are inconsistent.
     """
-    if FAMILY not in hf:
+    if FAMILY not in hf or misfits(hf):
         return
     family, target = family_of(hf), hf[FAMILY]
     steps: Mapping[str, Callable[[], bool]] = {

@@ -1,7 +1,8 @@
 """What the safetensors files of a model hold, compared with the layout of its family before anything starts. Only headers are read, except
 that a tied model's output layer, if it is stored too, is compared with the embedding.
 
-Source: which files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py).
+Source: which files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py). Beside an index,
+it reads the files of the index, and transformers reads model.safetensors (modeling_utils.py, `_get_resolved_checkpoint_files`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from asyncmoe.errors import DataError
+from asyncmoe.models.hf_folder import pointers
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard.float8 import FLOAT8, SCALES
 from asyncmoe.reshard.layout import Storage
@@ -52,6 +54,8 @@ def faults(path: Path, hf: Mapping[str, Any]) -> list[DataError]:
     Raises:
         UserError: the configuration describes no model.
     """
+    if found := pointers(path):
+        return found
     try:
         found, stored = _stored(path, files_of(path))
     except DataError as error:
@@ -105,8 +109,10 @@ def _stored(path: Path, named: Mapping[str, str] | None) -> tuple[list[DataError
     found: list[DataError] = []
     stored: dict[str, _Stored | None] = {}
     elsewhere: list[str] = []
-    if named is None and (beside := {file.name for file in path.glob("*.safetensors")} - {SINGLE, "consolidated.safetensors"}):
-        found.append(DataError(str(path), got=_told([*beside]), expected=f"{SINGLE} alone, or {INDEX}", hint="move the others away"))
+    there = {file.name for file in path.glob("*.safetensors")}
+    if beside := there - {SINGLE, "consolidated.safetensors"} if named is None else {SINGLE} & there - {*named.values()}:
+        expected = f"{SINGLE} alone, or {INDEX} and the files that it names"
+        found.append(DataError(str(path), got=_told([*beside]), expected=expected, hint="move away what is not of this model"))
     for file in [SINGLE] if named is None else sorted(set(named.values())):
         held = _header(path / file)
         if isinstance(held, DataError):
@@ -130,17 +136,10 @@ def _header(file: Path) -> dict[str, _Stored] | DataError:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: _Stored(file, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
     except (OSError, SafetensorError) as error:
+        pickled = not file.is_file() and any(file.parent.glob("*.bin"))
+        hint = "convert the .bin files: load them with transformers and call save_pretrained" if pickled else "download it again"
         got = f"no {file.name}" if isinstance(error, FileNotFoundError) else str(error)
-        return DataError(str(file), got=got, expected="a whole safetensors file", hint=_way_back(file))
-
-
-def _way_back(file: Path) -> str:
-    """Return how to come by a safetensors file that is none."""
-    if not file.is_file():
-        pickled = any(file.parent.glob("*.bin"))
-        return "convert the .bin files: load them with transformers and call save_pretrained" if pickled else "download it again"
-    with file.open("rb") as opened:
-        return "it is a pointer: run `git lfs pull`" if opened.read(20) == b"version https://git-" else "download it again"
+        return DataError(str(file), got=got, expected="a whole safetensors file", hint=hint)
 
 
 def _same(output: _Stored, embedding: _Stored | None) -> bool:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import storage
+from asyncmoe.errors import DataError
 
 CONFIG = "config.json"
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 """Files of which a tokenizer of transformers has at least one."""
 _TOKENIZER = (*_VOCABULARIES, "tokenizer*", "*.vocab", "merges.txt", "bpe.codes", "added_tokens.json", "special_tokens_map.json")
+_POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
+"""The beginning of a Git LFS pointer, and a size that none has (git-lfs, docs/spec.md)."""
 _TEXTS = (*_TOKENIZER, "chat_template*", "additional_chat_templates/*", "generation_config.json", "*processor_config.json", "*.py")
 """What belongs to a model besides config.json and weights, whatever the weights: tokenizer, chat templates, code."""
 
@@ -38,6 +41,34 @@ def write_config(folder: Path, hf: Mapping[str, Any], dtype: str) -> None:
     storage.share(folder, CONFIG)
 
 
-def has_tokenizer(model: Path) -> bool:
-    """Return whether a directory has a tokenizer's vocabulary."""
-    return any(any(model.glob(pattern)) for pattern in _VOCABULARIES)
+def pointers(model: Path) -> list[DataError]:
+    """Return an error that names the files of a model that are Git LFS's pointers; [] if none is."""
+    small = [path for path in texts(model, (CONFIG, *_TEXTS, "*.safetensors*")) if path.stat().st_size < _POINTER_BYTES]
+    named = ", ".join(path.relative_to(model).as_posix() for path in small if path.read_bytes().startswith(_POINTER))
+    told = DataError(str(model), got=f"{named:.300}: Git LFS pointers", expected="the files themselves", hint="run `git lfs pull` in it")
+    return [told] if named else []
+
+
+def tokenizer_settings(model: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, or {} if there is none: transformers then looks elsewhere."""
+    settings = _json(model / "tokenizer_config.json")
+    return settings if isinstance(settings, dict) else {}
+
+
+def tokenizer_faults(model: Path) -> list[DataError]:
+    """Return an error if a directory has no tokenizer: neither a vocabulary, without which transformers makes an empty one for some
+    classes, nor code that makes it; or if files of it are not whole."""
+    broken = ", ".join(path.name for path in texts(model, ("tokenizer*.json",)) if _json(path) is None)
+    if not broken and (texts(model, _VOCABULARIES) or "auto_map" in tokenizer_settings(model)):
+        return []
+    fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {model}"
+    got = f"{broken}, not whole" if broken else "no vocabulary"
+    return [DataError("model.path", got=got, expected=f"a tokenizer in {model}", hint=fetch)]
+
+
+def _json(file: Path) -> Any:
+    """Return the contents of a file; None if it cannot be read."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None

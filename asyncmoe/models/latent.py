@@ -17,7 +17,7 @@ from asyncmoe.config.lora import LATENT
 from asyncmoe.errors import ConfigError
 from asyncmoe.models.checks import Wanted
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.models.shape import HfConfig, Shape, Shapes, positive, rope, rope_factor
+from asyncmoe.models.shape import HfConfig, Shape, Shapes, positive, rope
 from asyncmoe.models.shards import put_columns, put_rows, put_whole
 from asyncmoe.reshard.layout import LayoutBuilder, whole
 
@@ -151,7 +151,7 @@ def features(hf: HfConfig) -> list[Wanted]:
             ("rope_parameters.mscale and mscale_all_dim", "both" if both else "neither" if neither else "one", ("both", "neither")),
         ]
         positive(scaling, "original_max_position_embeddings")
-        rope_factor(scaling)
+        positive(scaling, "factor")
     return found
 
 

@@ -8,7 +8,7 @@ from asyncmoe.models.checks import Wanted
 from asyncmoe.models.config_keys import ALL
 from asyncmoe.models.family import Family
 from asyncmoe.models.sglang import EngineClass
-from asyncmoe.models.shape import HfConfig, Shape, decoder, rope, rope_factor
+from asyncmoe.models.shape import HfConfig, Shape, decoder, positive, rope
 
 
 def _shape_of(hf: HfConfig) -> Shape:
@@ -29,7 +29,7 @@ def _features(hf: HfConfig) -> list[Wanted]:
         ("rope_parameters.rope_type", turned["rope_type"], ("default", "llama3")),
     ]
     if turned["rope_type"] == "llama3":
-        rope_factor(turned)
+        positive(turned, "factor")
         published = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         wanted += [(f"rope_parameters.{name}", turned.get(name), (value,)) for name, value in published.items()]
     return wanted

@@ -54,8 +54,6 @@ def float8_of(hf: Mapping[str, Any]) -> Float8 | None:
     given = hf.get(KEY)
     if given is None:
         return None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{KEY} in config.json", got=repr(given), expected="an object, or nothing")
     for key, carried in _WANTED.items():
         if given.get(key) not in carried:
             words = " or ".join(repr(one) for one in carried if one is not None)

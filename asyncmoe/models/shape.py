@@ -78,11 +78,11 @@ class Shape:
     vocab: int
     tied: bool
     dense_width: int
-    experts: int
-    expert_width: int
-    experts_per_token: int
     dense_layers: frozenset[int]
     attention: Attention
+    experts: int = 0
+    expert_width: int = 0
+    experts_per_token: int = 0
     shared_width: int = 0
     router_bias: bool = False
     wide: frozenset[str] = frozenset()
@@ -103,24 +103,11 @@ class Shape:
             yield dense, list(run)
 
 
-def decoder(
-    hf: HfConfig,
-    attention: Attention,
-    *,
-    experts: int = 0,
-    expert_width: int = 0,
-    experts_per_token: int = 0,
-    dense_layers: frozenset[int] | None = None,
-    shared_width: int = 0,
-    router_bias: bool = False,
-    wide: frozenset[str] = frozenset(),
-    expert_names: tuple[str, str, str, str] = ("mlp.experts", *MLP),
-) -> Shape:
+def decoder(hf: HfConfig, attention: Attention, **others: Any) -> Shape:
     """Read the sizes from a configuration with the keys of transformers 4 or 5.
 
     Args:
-        dense_layers: layers without experts; None: all layers.
-        experts, expert_width, experts_per_token, attention, shared_width, router_bias, wide, expert_names: as in `Shape`.
+        others: further attributes of `Shape`. Without `dense_layers`, no layer has experts.
 
     Raises:
         ConfigError: a key is missing.
@@ -135,31 +122,21 @@ def decoder(
         vocab=positive(hf, "vocab_size"),
         tied=bool(hf.get("tie_word_embeddings")),
         dense_width=positive(hf, "intermediate_size"),
-        experts=experts,
-        expert_width=expert_width,
-        experts_per_token=experts_per_token,
-        dense_layers=frozenset(range(layers)) if dense_layers is None else dense_layers,
         attention=attention,
-        shared_width=shared_width,
-        router_bias=router_bias,
-        wide=wide,
-        expert_names=expert_names,
+        **{"dense_layers": frozenset(range(layers)), **others},
     )
 
 
 def positive(hf: HfConfig, *names: str) -> int:
-    """Return the value of the first key that is present.
+    """Return the value of the first key that is present, of the kind that `config_keys.misfits` has checked.
 
     Raises:
-        ConfigError: no key is present, or its value is not a positive integer.
+        ConfigError: no key is present.
     """
-    for name in names:
-        value = hf.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-        if value is not None:
-            raise ConfigError(f"{name} in config.json", got=repr(value), expected="a positive integer")
-    raise ConfigError(f"{names[0]} in config.json", got="nothing", expected="a positive integer")
+    found: list[int] = [hf[name] for name in names if hf.get(name) is not None]
+    if not found:
+        raise ConfigError(f"{names[0]} in config.json", got="nothing", expected="a positive number")
+    return found[0]
 
 
 def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
@@ -168,29 +145,12 @@ def rope(hf: HfConfig, theta: float = 10000.0) -> dict[str, Any]:
 
     Args:
         theta: the family's rope_theta for a configuration without one.
-
-    Raises:
-        ConfigError: they are no object.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError("rope_parameters in config.json", got=repr(given), expected="an object")
     found = {"rope_theta": hf.get("rope_theta", theta), "rope_type": given.get("type", "default"), **given}
     if found["rope_type"] != "default":
         found.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
     return found
-
-
-def rope_factor(parameters: Mapping[str, Any]) -> float:
-    """Return the factor of scaled rotary `parameters` (see `rope`).
-
-    Raises:
-        ConfigError: it is missing, or no number.
-    """
-    factor = parameters.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
-        raise ConfigError("rope_parameters.factor in config.json", got=repr(factor), expected="a number")
-    return float(factor)
 
 
 def tensors(m: Shape) -> Shapes:

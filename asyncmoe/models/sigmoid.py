@@ -18,15 +18,15 @@ def sizes(hf: HfConfig) -> dict[str, Any]:
     """Return the keyword arguments of `shape.decoder`; layers from `first_k_dense_replace` on have experts.
 
     Raises:
-        ConfigError: a key is missing or not a number.
+        ConfigError: a key is missing.
     """
     width = positive(hf, "moe_intermediate_size")
     return {
         "experts": positive(hf, "n_routed_experts", "num_local_experts"),
         "expert_width": width,
         "experts_per_token": positive(hf, "num_experts_per_tok"),
-        "dense_layers": frozenset(range(_count(hf, "first_k_dense_replace", positive(hf, "num_hidden_layers")))),
-        "shared_width": width * _count(hf, "n_shared_experts"),
+        "dense_layers": frozenset(range(hf.get("first_k_dense_replace") or 0)),
+        "shared_width": width * (hf.get("n_shared_experts") or 0),
         "router_bias": True,
     }
 
@@ -36,8 +36,10 @@ def features(hf: HfConfig) -> list[Wanted]:
     a group by as many of its top scores as are chosen per group; transformers and SGLang use the top two.
 
     Raises:
-        ConfigError: unsupported numbers of experts or groups.
+        ConfigError: unsupported numbers of layers, experts or groups.
     """
+    if (dense := hf.get("first_k_dense_replace") or 0) > (layers := positive(hf, "num_hidden_layers")):
+        raise ConfigError("first_k_dense_replace in config.json", got=dense, expected=f"at most num_hidden_layers = {layers}")
     groups, experts, top_k = _groups(hf), sizes(hf)["experts"], positive(hf, "num_experts_per_tok")
     if experts % groups:
         raise ConfigError("n_group in config.json", got=groups, expected=f"a divisor of n_routed_experts = {experts}")
@@ -65,10 +67,3 @@ def arguments(hf: HfConfig) -> dict[str, Any]:
 def _groups(hf: HfConfig) -> int:
     """Return the number of expert groups; 1, which null stands for, restricts nothing."""
     return positive({"n_group": 1, **{key: value for key, value in hf.items() if value is not None}}, "n_group")
-
-
-def _count(hf: HfConfig, name: str, limit: int | None = None) -> int:
-    value = hf.get(name) or 0
-    if not isinstance(value, int) or value < 0 or (limit is not None and value > limit):
-        raise ConfigError(f"{name} in config.json", got=repr(value), expected="0 or more" + (f", at most {limit}" if limit else ""))
-    return value

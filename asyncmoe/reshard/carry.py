@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.gpu import HostCopies
+from asyncmoe.reshard.layout import seconds, whole_number
 from asyncmoe.reshard.memory import memory_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
 
@@ -54,7 +55,7 @@ class Carrier:
         timeout_s: float = 300.0,
         watch: Watch = nothing_to_watch,
     ) -> None:
-        self._piece_bytes, self._watch = piece_bytes, watch
+        self._piece_bytes, self._watch, timeout_s = whole_number(piece_bytes, "piece_bytes", 1), watch, seconds(timeout_s)
         self._destinations, self._sources = list(destinations), list(sources)
         self._transport: Transport | None = None
         self._shared: Link | None = None
@@ -83,8 +84,9 @@ class Carrier:
             WaitTimeout: a peer made no progress in time.
             LayoutError: a size is less than 1, or a rank is none of those that the carrier was made for.
         """
-        until = time.monotonic() + timeout_s
-        _check({*outgoing} - {*self._destinations} | {*incoming} - {*self._sources})
+        until = time.monotonic() + seconds(timeout_s)
+        if strangers := {*outgoing} - {*self._destinations} | {*incoming} - {*self._sources}:
+            raise LayoutError("ranks of messages", got=f"rank {min(strangers)}", expected="ranks that the carrier was made for")
         out = {rank: _parts(several, self._piece(list(map(len, several)))) for rank, several in outgoing.items()}
         into = {rank: _Arriving(rank, sizes, self._piece(sizes), take) for rank, sizes in incoming.items()}
         out, into = {rank: one for rank, one in out.items() if one}, {rank: one for rank, one in into.items() if one.pieces}
@@ -204,18 +206,12 @@ class _Arriving:
             self._take(self._source, message)
 
 
-def _check(strangers: set[int]) -> None:
-    if strangers:
-        raise LayoutError("ranks of messages", got=f"rank {min(strangers)}", expected="ranks that the carrier was made for")
-
-
 def _parts(messages: Sequence[np.ndarray], piece_bytes: int) -> list[np.ndarray]:
     return [message[start:end] for message in messages for start, end in _edges(len(message), piece_bytes)]
 
 
 def _edges(nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:
-    if nbytes < 1:
-        raise LayoutError("bytes of a message", got=nbytes, expected="at least 1")
+    nbytes = whole_number(nbytes, "bytes of a message", 1)
     return [(start, min(nbytes, start + piece_bytes)) for start in range(0, nbytes, piece_bytes)]
 
 

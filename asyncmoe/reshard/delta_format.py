@@ -42,16 +42,9 @@ class DeltaHeader:
     payload: int
 
 
-def check_version(version: object) -> None:
-    """Raise LayoutError unless a version is an int that fits the header."""
-    if not isinstance(version, int) or not 0 <= version < 1 << 64:
-        raise LayoutError("version of a delta", got=repr(version), expected="a number of 64 bits")
-
-
-def check_limit(limit_bytes: int | None) -> None:
-    """Raise LayoutError unless a limit is None, or a whole number of at least 0."""
-    if limit_bytes is not None:
-        whole_number(limit_bytes, "limit_bytes of a delta", 0)
+def check_version(version: int) -> None:
+    """Raise LayoutError unless a version fits the header."""
+    whole_number(version, "version of a delta", 0, (1 << 64) - 1)
 
 
 def byte_row(message: object) -> np.ndarray:

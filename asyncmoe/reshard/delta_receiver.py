@@ -8,19 +8,12 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError
 from asyncmoe.reshard.delta_digest import WORD, addresses, padding_table, seeds
-from asyncmoe.reshard.delta_format import (
-    FRAME_BYTES,
-    DeltaHeader,
-    byte_row,
-    check_limit,
-    check_version,
-    frame_fault,
-    read_header,
-)
+from asyncmoe.reshard.delta_format import FRAME_BYTES, DeltaHeader, byte_row, check_version, frame_fault, read_header
 from asyncmoe.reshard.delta_held import HeldMemory, Incoming
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, lanes_of
 from asyncmoe.reshard.delta_work import payload_of
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
+from asyncmoe.reshard.layout import MOST_THREADS, whole_number
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
 
@@ -60,8 +53,8 @@ class DeltaReceiver:
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
     ) -> None:
-        check_limit(limit_bytes)
-        self.rank, self._threads, self._stream, self._relieve = rank, threads, stream, relieve
+        self.rank, self._relieve = whole_number(rank, "rank"), relieve
+        self._threads, self._stream = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream")
         self._storages = plan.destinations.get(rank, {})
         seed = seeds(plan.match.sources.tensors, ())
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, message_bytes)
@@ -70,7 +63,7 @@ class DeltaReceiver:
         self._padding_sum = padding.read(0, np.zeros(len(self._storages), np.int64), 1)
         self._memory = HeldMemory(list(self._incoming.values()), padding, threads)
         bounds = (FRAME_BYTES + one.table.bound(i) for one in self._incoming.values() for i in range(len(one.lane)))
-        self.limit_bytes = sum(bounds) if limit_bytes is None else limit_bytes
+        self.limit_bytes = sum(bounds) if limit_bytes is None else whole_number(limit_bytes, "limit_bytes of a delta")
         self.staged_bytes = 0
         """Bytes of the messages that are staged."""
         self.version: int | None = None

@@ -10,11 +10,12 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.reshard.delta_digest import WORD, addresses, seeds
-from asyncmoe.reshard.delta_format import FRAME_BYTES, DeltaHeader, check_limit, check_version, seal
+from asyncmoe.reshard.delta_format import FRAME_BYTES, DeltaHeader, check_version, seal
 from asyncmoe.reshard.delta_gpu import BaseMemory, DeltaGpu, DeviceBase
 from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES, DeltaLane, lanes_of
 from asyncmoe.reshard.delta_work import Base, HostBase, payload_of
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
+from asyncmoe.reshard.layout import MOST_THREADS, whole_number
 from asyncmoe.reshard.memory import Array
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import message_program, scales_of
@@ -98,8 +99,8 @@ class DeltaSender:
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
     ) -> None:
-        self.rank, self._threads = rank, threads
-        self._memory, self._stream, self._relieve = memory, stream, relieve
+        self.rank, self._memory, self._relieve = whole_number(rank, "rank"), memory, relieve
+        self._threads, self._stream = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream")
         lanes = lanes_of(plan, lambda transfer: transfer.source == rank, message_bytes)
         self._scales = scales_of(plan.sources.get(rank, {}), [lane.chunks.copies for lane in lanes])
         self._storages = {**plan.sources.get(rank, {}), **self._scales.storages}
@@ -164,7 +165,8 @@ class DeltaSender:
             LayoutError: `version` or `limit_bytes` is out of range.
         """
         self._begin(version)
-        check_limit(limit_bytes)
+        if limit_bytes is not None:
+            whole_number(limit_bytes, "limit_bytes of a delta")
         if self.base is None or version == self.base:
             raise InvariantBroken(f"rank {self.rank}: got delta {self.base} -> {version}, expected a base and another version after it")
         nbytes = changed = blocks = 0

@@ -16,7 +16,7 @@ from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard.carry import Carrier, Take
 from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, trailer_offset
 from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
-from asyncmoe.reshard.layout import whole_number
+from asyncmoe.reshard.layout import MOST_THREADS, seconds, whole_number
 from asyncmoe.reshard.memory import Array, Memory, addresses_of, check_apart, device_of, memories_of, memory_of
 from asyncmoe.reshard.moved import Moved
 from asyncmoe.reshard.plan import Plan
@@ -24,6 +24,7 @@ from asyncmoe.reshard.programs import local_program, message_program, scales_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
 
 BUCKET_BYTES = 64 << 20
+_MOST_BUFFERS = 1 << 10
 _RUN_MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -69,10 +70,10 @@ class Exchanger:
         watch: Watch = nothing_to_watch,
     ) -> None:
         self._relieve, self._watch = relieve, watch
-        bucket_bytes, buffers = whole_number(bucket_bytes, "bucket_bytes", 1), whole_number(buffers, "buffers", 1)
-        self._threads = whole_number(threads, "threads", 0, 1 << 10)
+        bucket_bytes, self._buffers = whole_number(bucket_bytes, "bucket_bytes", 1), whole_number(buffers, "buffers", 1, _MOST_BUFFERS)
+        self._threads, self._stream = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream")
+        self._timeout_s = seconds(timeout_s)
         self.rank, self._plan = transport.rank, plan
-        self._timeout_s, self._stream, self._buffers = timeout_s, stream, buffers
         cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
         cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
@@ -92,7 +93,7 @@ class Exchanger:
         self._carrier: Carrier | None = None
         self._transport = transport
         out, into = [_lane(c, c.destination) for c in self._outgoing], [_lane(c, c.source) for c in self._incoming]
-        self.buffer_bytes = sum(lane.slot_bytes * min(buffers, len(lane.message_bytes)) for lane in (*out, *into))
+        self.buffer_bytes = sum(lane.slot_bytes * min(self._buffers, len(lane.message_bytes)) for lane in (*out, *into))
         """Bytes of this rank's message buffers."""
         self._link = self._connect(transport, out, into)
 
@@ -111,6 +112,7 @@ class Exchanger:
             LayoutError: an array is missing, does not match its storage, or is written and shares memory with another one; or arrays are
                 given to a rank that is not in the plan.
         """
+        self._check_usable()
         read = {**self._plan.sources.get(self.rank, {}), **self._scales.storages}
         sources = memories_of(read, source_arrays, f"rank {self.rank}: source array", write=False)
         wanted = self._plan.destinations.get(self.rank, {})
@@ -134,12 +136,11 @@ class Exchanger:
                 exchanger cannot be used again.
             WaitTimeout: a peer made no progress in time; the destination and the exchanger are left as after a TransferError.
         """
-        if self._broken:
-            raise InvariantBroken(f"rank {self.rank}: an exchange that failed was run again; make a new one")
+        self._check_usable()
         if self._bound is None:
             raise InvariantBroken(f"rank {self.rank}: an exchange was run without arrays; call bind first")
+        self._until = math.inf if timeout_s is None else time.monotonic() + seconds(timeout_s)
         self._broken = True
-        self._until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         moved = Moved()
         rounds = max((len(c) for c in (*self._outgoing, *self._incoming)), default=0)
         ahead = min(self._buffers - 1, rounds)
@@ -164,6 +165,7 @@ class Exchanger:
         Raises:
             WaitTimeout, TransferError: as `Carrier`.
         """
+        self._check_usable()
         out, into = [chunks.destination for chunks in self._outgoing], [chunks.source for chunks in self._incoming]
         self._carrier = Carrier(self._transport, out, into, timeout_s=self._timeout_s, watch=self._watch)
 
@@ -171,8 +173,9 @@ class Exchanger:
         self, outgoing: Mapping[int, Sequence[np.ndarray]], incoming: Mapping[int, Sequence[int]], take: Take, timeout_s: float
     ) -> None:
         """Carry other messages, in host memory, between two runs; see `Carrier.run`. After an error this exchanger cannot be used again."""
-        if self._broken or self._carrier is None:
-            raise InvariantBroken(f"rank {self.rank}: messages were given to an exchanger that failed, or has no carrier")
+        self._check_usable()
+        if self._carrier is None:
+            raise InvariantBroken(f"rank {self.rank}: messages were given to an exchanger without a carrier; call open_carrier first")
         self._broken = True
         self._carrier.run(outgoing, incoming, take, timeout_s)
         self._carried += 1
@@ -193,6 +196,11 @@ class Exchanger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _check_usable(self) -> None:
+        if self._closed or self._broken:
+            state = "is closed" if self._closed else "failed before"
+            raise InvariantBroken(f"rank {self.rank}: an exchanger that {state} was used again; make a new one")
 
     def _copy_local(self, moved: Moved) -> None:
         if self._local is not None:
@@ -292,8 +300,7 @@ def exchange(
 
     For arguments and errors see `Exchanger`, `Exchanger.bind` and `Exchanger.run`.
     """
-    options = {"timeout_s": timeout_s, "threads": threads, "stream": stream}
-    with Exchanger(plan, transport, bucket_bytes=bucket_bytes, **options) as exchanger:  # type: ignore[arg-type]
+    with Exchanger(plan, transport, bucket_bytes=bucket_bytes, timeout_s=timeout_s, threads=threads, stream=stream) as exchanger:
         exchanger.bind(source_arrays, destination_arrays)
         exchanger.run()
 

@@ -12,13 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from numbers import Integral, Real
 from operator import index
-from typing import overload
+from typing import Any, overload
 
 from asyncmoe.errors import LayoutError
 
 MAX_DIMS = 4
 """Maximum number of dimensions of a tensor or a storage."""
+
+MOST_THREADS = 1 << 10
+_LONGEST_S = 1e9
+"""The longest time-out; in nanoseconds, as clocks count, it has 64 bits."""
 
 PADDING = "<padding>"
 """Reserved tensor name of a piece that belongs to no tensor: padding is filled with zeros in a destination and never read in a source."""
@@ -187,13 +192,18 @@ def well_formed(what: str, expected: str) -> Iterator[None]:
         raise LayoutError(what, got=f"{type(error).__name__}: {error}", expected=expected) from error
 
 
-def whole_number(value: int, what: str, least: int, most: int = 1 << 62) -> int:
-    """Return a whole number; raise LayoutError for anything else, and outside of bounds."""
-    with well_formed(what, "a whole number"):
-        value = index(value)
-    if not least <= value <= most:
-        raise LayoutError(what, got=value, expected=f"at least {least}" if value < least else f"at most {most}")
-    return value
+def whole_number(value: Any, what: str, least: int = 0, most: int = 1 << 62) -> int:
+    """Return a whole number, of NumPy or Python; raise LayoutError for anything else, a bool too, and outside of bounds."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise LayoutError(what, got=repr(value)[:80], expected=f"a whole number from {least} to {most}")
+    return int(value)
+
+
+def seconds(value: Any, what: str = "timeout_s") -> float:
+    """Return a time-out; raise LayoutError unless it is a number that every clock can count: from 0 to `_LONGEST_S`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= _LONGEST_S:
+        raise LayoutError(what, got=repr(value)[:80], expected=f"seconds from 0 to {_LONGEST_S:g}")
+    return float(value)
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -11,7 +11,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import ITEM_BYTES, Storage
+from asyncmoe.reshard.layout import ITEM_BYTES, MOST_THREADS, Storage, whole_number
 
 Array = Any
 """A NumPy array, or an object with the buffer protocol or `__dlpack__`; row-major."""
@@ -149,7 +149,7 @@ def digest(array: Array, *, threads: int = 0) -> int:
     memory = memory_of(array, "array to digest")
     if memory.device != "cpu":
         raise LayoutError("array to digest", got=memory.device, expected="cpu")
-    return int(_C.digest(memory.address, memory.nbytes, threads))
+    return int(_C.digest(memory.address, memory.nbytes, whole_number(threads, "threads", 0, MOST_THREADS)))
 
 
 def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
@@ -157,6 +157,9 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
         view = array if isinstance(array, np.ndarray) else np.asarray(memoryview(array))
     except TypeError:
         raise LayoutError(what, got=type(array).__name__, expected="an array (NumPy, buffer protocol or DLPack)") from None
+    if isinstance(view, np.ma.MaskedArray) or view.dtype.hasobject:
+        got = f"{type(view).__name__} of {view.dtype}"
+        raise LayoutError(what, got=got, expected="an array that is nothing but its bytes", hint="fill masked elements first")
     if not view.flags.c_contiguous:
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if write and not view.flags.writeable:
@@ -179,7 +182,7 @@ def _torch_memory(array: Array, what: str) -> Memory:
     except RuntimeError as error:  # functional and fake tensors have no memory
         raise LayoutError(what, got=str(error), expected="an array that has memory") from error
     needed = (array.storage_offset() + array.numel()) * array.element_size()
-    if array.numel() and held < needed:  # freed by `untyped_storage().resize_(0)`, as FSDP does between uses
+    if array.numel() and (held < needed or not address):  # MaskedTensor has none; `untyped_storage().resize_(0)` of FSDP frees it
         raise LayoutError(what, got=f"a tensor whose storage has {held} of {needed} bytes", expected="an array that has memory")
     dtype, device = str(array.dtype).removeprefix("torch."), str(array.device)
     return Memory(address, array.numel() * array.element_size(), dtype, device, tuple(array.shape))

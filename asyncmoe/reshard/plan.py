@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from asyncmoe.reshard.layout import MAX_DIMS, RankLayout, Storage, well_formed
+from asyncmoe.reshard.layout import MAX_DIMS, RankLayout, Storage, well_formed, whole_number
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.table import Side, enumerate_tensors, tabulate
 
@@ -127,7 +127,7 @@ def plan_each(
     numbered = enumerate_tensors(tensors)
     sources = Sources(numbered, tabulate(numbered, source))
     with well_formed("ranks", "some of the plan's"):
-        wanted = None if ranks is None else {*ranks}
+        wanted = None if ranks is None else {whole_number(rank, "rank of a part") for rank in ranks}
     return [assemble(Match(sources, tabulate(numbered, destination)), wanted) for destination in destinations]
 
 

@@ -125,9 +125,7 @@ def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
             something that is no layout.
     """
     with well_formed("layouts", "a list of RankLayout"):
-        ordered = sorted(layouts, key=lambda layout: whole_number(layout.rank, "rank of a layout", -_MOST))
-    if ordered and ordered[0].rank < 0:
-        raise LayoutError(f"rank {ordered[0].rank}", got="a negative number", expected="0 or more")
+        ordered = sorted(layouts, key=lambda layout: whole_number(layout.rank, "rank of a layout"))
     for rank, count in Counter(layout.rank for layout in ordered).items():
         if count > 1:
             raise LayoutError(f"rank {rank}", got=f"{count} layouts", expected="1")

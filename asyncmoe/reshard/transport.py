@@ -12,6 +12,7 @@ import numpy as np
 from asyncmoe.errors import AsyncmoeError, InvariantBroken
 from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
+from asyncmoe.reshard.layout import whole_number
 from asyncmoe.reshard.memory import memory_of
 
 LOOK_S = 0.5
@@ -157,7 +158,7 @@ class LocalTransport:
     """A transport for a single process; it carries no messages."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+        self.rank = whole_number(rank, "rank")
 
     def empty(self, nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)

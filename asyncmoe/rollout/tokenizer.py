@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, together
 from asyncmoe.imports import uncollected
-from asyncmoe.models.hf_folder import has_tokenizer
+from asyncmoe.models import load_hf_config
+from asyncmoe.models.hf_folder import pointers, tokenizer_faults, tokenizer_settings
+from asyncmoe.models.shape import positive
 from asyncmoe.rollout import chat_template
 
 _PLAIN = "TokenizersBackend"
@@ -37,10 +39,9 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
-        settings = _settings(path)
-        if not has_tokenizer(path) and "auto_map" not in settings:  # transformers makes an empty one for some classes
-            fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {path}"
-            raise DataError("model.path", got="no vocabulary", expected=f"a tokenizer in {path}", hint=fetch)
+        if faults := [*pointers(path), *tokenizer_faults(path)]:
+            raise together(faults)
+        settings = tokenizer_settings(path)
         # AutoTokenizer imports torch and all of generation, which would delay the engines' start by seconds.
         plain = settings.get("tokenizer_class") == _PLAIN and "auto_map" not in settings
         with uncollected():
@@ -56,7 +57,8 @@ class Tokenizer:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
-        self.vocabulary, self.positions = _limits(path / "config.json")
+        hf = load_hf_config(path)
+        self.vocabulary, self.positions = positive(hf, "vocab_size"), hf.get("max_position_embeddings")
         if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= self.vocabulary:
             expected = f"ids below the model's vocab_size {self.vocabulary}"
             raise DataError(f"tokenizer in {path}", got=f"token {largest}", expected=expected, hint="take the tokenizer of this model")
@@ -123,14 +125,18 @@ class Tokenizer:
             for kind in filter(self.lacks, chat_template.kinds(message, index == 0)):
                 raise DataError(f"{where}[{index}]", got=f"{kind}, which the chat template leaves out", expected="what it writes")
 
-    def between(self, observations: Sequence[str]) -> tuple[int, ...]:
+    def between(self, observations: Sequence[str], ids: Sequence[str | None] = ()) -> tuple[int, ...]:
         """Return the token ids of tool answers: from the end of an assistant's turn, whose last token was sampled, to its next turn.
+
+        Args:
+            ids: of their calls, as the policy wrote them; None, and any left out: it wrote none.
 
         Raises:
             DataError: the chat template does not support tool answers, or leaves them or the turn before them out.
         """
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-        answers = [{"role": "tool", "content": text, "tool_call_id": chat_template.CALL_ID} for text in observations]
+        calls = zip_longest(observations, ids)
+        answers = [{"role": "tool", "content": text, "tool_call_id": call or chat_template.CALL_ID} for text, call in calls]
         self.check(answers, len(messages), "tool answers")
         _, said, added = self.render([*messages, *answers]).partition(_SAID)
         if not said:
@@ -144,21 +150,3 @@ class Tokenizer:
     def decode_all(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included, as it is: no white space is cleaned up."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, or {} if it cannot be read: transformers then looks elsewhere or reports the error."""
-    try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
-
-
-def _limits(path: Path) -> tuple[int, int | None]:
-    try:
-        settings = json.loads(path.read_text())
-        positions = settings.get("max_position_embeddings")
-        return int(settings["vocab_size"]), positions if isinstance(positions, int) else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(str(path), got=f"{type(error).__name__}: {error}", expected="a model configuration with vocab_size") from error

@@ -43,7 +43,7 @@ def start(runner: asyncio.Runner, config: Config) -> Rig:
 @pytest.fixture(params=every)
 def stage(request: pytest.FixtureRequest, runner: asyncio.Runner, tmp_path: Path) -> Iterator[Stage]:
     first = Oracle(families.write(tmp_path / "first", request.param))
-    rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096))
+    rig = start(runner, settings(first.path, tmp_path / "run", max_total_tokens=4096, dtype="auto"))  # float32, as the checkpoint's
     try:
         checkpoints = [first, perturbed(first, tmp_path / "a", 1), perturbed(first, tmp_path / "b", 2)]
         yield Stage(rig, checkpoints, tmp_path, runner.run(rig.engine.client.checksums(30.0)))

@@ -22,7 +22,7 @@ import pytest
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, served
 from tests.integrations.traffic import Counts, Exchange, Recorder, Script, as_record
-from tests.unit import doc_pages, openai_policy
+from tests.unit import doc_pages
 
 PROGRAMS = Path(sys.prefix) / "node_modules"
 CLIENT_S = 120
@@ -116,11 +116,6 @@ def steps(agent: Agent) -> list[str]:
         "more " + shell("cat one.txt"),
         "all done",
     ]
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 async def ran(program: Path, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:

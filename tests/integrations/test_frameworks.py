@@ -13,17 +13,12 @@ import pytest
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, in_turn, one_conversation, served
-from tests.unit import doc_pages, openai_policy
+from tests.unit import doc_pages
 from tests.unit.openai_policy import Policy
 
 WHY = "make test-integrations ONLY=frameworks installs it"
 agents = pytest.importorskip("agents", reason=WHY)
 pytest.importorskip("langchain", reason=WHY)
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 PAGE: dict[str, Any] = {}

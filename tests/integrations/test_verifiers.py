@@ -21,16 +21,10 @@ from asyncmoe.rollout import tasks
 from asyncmoe.rollout.adapters import verifiers as adapter
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, in_turn, one_conversation, served
-from tests.unit import openai_policy
 from tests.unit.openai_policy import Policy
 
 ENVIRONMENT = "tests.integrations.doubling"
 KIND = "asyncmoe.rollout.adapters.verifiers:Examples"
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def config(**options: object) -> Any:

@@ -25,16 +25,10 @@ from asyncmoe.rollout import tasks
 from asyncmoe.rollout.adapters import verifiers as adapter
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, in_turn, one_conversation, served
-from tests.unit import openai_policy
 from tests.unit.openai_policy import Policy
 
 HERE = Path(__file__).parent
 AGENT = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(autouse=True)

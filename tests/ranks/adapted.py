@@ -7,7 +7,6 @@ V is in RESULT's folder, in `V.msgpack`, when V is published. Each outcome has w
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,14 @@ from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from tests.ranks import group
 from tests.ranks.kept import settings_of
 from tests.ranks.publish import publish
 from tests.ranks.replay import compare, read
 
 
 def main(result: Path, job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
     for layout in job["layouts"]:

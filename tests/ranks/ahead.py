@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import logging
 import sys
 import threading
 from concurrent.futures import wait
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from asyncmoe import models
@@ -33,7 +30,7 @@ from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.objective import NO_PLUGINS
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, encode_routes
-from tests.ranks import case
+from tests.ranks import case, group
 from tests.ranks.leaving import leave
 
 STEPS, GROUPS, SIZE = 4, 3, 2
@@ -107,17 +104,11 @@ def trajectory(group: int, episode: int, version: int, routing: Routing) -> Traj
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found = {layout: [trained(configuration(path, case.sizes_of(layout)), path, ahead) for ahead in (False, True)] for layout in layouts}
     dropping = configuration(path, case.sizes_of(layouts[0])).model_copy(update={"train": "lora", "lora": LoraSection(rank=4, dropout=0.5)})
     found["dropout"] = [trained(dropping, path, False, stopped) for stopped in (None, 2)]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(everyone))
-    mesh.stop()
+    group.end(result, group.everyone(found))
 
 
 def configuration(path: Path, sizes: dict[str, int]) -> Config:

@@ -8,8 +8,6 @@ others, as asyncmoe did before.
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
-from tests.ranks import case
+from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, worst
 
@@ -34,13 +32,9 @@ STEPS = 4
 
 
 def main(result: Path, path: Path, jobs: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found = {job: worst(tried(path, job)) for job in jobs}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, indent=1))
-    mesh.stop()
+    group.end(result, found)
 
 
 def tried(path: Path, job: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import die_with_parent
 from asyncmoe.trainer.model import checkpoint, checkpoint_files, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
-from tests.ranks.storage import BYTES, everyone
+from tests.ranks import group
+from tests.ranks.storage import BYTES
 
 _write = checkpoint_files.write_shards
 
@@ -44,9 +45,9 @@ def main(result: Path, path: Path) -> None:
     saver.settle()
     failures: dict[str, Any] = {}
     for step, rank in ((2, 1), (3, 0)):
-        failures[str(step)] = everyone(limited(saver, step, rank))
+        failures[str(step)] = group.everyone(limited(saver, step, rank))
     checkpoint_files.write_shards = broken if place.rank == 1 else _write
-    failures["bug"] = everyone(failed(saver, 4))
+    failures["bug"] = group.everyone(failed(saver, 4))
     checkpoint_files.write_shards = _write
     kept = names(run)
     loaded = checkpoint.load(checkpoints.directory(run, 1), config, built, adam)
@@ -56,7 +57,7 @@ def main(result: Path, path: Path) -> None:
     saver.settle()
     told = [step for step, _ in saver.saved()]
     saved = names(run)
-    pids = everyone(str(os.getpid()))
+    pids = group.everyone(str(os.getpid()))
     half = threading.Event()
     checkpoint_files.write_shards = lambda *given: _write(*given[:-1], lambda: stopped(half))
     saver.save(7)

@@ -6,8 +6,6 @@ A layout is a list of the trainer's settings, such as "tp=2,dtype=bfloat16,distr
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,19 +24,15 @@ from asyncmoe.platform.megatron import snapshot
 from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
-from tests.ranks import case, lora, lora_case, parity
+from tests.ranks import case, group, lora, lora_case, parity
 from tests.ranks.leaving import leave
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     runs = result.with_suffix("")  # another world's run of the same layout would have later checkpoints
     found = {layout: parity.worst(compared(path, runs / layout, layout)) for layout in layouts}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, indent=1))
-    mesh.stop()
+    group.end(result, found)
 
 
 def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 
 from asyncmoe.platform import zigzag
 from asyncmoe.platform.megatron.context_attention import attend
+from tests.ranks import group
 
 
 def main(result: Path, cases: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    group.begin()
     errors = [one(seed) for seed in range(cases)]
-    everyones: list[list[dict[str, float]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, errors)
+    everyones = group.everyone(errors)
     if dist.get_rank() == 0:
         result.write_text(json.dumps([case for errors in everyones for case in errors]))
     dist.destroy_process_group()

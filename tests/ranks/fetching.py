@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from concurrent.futures import wait
 from pathlib import Path
@@ -18,7 +17,7 @@ from asyncmoe.trainer.data import batch_client, shared_fetch
 from asyncmoe.trainer.data.prefetch import Prefetcher
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trajectory import Buffer, encode
-from tests.ranks import case
+from tests.ranks import case, group
 from tests.unit.kept_trajectory import trajectory
 
 KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
@@ -85,11 +84,7 @@ def main(result: Path, path: Path, layout: str) -> None:
         "same": all(digest(one) == digest(trajectory_of(i)) for some in found.values() for i, one in some.items()),
         "counts": [len(some) for some in found.values()],
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(everyone))
-    mesh.stop()
+    group.end(result, group.everyone(mine))
 
 
 def refusal(controller: Any, place: mesh.Mesh, step: int, ahead: Prefetcher | None = None) -> str:

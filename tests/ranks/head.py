@@ -18,7 +18,7 @@ from asyncmoe.trainer.data.replay_data import Support
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trainer.model.logprobs import target_logprobs
-from tests.ranks import memory
+from tests.ranks import group, memory
 from tests.ranks.leaving import leave
 
 megatron.prepare()
@@ -42,12 +42,10 @@ LAYOUTS = {
 
 
 def main(result: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    group.begin()
     with mock.patch.object(head_blocks, "width", lambda rows, vocabulary, cpu: min(vocabulary, IDS)):
         mine = {"slices": slices(), "model": {name: of_model(name) for name in LAYOUTS}}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    every = group.everyone(mine)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(every))
     dist.destroy_process_group()

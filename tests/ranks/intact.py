@@ -21,6 +21,7 @@ from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import die_with_parent
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
+from tests.ranks import group
 
 
 def flip(path: Path) -> None:
@@ -75,7 +76,7 @@ def main(result: Path, path: Path) -> None:
         assert chosen is not None
         step = checkpoint.load(chosen, config, built, adam)
         values = {float(value) for parameter in gpt.parameters(built).values() for value in parameter.unique()}
-        found[name] = everyone([step, sorted(values), sorted(entry.name for entry in (run / "checkpoints").iterdir())])
+        found[name] = group.everyone([step, sorted(values), sorted(entry.name for entry in (run / "checkpoints").iterdir())])
     both = result.parent / "both"
     if place.rank == 0:
         shutil.copytree(original, both)
@@ -85,17 +86,10 @@ def main(result: Path, path: Path) -> None:
     try:
         checkpoint_choice.choose(both, place)
     except AsyncmoeError as error:
-        found["both"] = everyone([str(error), sorted(entry.name for entry in (both / "checkpoints").iterdir())])
+        found["both"] = group.everyone([str(error), sorted(entry.name for entry in (both / "checkpoints").iterdir())])
     if place.rank == 0:
         result.write_text(json.dumps(found))
     mesh.stop()
-
-
-def everyone(mine: object) -> list[object]:
-    """Of all ranks."""
-    told: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
 
 
 if __name__ == "__main__":

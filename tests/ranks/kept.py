@@ -5,8 +5,6 @@ A layout is a list of the trainer's settings with the ways to pack, such as "tp=
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,22 +26,18 @@ from asyncmoe.trainer.model.balance import Balance
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.samples import BatchSamples
 from asyncmoe.trajectory import Trajectory, decode, decode_routes
-from tests.ranks import case, parity
+from tests.ranks import case, group, parity
 from tests.ranks.leaving import leave
 
 KEPT = 10
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found = {}
     for layout, _, ways in (one.partition(":") for one in layouts):
         found[layout] = {how: parity.worst(kept(path, layout, how == "packed")) for how in ways.split("+")}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, indent=1))
-    mesh.stop()
+    group.end(result, found)
 
 
 def settings_of(layout: str) -> dict[str, Any]:

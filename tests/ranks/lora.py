@@ -6,8 +6,6 @@ Errors are maxima over all ranks; of gradients and halves, relative to the large
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from asyncmoe.trainer.lora import attach, canonical, values
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.weight_sync.gather import Gatherer
-from tests.ranks import case, lora_case, parity
+from tests.ranks import case, group, lora_case, parity
 from tests.ranks.leaving import leave
 
 SEED = 11
@@ -64,13 +62,9 @@ class Job(parity.Job):
 
 
 def main(result: Path, path: Path, wanted: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found = {layout: try_layout(path, layout, adapters.split("+")) for layout, _, adapters in (one.partition(":") for one in wanted)}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, indent=1))
-    mesh.stop()
+    group.end(result, found)
 
 
 def try_layout(path: Path, layout: str, adapters: list[str]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ and what a merge into bfloat16 loses.
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +18,12 @@ from asyncmoe.trainer.lora.merge import merge
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trainer.weight_sync.gather import Gatherer
 from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
-from tests.ranks import case, lora_case, parity
+from tests.ranks import case, group, lora_case, parity
 from tests.ranks.lora import SEED, Job, logits_error
 
 
 def main(result: Path, references: Path, out: Path, layout: str) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found = {}
     for name in lora_case.BOTH:
         path = references / lora_case.ADAPTERS[name][0]
@@ -44,9 +40,7 @@ def main(result: Path, references: Path, out: Path, layout: str) -> None:
         job = replace(job, config=config.model_copy(update={"trainer": halved}))
         found[f"{name} lost"] = merge(job.model().chunks)
         mesh.leave()
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    mesh.stop()
+    group.end(result, found)
 
 
 if __name__ == "__main__":

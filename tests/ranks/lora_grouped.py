@@ -4,8 +4,6 @@ inside the linear layers, and Megatron's own TEGroupedMLP. `lora_grouped.py RESU
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from asyncmoe.platform import megatron
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import gpt, layers, mesh
 from asyncmoe.trainer.model.switches import Switches
-from tests.ranks import case, lora_case, parity
+from tests.ranks import case, group, lora_case, parity
 from tests.ranks.leaving import leave
 from tests.ranks.lora import SEED, Job, forward_and_gradients
 
@@ -94,9 +92,7 @@ layers.switches = lambda *_: ON
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found: dict[str, Any] = {layout: {} for layout in layouts}
     for layout in layouts:
         sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
@@ -110,9 +106,7 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
                 found[layout][f"{name} {recompute}"] = parity.worst(forward_and_gradients(job))
         refused(job)
         leave()
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, indent=1))
-    mesh.stop()
+    group.end(result, found)
 
 
 def refused(job: Job) -> None:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,24 +16,20 @@ from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import mesh, optimizer
-from tests.ranks import case, lora_case, parity
+from tests.ranks import case, group, lora_case, parity
 from tests.ranks.leaving import leave
 from tests.ranks.lora import Job
 
 
 def main(result: Path, path: Path, saved: str, loaded: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found: dict[str, float] = {}
     for name, distributed in (("per-expert", True), ("shared-outer", False)):
         run = result.parent / f"{result.stem}-{name}"
         checkpoint, size = first_step(path, run, name, distributed, saved)
         found |= {f"{name} {layout}": goes_on(path, run, name, distributed, layout, checkpoint) for layout in loaded}
         found[f"{name} bytes"] = size
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, indent=1))
-    mesh.stop()
+    group.end(result, found)
 
 
 def first_step(path: Path, run: Path, name: str, distributed: bool, sizes: str) -> tuple[Path, int]:

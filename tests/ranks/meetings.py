@@ -20,6 +20,7 @@ import torch.distributed as dist
 from asyncmoe.errors import AsyncmoeError, EngineError
 from asyncmoe.trainer.weight_sync import rendezvous
 from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from tests.ranks import group
 
 WHY = "engine.0 did not start: unrecognized arguments: --no-such-argument " + "é" * 1500
 
@@ -39,7 +40,7 @@ def main(result: Path) -> None:
             rendezvous._open(config, model, mock.Mock(), dist.group.WORLD)
         except AsyncmoeError as error:
             ended = str(error)
-    found = {"fails": gathered(ended), "again": gathered(again())}
+    found = {"fails": group.everyone(ended), "again": group.everyone(again())}
     if rank == 0:
         result.write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -61,12 +62,6 @@ def again() -> list[bool]:
         sender._sent.set()
         step.join(5.0)
     return [while_all_have, kept, sender._still_has()]
-
-
-def gathered(one: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, one)
-    return every
 
 
 if __name__ == "__main__":

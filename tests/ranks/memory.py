@@ -31,6 +31,7 @@ from tests import families
 megatron.prepare()
 
 from asyncmoe.platform.megatron.packed_attention import PackedSequences  # noqa: E402  only after the platform is prepared
+from tests.ranks import group  # noqa: E402
 from tests.ranks.leaving import leave  # noqa: E402
 
 ROWS = 256
@@ -50,11 +51,9 @@ MODELS["qwen3_moe"]["mlp_only_layers"] = [1]
 
 
 def main(result: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    group.begin()
     mine = {layout: compare(*configured(layout, dist.get_world_size())) for layout in layouts}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    every = group.everyone(mine)
     if dist.get_rank() == 0:
         result.write_text(json.dumps({layout: [one[layout] for one in every] for layout in layouts}))
     dist.destroy_process_group()

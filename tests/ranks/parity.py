@@ -8,8 +8,6 @@ Errors are maxima over all ranks; of gradients and weights, relative to the tens
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +35,7 @@ from asyncmoe.trainer.data.schedule import Schedule, schedule
 from asyncmoe.trainer.model import collectives, mesh, optimizer
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model.output_head import OutputHead
-from tests.ranks import case
+from tests.ranks import case, group
 from tests.ranks.leaving import leave
 
 COMPARED = ("clip_fraction", "tis_capped_fraction", "ratio_mean", "train_infer_kl")
@@ -93,17 +91,13 @@ class Job:
 
 
 def main(result: Path, path: Path, wanted: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     found = {}
     for layout, _, variants in (one.partition(":") for one in wanted):
         found[layout] = {}
         for variant, *checks in (each.split("/") for each in variants.split("+")):
             found[layout][variant] = try_layout(path / variant, layout, checks)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found, indent=1))
-    mesh.stop()
+    group.end(result, found)
 
 
 def try_layout(path: Path, layout: str, chosen: list[str]) -> dict[str, Any]:
@@ -138,8 +132,7 @@ def try_layout(path: Path, layout: str, chosen: list[str]) -> dict[str, Any]:
 
 def worst(values: dict[str, Any]) -> dict[str, Any]:
     """The largest of each number over all ranks; lists as they are on rank 0; every rank must agree on what is not a number."""
-    everywhere: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, values)
+    everywhere = group.everyone(values)
     merged: dict[str, Any] = {}
     for name, value in values.items():
         seen = [one[name] for one in everywhere]

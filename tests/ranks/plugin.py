@@ -5,8 +5,6 @@ PATH holds the model, in `hf`, and gets a module for each rank, which differ.
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +21,7 @@ from asyncmoe.models import load_hf_config, with_family
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.loop import agree
 from asyncmoe.trainer.model import gpt, mesh, optimizer
-from tests.ranks import case
+from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, snapshot
 
@@ -39,15 +37,9 @@ PLUGINS: dict[str, Any] = {
 
 
 def main(result: Path, path: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     mine = {layout: try_layout(path, layout) for layout in layouts}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(everyone))
-    mesh.stop()
+    group.end(result, group.everyone(mine))
 
 
 def try_layout(path: Path, layout: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ Every rank writes what came of each publication to RESULT.RANK; rank 0 also to R
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -21,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 
 from asyncmoe import config as configuration
@@ -36,6 +34,7 @@ from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trainer.weight_sync import hf_files, reshard
 from asyncmoe.trainer.weight_sync.publisher import Publisher
 from asyncmoe.trainer.weight_sync.sender import Sender
+from tests.ranks import group
 from tests.ranks.kept import settings_of
 
 
@@ -104,9 +103,7 @@ class Faulty(Sender):
 
 
 def main(result: Path, job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     reshard.Sender = Faulty  # type: ignore[misc]
     if job["in_place"]:
         cards.in_place = lambda _: True

@@ -6,7 +6,6 @@ FOLDER has the checkpoint in "hf". All of its parameters are multiplied by CHANG
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
@@ -17,13 +16,11 @@ from asyncmoe.models import load_hf_config
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trainer.weight_sync.gather import Gatherer
 from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
-from tests.ranks import case
+from tests.ranks import case, group
 
 
 def main(result: Path, path: Path, change: float, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     for layout in layouts:
         config = case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout))
         place = mesh.start(config.trainer)

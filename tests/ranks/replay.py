@@ -5,8 +5,6 @@ DIRECTORY holds `hf` (the weights that sampled them, at temperature T) and `traj
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from asyncmoe.config import Config
@@ -24,24 +21,20 @@ from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trajectory import Trajectory, decode
-from tests.ranks import case
+from tests.ranks import case, group
 from tests.ranks.kept import settings_of
 from tests.ranks.leaving import leave
 
 
 def main(result: Path, path: Path, temperature: float, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     recorded = read(path / "trajectories.msgpack")
     found = {}
     for layout in layouts:
         sizes, _, ways = layout.partition(":")
         for how in ways.split("+"):
             found[f"{sizes} {how}"] = differences(path, recorded, temperature, settings_of(sizes) | {"pack": how == "packed"})
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    mesh.stop()
+    group.end(result, found)
 
 
 def read(file: Path) -> list[Trajectory]:

@@ -6,14 +6,11 @@ every rank's shards and in whole tensors gathered from them.
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.trainer import step
@@ -21,7 +18,7 @@ from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
-from tests.ranks import case
+from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, expected, worst
 
@@ -38,9 +35,7 @@ LOADED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main(result: Path, path: Path, wanted: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     reference = torch.load(path / "reference.pt", weights_only=False)
     found: dict[str, Any] = {}
     checkpoints: dict[tuple[bool, str], Path] = {}
@@ -58,9 +53,7 @@ def main(result: Path, path: Path, wanted: list[str]) -> None:
         errors = [float((value - gpt.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
         found[resumed] = worst({"weights": max(errors + gathered(job, built))})["weights"]
         leave()
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    mesh.stop()
+    group.end(result, found)
 
 
 def saved(path: Path, run: Path, reference: dict[str, Any], distributed: bool, sizes: dict[str, Any]) -> Path:

@@ -20,6 +20,7 @@ from asyncmoe.config import Config, parse
 from asyncmoe.errors import StorageError
 from asyncmoe.process import die_with_parent
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from tests.ranks import group
 
 BYTES = 64 << 10
 
@@ -44,12 +45,12 @@ def main(result: Path, path: Path) -> None:
     (run / "checkpoints" / "step-00000007.writing").mkdir(exist_ok=True)  # as a killed save leaves it
     failures = {}
     for step, rank in ((2, 1), (3, 0)):
-        failures[step] = everyone(failed(config, step, built, adam, rank))
+        failures[step] = group.everyone(failed(config, step, built, adam, rank))
     kept = [entry.name for entry in sorted((run / "checkpoints").iterdir())]
     loaded = checkpoint.load(run / "checkpoints" / "step-00000001", config, built, adam)
     checkpoint.save(config, 4, built, adam)
     saved = [entry.name for entry in sorted((run / "checkpoints").iterdir())]
-    pids = everyone(str(os.getpid()))
+    pids = group.everyone(str(os.getpid()))
     blocked = checkpoints.temporary(run, 5)
     if place.rank == 0:
         blocked.mkdir()
@@ -73,13 +74,6 @@ def failed(config: Config, step: int, built: gpt.Model, adam: optimizer.Megatron
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return "saved"
-
-
-def everyone(text: str) -> list[str]:
-    """Of all ranks."""
-    found = [""] * dist.get_world_size()
-    dist.all_gather_object(found, text)
-    return found
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,14 @@ from asyncmoe.trainer.weight_sync.gather import Gatherer
 from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
 from asyncmoe.trainer.weight_sync.sources import WeightSources
 from tests.checksums import engine_checksums
-from tests.ranks import case, parity
+from tests.ranks import case, group, parity
 from tests.ranks.leaving import leave
 
 RATE = 0.01
 
 
 def main(result: Path, path: Path, wanted: str) -> None:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    group.begin()
     layout, _, variants = wanted.partition(":")
     found = {}
     for variant in variants.split("+"):
@@ -49,9 +45,7 @@ def main(result: Path, path: Path, wanted: str) -> None:
         job = parity.Job(path / variant, config, place, torch.load(path / variant / "reference.pt", weights_only=False))
         found[variant] = parity.worst(stored(job, out))
         leave()
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-    mesh.stop()
+    group.end(result, found)
 
 
 def stored(job: parity.Job, out: Path) -> dict[str, Any]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +13,7 @@ import pytest
 
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import intact
-from asyncmoe.config.model import MadeModel
-from asyncmoe.models.make import make_model
-from tests.ranks.launch import HERE
-from tests.ranks.test_storage import _MARK, _has
+from tests.ranks.test_storage import launched
 from tests.system.runs import wait_for
 
 pytestmark = pytest.mark.ranks
@@ -30,26 +23,9 @@ Job = tuple[dict[str, Any], Callable[[], list[int]], Path]
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """What the worker has found, in its last save; what lists the processes of its launch; the run's directory."""
-    path, mark = tmp_path_factory.mktemp("faults"), uuid.uuid4().hex
-    make_model(path / "model", MadeModel(), seed=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "async_faults.py")]
-    found = f"{os.environ.get('PYTHONPATH', '')}:{HERE.parent.parent}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": found, _MARK: mark}
-
-    def alive() -> list[int]:
-        return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has(entry / "environ", mark)]
-
-    with (path / "log").open("w") as log:
-        process = subprocess.Popen([*command, str(path / "found.json"), str(path / "model")], stdout=log, stderr=log, env=environment)
-    try:
-        wait_for(lambda: (path / "found.json").exists() or process.poll() is not None, 240)
-        assert (path / "found.json").exists(), (path / "log").read_text()[-4000:]
-        yield json.loads((path / "found.json").read_text()), alive, path / "run"
-    finally:
-        process.kill()
-        process.wait(10)
-        for pid in alive():
-            os.kill(pid, signal.SIGKILL)
+    path = tmp_path_factory.mktemp("faults")
+    with launched("async_faults.py", path) as (found, alive):
+        yield found, alive, path / "run"
 
 
 @pytest.mark.parametrize("step", ["2", "3"])

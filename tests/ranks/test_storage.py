@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ pytestmark = pytest.mark.ranks
 _MARK = "ASYNCMOE_TEST_MARK"
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Callable[[], list[int]]]]:
-    """What the worker has found, in its last save, and what lists the processes of its launch."""
-    path, mark = tmp_path_factory.mktemp("storage"), uuid.uuid4().hex
+@contextmanager
+def launched(worker: str, path: Path) -> Iterator[tuple[dict[str, Any], Callable[[], list[int]]]]:
+    """What a worker on two ranks has found, in its last save, and what lists the processes of its launch."""
+    mark, out = uuid.uuid4().hex, path / "found.json"
     make_model(path / "model", MadeModel(), seed=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "storage.py")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / worker)]
     found = f"{os.environ.get('PYTHONPATH', '')}:{HERE.parent.parent}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": found, _MARK: mark}
 
@@ -37,16 +38,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, An
         return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has(entry / "environ", mark)]
 
     with (path / "log").open("w") as log:
-        process = subprocess.Popen([*command, str(path / "found.json"), str(path / "model")], stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen([*command, str(out), str(path / "model")], stdout=log, stderr=log, env=environment)
     try:
-        wait_for(lambda: (path / "found.json").exists() or process.poll() is not None, 240)
-        assert (path / "found.json").exists(), (path / "log").read_text()[-4000:]
-        yield json.loads((path / "found.json").read_text()), alive
+        wait_for(lambda: out.exists() or process.poll() is not None, 240)
+        assert out.exists(), (path / "log").read_text()[-4000:]
+        yield json.loads(out.read_text()), alive
     finally:
         process.kill()
         process.wait(10)
         for pid in alive():
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Callable[[], list[int]]]]:
+    with launched("storage.py", tmp_path_factory.mktemp("storage")) as found:
+        yield found
 
 
 def _has(environ: Path, mark: str) -> bool:

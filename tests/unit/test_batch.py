@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -144,19 +145,23 @@ def test_updates_take_whole_groups_in_order() -> None:
 
 
 def trajectory(length: int, prompt: int, seed: int, version: int = 3, pure: bool = True) -> Trajectory:
-    rng = np.random.default_rng(seed)
-    mask = np.arange(length) >= prompt
+    made = random_trajectory(seed, np.arange(length) >= prompt, np.full(length, version), 1.0, np.random.default_rng(seed))
+    return made if pure else replace(made, prefix_version=NOT_SAMPLED)
+
+
+def random_trajectory(number: int, mask: np.ndarray, version: np.ndarray, scale: float, random: np.random.Generator) -> Trajectory:
+    """Random tokens and log-probabilities, for a mask and the version of each token [T]."""
     return Trajectory(
-        key=f"g0.e{seed}",
+        key=f"g0.e{number}",
         group=0,
-        episode=seed,
-        tokens=rng.integers(1, 90, length).astype(np.int32),
+        episode=number,
+        tokens=random.integers(1, 90, len(mask)).astype(np.int32),
         loss_mask=mask,
-        logprobs=np.where(mask, -rng.random(length), 0.0).astype(np.float32),
+        logprobs=np.where(mask, -scale * random.random(len(mask)), 0).astype(np.float32),
         versions=np.where(mask, version, NOT_SAMPLED).astype(np.int32),
         reward=1.0,
         finish="stop",
-        prefix_version=version if pure else NOT_SAMPLED,
+        prefix_version=int(version.max()),
     )
 
 

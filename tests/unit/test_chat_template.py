@@ -67,7 +67,8 @@ def ask(known: Tokenizer, template: str, messages: Any, style: str = "hermes", s
     episode.sampling = replace(episode.sampling, max_new_tokens=1000)
     episode.parse = parse
     session = Session(episode, fields.pop("on_conflict", "run"), style)
-    asked = session.parse(session.chat, json.dumps({"messages": messages, **fields}).encode())
+    api = getattr(session, fields.pop("api", "chat"))
+    asked = session.parse(api, json.dumps({"messages": messages, **fields}).encode())
     answer = asyncio.run(session.answer(asked))
     return known.decode_all(policy.asked[0][1]), answer, asked.overridden
 
@@ -139,9 +140,10 @@ def test_a_call_in_a_thought_is_text(known: Tokenizer, template: str, style: str
 
 def test_variables_of_the_template(known: Tokenizer, tmp_path: Path) -> None:
     off = {"enable_thinking": False}
-    assert ask(known, QWEN3, [USER], chat_template_kwargs=off)[0].endswith("</think>")
-    with pytest.raises(RequestRefused, match=r"^chat_template_kwargs\.messages "):
-        ask(known, QWEN3, [USER], chat_template_kwargs={**off, "messages": []})
+    for api in ("chat", "messages"):
+        assert ask(known, QWEN3, [USER], api=api, chat_template_kwargs=off)[0].endswith("</think>")
+        with pytest.raises(RequestRefused, match=r"^chat_template_kwargs\.messages "):
+            ask(known, QWEN3, [USER], api=api, chat_template_kwargs={**off, "messages": []})
     (tmp_path / "chat_template.jinja").write_text(QWEN3)
     run = Tokenizer(tmp_path, variables=off)
     assert run.decode_all(run.between(["4"])) == "<|im_end|><result>4<assistant><think></think>"

@@ -18,6 +18,7 @@ from asyncmoe.launch.run_processes import Process, Processes
 from asyncmoe.process import Child
 from asyncmoe.telemetry import processes
 from tests.unit.telemetry_runs import write_run
+from tests.unit.test_trainer_restarts import impatient
 
 ROOT = Path(__file__).parents[2]
 KILLED, SERVES = "kill -9 $$", 'until [ -e "{0}/done" ]; do sleep 0.05; done'
@@ -102,14 +103,10 @@ def test_without_engines_no_controller_is_started(configured: Config, tmp_path: 
 
 
 def test_a_hung_controller_is_killed_and_started_again(configured: Config, tmp_path: Path) -> None:
-    config = configuration.load(
-        ROOT / "examples" / "demo.yaml",
-        [f"run.dir={configured.run.dir}", "telemetry.live=off", "watch.beat_s=0.1", "watch.stacks_after_s=0.5", "watch.end_after_s=1"],
-    )
     beats = configured.run.dir / "heartbeats"
     beats.mkdir(exist_ok=True)
     hangs = f"""echo '{{{{"role": "controller", "pid": 1, "number": 1, "does": "serves"}}}}' > {beats}/controller.json; sleep 600"""
-    assert supervised(config, tmp_path, [hangs, f'touch "{{0}}/served"; {SERVES}']).starts == 2
+    assert supervised(impatient(configured), tmp_path, [hangs, f'touch "{{0}}/served"; {SERVES}']).starts == 2
 
 
 def test_a_keeper_that_another_launcher_started_is_followed_and_ended(tmp_path: Path) -> None:

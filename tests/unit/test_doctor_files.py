@@ -143,9 +143,10 @@ def test_what_a_configuration_asks(tmp_path: Path) -> None:
     assert found.parameters is not None
     assert 0 <= stored - found.weights_bytes < 0.1 * stored, "all that the file holds but its header"
     assert found.parameters == found.weights_bytes // 4
-    (tmp_path / "model/tokenizer.json").rename(tmp_path / "tokenizer.json")
-    (tmp_path / "model/tokenizer_config.json").rename(tmp_path / "tokenizer_config.json")
-    assert "no tokenizer.json" in str(config_probe.model(config).trouble)
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    assert "got tokenizer.json, not whole" in str(config_probe.model(config).trouble)
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert "got no vocabulary" in str(config_probe.model(config).trouble)
     adapted = config_probe.model(configuration.load(DEMO, [*settings, "train=lora"]))
     assert adapted.parameters is not None
     assert 0 < adapted.parameters < found.parameters

@@ -13,29 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config, devices
 from asyncmoe.errors import ConfigError, EngineError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.slurm import join, steps
-from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine_agent import check_node
 from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.rollout.engines.sglang import process
+from tests.unit.test_slurm_steps import config, job
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 OUTSIDE = steps.Container(None, None, "python")
 TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyncmoe-x/ranks")
-
-
-def config(*overrides: str) -> Config:
-    return configuration.load(DEMO, ["run.dir=/runs/mine", *overrides])
-
-
-def job(nodes: int) -> Allocation:
-    return Allocation(12, "12", 0, (JobComponent("12", tuple(f"n{number}" for number in range(1, nodes + 1))),))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +120,7 @@ def test_a_start_that_fails_leaves_nothing_of_its_other_nodes(tmp_path: Path, mo
             begun.append(grace_s)
 
     monkeypatch.setattr(process, "Child", Started)
-    monkeypatch.setattr(process.models, "hf_config_of", lambda _: {"model_type": "qwen3_moe"})
+    monkeypatch.setattr(process.models, "hf_config_of", lambda _: {"model_type": "qwen3_moe", "torch_dtype": "float32"})
     monkeypatch.setattr(process.models, "adapter_of", lambda *_: None)
     monkeypatch.setattr(process.models, "kept_routing", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -144,6 +134,7 @@ def test_a_start_that_fails_leaves_nothing_of_its_other_nodes(tmp_path: Path, mo
     (_, command, *_), grace_s = begun
     with socket.socket() as other:
         other.bind(("127.0.0.1", int(option(command, "--port"))))
+    assert option(command, "--dtype") == "float32", "SGLang's own choice is float16"
     assert grace_s == 0.0
     assert not list(tmp_path.glob("asyncmoe-*"))
 

@@ -59,12 +59,14 @@ async def sleeps(argument: str) -> str:
     return "late"
 
 
-def play(environment: WithTools, tokenizer: Tokenizer, *lines: str, pool: Scripted | None = None) -> Trajectory:
+def play(
+    environment: WithTools, tokenizer: Tokenizer, *lines: str, pool: Scripted | None = None, prompt: Prompt | None = None
+) -> Trajectory:
     async def run() -> Trajectory:
         engines: Any = pool or Scripted(tokenizer, *lines)
         stage = RolloutContext(engines, Sampling(1.0, 64, (tokenizer.eos,)), tokenizer, Exact(), environment, BOUNDS)
         try:
-            (made,) = await episode.run(stage, Prompt("6*7=", tokenizer.encode("6*7="), "42"), EpisodeId(0, 0, 0))
+            (made,) = await episode.run(stage, prompt or Prompt("6*7=", tokenizer.encode("6*7="), "42"), EpisodeId(0, 0, 0))
         finally:
             await environment.close()
         return made

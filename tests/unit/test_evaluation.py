@@ -188,25 +188,20 @@ def test_one_that_would_overlap_is_skipped_and_counted(tokenizer: Tokenizer) -> 
     asyncio.run(run())
 
 
-def test_failures_are_counted_and_never_scored(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("reason", "times", "failed", "asked"),
+    [("engine_timeout", 3, {"engine_timeout": 3}, 12), ("engine_died", 2, {}, 14), ("engine_died", 3, {"engine_died": 1}, 14)],
+)
+def test_failures_are_never_scored_and_an_episode_whose_engine_died_is_asked_of_another_a_few_times(
+    tokenizer: Tokenizer, reason: str, times: int, failed: dict[str, int], asked: int
+) -> None:
     async def run() -> None:
         setup = Setup(tokenizer, max_concurrent=1)
-        setup.engines.fails = {n: TrajectoryRejected("engine_timeout", "slow") for n in (0, 1, 2)}
+        setup.engines.fails = {n: TrajectoryRejected(reason, "slow, or gone") for n in range(times)}
         found = await setup.evaluate(10)
         await setup.stop()
-        assert (found.reward_mean, found.failed, found.failed_share) == (1.0, {"engine_timeout": 3}, 0.25)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(("deaths", "failed"), [(2, {}), (3, {"engine_died": 1})])
-def test_an_episode_whose_engine_died_is_asked_of_another_a_few_times(tokenizer: Tokenizer, deaths: int, failed: dict[str, int]) -> None:
-    async def run() -> None:
-        setup = Setup(tokenizer, max_concurrent=1)
-        setup.engines.fails = {n: TrajectoryRejected("engine_died", "gone") for n in range(deaths)}
-        found = await setup.evaluate(10)
-        await setup.stop()
-        assert (found.episodes, found.failed, len(setup.engines.asked)) == (12, failed, 14)
+        assert (found.reward_mean, found.failed, found.failed_share) == (1.0, failed, sum(failed.values()) / 12)
+        assert (found.episodes, len(setup.engines.asked)) == (12, asked)
 
     asyncio.run(run())
 

@@ -119,6 +119,11 @@ def bytes_of(change: Callable[[bytes], bytes]) -> Act:
     return written(1, lambda folder: (folder.path / SINGLE).write_bytes(change((folder.path / SINGLE).read_bytes())))
 
 
+def pointing(*names: str) -> Act:
+    oid = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    return lambda folder: [(folder.path / name).write_text(oid) for name in names]
+
+
 def twice(folder: Folder) -> None:
     file = folder.path / next(file for file in folder.files.values() if file != folder.files[OUT])
     save_file({**load_file(file), OUT: folder.tensors[OUT]}, file)
@@ -159,13 +164,15 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "cut short": ("llama made", bytes_of(lambda x: x[:-1]), NO_WHOLE),
     "a header longer than the file": ("qwen3 made", bytes_of(lambda x: struct.pack("<Q", len(x)) + x[8:]), NO_WHOLE),
     "no header": ("glm made", bytes_of(lambda x: bytes(40)), NO_WHOLE),
-    "a pointer": ("llama made", bytes_of(lambda x: b"version https://git-lfs.github.com"), "git lfs pull"),
     "pickled": ("llama made", written(1, lambda folder: (folder.path / SINGLE).rename(folder.path / "a.bin")), "save_pretrained"),
     "beyond the folder": ("llama made", written(2, lambda folder: folder.index(**{OUT: "../other/model.safetensors"})), "a file beside it"),
     "an index of nothing": ("glm made", written(2, lambda folder: (folder.path / INDEX).write_text('{"weight_map": {}}')), "weight_map"),
     "a shape of other bytes": ("llama made", bytes_of(lambda x: x.replace(b'"shape":[64]', b'"shape":[32]', 1)), NO_WHOLE),
     "another file": ("llama made", written(1, lambda folder: save_file({}, folder.path / "a.safetensors")), "got a.safetensors, "),
     "no shard": ("deepseek made", written(3, lambda folder: (folder.path / folder.files[OUT]).unlink()), f".safetensors, {NO_WHOLE}"),
+    "an older single file": ("llama made", written(2, lambda folder: save_file(folder.tensors, folder.path / SINGLE)), f"got {SINGLE}, "),
+    "pointers": ("llama made", written(2, pointing("model-0.safetensors", "tokenizer.json")), "model-0.safetensors, tokenizer.json: Git"),
+    "a config.json elsewhere": ("llama made", written(1, pointing("config.json")), "got config.json: Git LFS pointers, expected"),
     "not in the index": ("llama made", written(2, lambda folder: folder.index(**{OUT: None})), NOT_SAID),
     "in two shards": ("llama made", written(2, twice), NOT_SAID),
     "in no shard": ("llama made", written(2, lambda folder: folder.index(odd="model-1.safetensors", **{OUT: "model-9"})), "got no model-9"),

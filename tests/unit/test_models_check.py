@@ -11,6 +11,7 @@ import pytest
 from model_cases import MODELS
 from model_cases import QWEN3 as DENSE
 from model_cases import QWEN3_MOE as WITH_A_DENSE_LAYER
+from transformers import AutoConfig
 
 from asyncmoe import models
 from asyncmoe.config import Config, parse
@@ -127,7 +128,7 @@ LLAMA3 = MODELS["llama"]["rope_parameters"]
             {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
             ["original_max_position_embeddings", "expected 8192"],
         ),
-        ({}, {"rope_parameters": {**LLAMA3, "factor": None}}, ["rope_parameters.factor", "got None", "a number"]),
+        ({}, {"rope_parameters": {**LLAMA3, "factor": None}}, ["factor", "got nothing", "a positive number"]),
         ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ["rope_type", "'default' or 'llama3'"]),
         ({}, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "got 0.5"]),
         ({}, {"num_attention_heads": None, "num_key_value_heads": None}, ["num_attention_heads", "nothing"]),
@@ -152,7 +153,7 @@ def test_llama_without_a_number_of_key_heads_has_as_many_as_heads() -> None:
         ({"num_experts_per_tok": 1}, ["num_experts_per_tok", "got 1", "several"]),
         ({"n_group": 3}, ["n_group", "got 3", "n_routed_experts = 8"]),
         ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}, ["num_experts_per_tok // topk_group", "got 1", "expected 2"]),
-        ({"first_k_dense_replace": 5}, ["first_k_dense_replace", "got 5", "at most 4"]),
+        ({"first_k_dense_replace": 5}, ["first_k_dense_replace", "got 5", "at most num_hidden_layers = 4"]),
         ({"n_shared_experts": -1}, ["n_shared_experts", "got -1"]),
         ({"moe_layer_freq": 2}, ["moe_layer_freq", "got 2"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
@@ -186,7 +187,7 @@ def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) ->
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, ["rope_type", "'linear'", "'default' or 'yarn'"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, ["rope_type", "'dynamic'"]),
         ({"rope_parameters": {**YARN, "original_max_position_embeddings": None}}, ["original_max_position_embeddings", "nothing"]),
-        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, ["rope_parameters.factor", "a number"]),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, ["factor", "got nothing", "a positive number"]),
         ({"rope_parameters": {**YARN, "mscale": None}}, ["mscale and mscale_all_dim", "'one'", "'both' or 'neither'"]),
         ({"rope_parameters": {**YARN, "attention_factor": 1.1}}, ["attention_factor", "got 1.1"]),
         ({"rope_parameters": {**YARN, "truncate": False}}, ["truncate", "got False"]),
@@ -285,6 +286,16 @@ def test_unknown_family(kind: str | None) -> None:
 def test_load_hf_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF))
     assert models.load_hf_config(tmp_path).items() >= HF.items()
+
+
+@pytest.mark.parametrize("second", [None, "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("first", ["float32", "bfloat16", "float16"])
+def test_of_two_dtypes_the_one_that_transformers_takes_is_served(first: str, second: str | None, tmp_path: Path) -> None:
+    for given in ({"dtype": first, "torch_dtype": second}, {"torch_dtype": first, "dtype": second}):
+        (tmp_path / "config.json").write_text(json.dumps({**HF, **given}))
+        wanted = str(AutoConfig.from_pretrained(tmp_path).dtype).removeprefix("torch.")
+        hf = models.load_hf_config(tmp_path)
+        assert [models.engine_dtype(hf, config(engines=engines).engines) for engines in ({}, {"dtype": "float32"})] == [wanted, "float32"]
 
 
 @pytest.mark.parametrize(

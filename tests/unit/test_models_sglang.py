@@ -8,14 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 from recorded import BESIDE, CASES, QUANTISED, Recorded, cases, read
-from reshard_ranks import blank, filled, numbered
+from reshard_ranks import Arrays, blank, filled, numbered
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, family_of
 from asyncmoe.models.quantised import quantised
-from asyncmoe.reshard import LocalTransport, exchange, plan
+from asyncmoe.models.shape import Shapes
+from asyncmoe.reshard import LocalTransport, RankLayout, exchange, plan
 from asyncmoe.reshard.float8 import FLOAT8, with_scale_tensors, with_scales
 from asyncmoe.reshard.layout import contiguous_strides
+
+
+def loaded(known: Recorded, tensors: Shapes, checkpoint: RankLayout, layouts: list[RankLayout]) -> list[Arrays]:
+    """What SGLang's loader makes of a checkpoint on each rank, after a comparison with an exchange."""
+    on_disk, found = filled(checkpoint, numbered(tensors)), []
+    assert {name: list(array.shape) for name, array in on_disk.items()} == dict(known.document["hf_tensors"])
+    for rank, layout in enumerate(layouts):
+        got = blank(layout)
+        exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), on_disk, got)
+        found.append(known.loaded(rank, on_disk))
+        assert got.keys() == found[-1].keys()
+        for name, array in found[-1].items():
+            np.testing.assert_array_equal(got[name], array, err_msg=name)
+    return found
 
 
 @pytest.mark.parametrize(("model", "case"), cases())
@@ -23,17 +38,10 @@ def test_engine_parameters_are_those_sglang_loads(model: str, case: str) -> None
     known = read(model, case)
     family = family_of(known.hf)
     tensors, checkpoint = family.tensors(known.hf), family.hf_layout(known.hf, "int32")
-    on_disk = filled(checkpoint, numbered(tensors))
-    assert {name: list(array.shape) for name, array in on_disk.items()} == dict(known.document["hf_tensors"])
     assert known.engine.world == len(known.document["ranks"])
-    for rank in range(known.engine.world):
-        layout = family.sglang_layout(known.hf, known.engine, rank, "int32")
-        got = blank(layout)
-        exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), on_disk, got)
-        expected = known.loaded(rank, on_disk)
-        assert got.keys() == expected.keys()
+    layouts = [family.sglang_layout(known.hf, known.engine, rank, "int32") for rank in range(known.engine.world)]
+    for rank, expected in enumerate(loaded(known, tensors, checkpoint, layouts)):
         for name, array in expected.items():
-            np.testing.assert_array_equal(got[name], array, err_msg=name)
             assert tuple(known.parameters(rank)[name]["stride"]) == contiguous_strides(array.shape)
 
 
@@ -44,18 +52,10 @@ def test_engine_parameters_of_float8_and_their_scales_are_those_sglang_loads(mod
     shapes = family.tensors(known.hf)
     checkpoint = with_scales(family.hf_layout(known.hf, "int32"), shapes, quantised, quantised=False)
     tensors = with_scale_tensors(shapes, quantised)
-    on_disk = filled(checkpoint, numbered(tensors))
-    assert {name: list(array.shape) for name, array in on_disk.items()} == dict(known.document["hf_tensors"])
-    for rank in range(known.engine.world):
-        plain = family.sglang_layout(known.hf, known.engine, rank, "int32")
-        layout = with_scales(plain, shapes, quantised, quantised=False)
-        got = blank(layout)
-        exchange(plan(tensors, [checkpoint.at(rank)], [layout]), LocalTransport(rank), on_disk, got)
-        expected = known.loaded(rank, on_disk)
-        assert got.keys() == expected.keys()
-        for name, array in expected.items():
-            np.testing.assert_array_equal(got[name], array, err_msg=name)
-        held = with_scales(plain, shapes, quantised, quantised=True).storages
+    plain = [family.sglang_layout(known.hf, known.engine, rank, "int32") for rank in range(known.engine.world)]
+    loaded(known, tensors, checkpoint, [with_scales(layout, shapes, quantised, quantised=False) for layout in plain])
+    for rank, layout in enumerate(plain):
+        held = with_scales(layout, shapes, quantised, quantised=True).storages
         assert {name for name, one in held.items() if one.dtype == FLOAT8} == {
             name for name, entry in known.parameters(rank).items() if entry["dtype"] == FLOAT8
         }

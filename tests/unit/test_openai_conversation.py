@@ -23,11 +23,6 @@ from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 def request(messages: list[dict[str, Any]], **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": messages, **fields}).encode()
 

@@ -36,11 +36,6 @@ AGENTS = "tests.unit.openai_agents"
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 def test_openais_client_streams_calls_tools_and_lists_models(known: Tokenizer) -> None:
     policy = says(known, '<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>')
 

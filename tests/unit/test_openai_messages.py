@@ -10,13 +10,7 @@ import pytest
 
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.unit import openai_policy
 from tests.unit.openai_served import MESSAGES, post, says, served
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def test_anthropics_api_calls_tools_streams_and_counts(known: Tokenizer) -> None:

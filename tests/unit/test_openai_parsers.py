@@ -36,11 +36,6 @@ ANTHROPICS = [{"name": tool["function"]["name"], "input_schema": tool["function"
 RESULT = "\n<|im_start|>tool\n{}<|im_end|>\n"
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @dataclass
 class Parsing(Policy):
     """Its engine's parser finds what SGLang's does.

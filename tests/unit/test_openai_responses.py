@@ -15,14 +15,7 @@ from pydantic import TypeAdapter
 
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.unit import openai_policy
 from tests.unit.openai_served import MESSAGES, post, says, served
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
 
 FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 

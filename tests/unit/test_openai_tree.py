@@ -23,18 +23,12 @@ from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory, validate
-from tests.unit import openai_policy
 from tests.unit.example_counts import examples
 from tests.unit.openai_policy import IM_END
 from tests.unit.test_openai_conversation import ask, user
 from tests.unit.turn_trees import RandomPool, Request, check_requests
 
 Client = Callable[[Session], Awaitable[Rewards]]
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Driven:

@@ -156,8 +156,8 @@ def test_what_an_engine_spoiled_is_started_over_with_the_same_prompt(reason: str
     produce(play, body)
 
 
-@pytest.mark.parametrize(("reason", "attempts"), [("scorer_timeout", 3), ("scorer_nan", 1)])
-def test_what_could_not_be_scored_is_started_over_where_the_user_wants_it(reason: str, attempts: int) -> None:
+@pytest.mark.parametrize(("reason", "attempts"), [("scorer_timeout", 3), ("scorer_nan", 1), ("engine_error", 3)])
+def test_what_could_not_be_answered_or_where_the_user_wants_it_scored_is_started_over(reason: str, attempts: int) -> None:
     begun: set[int] = set()
 
     async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
@@ -173,20 +173,6 @@ def test_what_could_not_be_scored_is_started_over_where_the_user_wants_it(reason
 
     produce(play, body, start_over=frozenset({"scorer_timeout"}))
     assert begun == set(range(attempts))
-
-
-def test_a_prompt_that_no_engine_can_answer_is_given_up() -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if place.group == 0:
-            raise TrajectoryRejected("engine_error", "too long")
-        return respond(prompt, place)
-
-    async def body(held: BoundedQueue) -> None:
-        await until(lambda: held.stats().depth == 2 * BATCH)
-        await asyncio.sleep(0.02)
-        assert held.stats().rejected == {"engine_error": 3 * GROUP}
-
-    produce(play, body)
 
 
 def test_rejecting_everything_ends_the_run_with_the_reason() -> None:

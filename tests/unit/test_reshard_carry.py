@@ -152,9 +152,9 @@ def test_a_rank_that_refuses_a_message_ends_the_other_at_once() -> None:
 def test_sizes_and_ranks_that_are_none_are_refused() -> None:
     carrier = Carrier(over_queues()(0), [1], [1])
     for outgoing, incoming, said in (
-        ({1: [np.empty(0, np.uint8)]}, {}, "expected at least 1"),
-        ({}, {1: [0]}, "expected at least 1"),
-        ({}, {1: [-3]}, "expected at least 1"),
+        ({1: [np.empty(0, np.uint8)]}, {}, "expected a whole number from 1"),
+        ({}, {1: [0]}, "expected a whole number from 1"),
+        ({}, {1: [-3]}, "expected a whole number from 1"),
         ({}, {2: [5]}, "got rank 2, expected ranks that the carrier was made for"),
         ({3: []}, {}, "got rank 3, expected ranks that the carrier was made for"),
     ):

@@ -108,7 +108,7 @@ BAD_SOURCES: list[tuple[str, Callable[[], RankLayout], list[str]]] = [
     ("fractional start", lambda: with_piece(whole(7), 1, box=Box((0.5,), (5,))), ["rank 7", "tensor b", "0.5", "sb", "integers"]),  # type: ignore[arg-type]
     ("fractional offset", lambda: with_piece(whole(7), 1, offset=0.0), ["rank 7", "tensor b", "offset 0.0", "integers"]),
     ("an offset beyond 64 bits", lambda: with_piece(whole(7), 1, offset=1 << 63), ["rank 7", "tensor b", "integers of 64 bits"]),
-    ("negative rank", lambda: whole(-1), ["rank -1", "negative"]),
+    ("negative rank", lambda: whole(-1), ["rank of a layout: got -1"]),
     ("negative shape", lambda: RankLayout(7, {"s": Storage((-1, 6), "float32")}, ()), ["rank 7", "storage s", "(-1, 6)"]),
     ("too many dimensions", lambda: RankLayout(7, {"s": Storage((1,) * 5, "float32")}, ()), ["rank 7", "storage s", "at most 4"]),
 ]  # fmt: skip

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe import reshard
 from asyncmoe.errors import InvariantBroken, LayoutError
 from asyncmoe.reshard import Box, DeltaReceiver, DeltaSender, Exchanger, LayoutBuilder, LocalTransport, Piece, RankLayout, Storage, exchange
+from asyncmoe.reshard.carry import Carrier
+from asyncmoe.reshard.shm_transport import ShmTransport
 from tests.unit.example_counts import examples
 
 SHAPE = (4, 6)
@@ -35,6 +38,12 @@ def moved(layout: RankLayout) -> None:
     assert got.tolist() == (ARRAY.reshape(-1).tolist() if made.destinations else [0.0] * 24)
 
 
+def bound(source: object = ARRAY, destination: object = None) -> Exchanger:
+    exchanger = Exchanger(PLAN, LocalTransport())
+    exchanger.bind({"s": source}, {"s": ARRAY + 0 if destination is None else destination})
+    return exchanger
+
+
 def with_field(field: str, value: Any) -> RankLayout:
     """LAYOUT with something else in a field of it, of its storage, of its piece or of its box."""
     if hasattr(LAYOUT, field):
@@ -45,6 +54,7 @@ def with_field(field: str, value: Any) -> RankLayout:
     return replace(LAYOUT, pieces=(replace(PIECE, **changes),))
 
 
+COPYING = {"threads": 1, "stream": 0}
 CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "place": (partial(built, "place"), {"storage": "s", "shape": SHAPE, "parts": [("w", PIECE.box, (0, 0))]}),
     "a part": (lambda **g: built("place", storage="s", shape=SHAPE, parts=[(*g.values(),)]), {"t": "w", "b": PIECE.box, "c": (0, 0)}),
@@ -56,13 +66,21 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "a source": (lambda layout: reshard.plan({"w": SHAPE}, [layout], [LAYOUT]), {"layout": LAYOUT}),
     "a destination": (moved, {"layout": LAYOUT}),
     "buckets": (reshard.buckets, {"layout": LAYOUT, "bucket_bytes": 64}),
-    "digest": (reshard.digest, {"array": ARRAY}),
+    "digest": (reshard.digest, {"array": ARRAY, "threads": 1}),
     "shard_digest": (reshard.shard_digest, {"tensors": {"w": SHAPE}, "layout": LAYOUT, "arrays": {"s": ARRAY}}),
     "exchange": (partial(exchange, PLAN, LocalTransport()), {"source_arrays": {"s": ARRAY}, "destination_arrays": {"s": ARRAY + 0}}),
-    "Exchanger": (partial(Exchanger, PLAN, LocalTransport()), {"bucket_bytes": 64, "buffers": 2, "threads": 1}),
-    "DeltaSender": (partial(DeltaSender, PLAN, 0), {"message_bytes": 64}),
-    "DeltaReceiver": (partial(DeltaReceiver, PLAN, 0), {"message_bytes": 64, "limit_bytes": 64}),
+    "Exchanger": (partial(Exchanger, PLAN, LocalTransport()), {"bucket_bytes": 64, "buffers": 2, **COPYING, "timeout_s": 2.0}),
+    "run": (lambda timeout_s: bound().run(timeout_s), {"timeout_s": 2.0}),
+    "Carrier": (lambda **given: Carrier(LocalTransport(), [], [], **given), {"piece_bytes": 64, "timeout_s": 2.0}),
+    "carry": (lambda timeout_s: Carrier(LocalTransport(), [], []).run({}, {}, print, timeout_s), {"timeout_s": 2.0}),
+    "LocalTransport": (LocalTransport, {"rank": 0}),
+    "ShmTransport": (partial(ShmTransport, session="s"), {"rank": 0}),
+    "DeltaSender": (partial(DeltaSender, PLAN), {"rank": 0, "message_bytes": 64, **COPYING}),
+    "DeltaReceiver": (partial(DeltaReceiver, PLAN), {"rank": 0, "message_bytes": 64, "limit_bytes": 64, **COPYING}),
 }
+COUNTS = (-1, True, "3", 1.5, float("nan"), 1 << 63)
+NUMBERS = ("threads", "stream", "rank", "message_bytes", "limit_bytes", "piece_bytes")
+ODD = {"timeout_s": (-1, True, "3", float("nan"), float("inf"), 1e300), "buffers": (0, 1 << 40, *COUNTS), "bucket_bytes": (0, *COUNTS)}
 numbers = st.one_of(st.integers(-3, 8), st.integers(), st.floats(), st.none(), st.text(max_size=3))
 several = st.lists(numbers, max_size=5)
 pairs = st.lists(st.tuples(st.text(max_size=2), numbers), max_size=2)
@@ -79,3 +97,34 @@ def test_a_wrong_argument(name: str, data: st.DataObject) -> None:
     which = data.draw(st.sampled_from([*right]))
     with suppress(LayoutError, InvariantBroken):  # a plan for several ranks, on a transport of one
         call(**{**right, which: data.draw(layouts if which == "layout" else junk)})
+
+
+@pytest.mark.parametrize(("name", "which"), [(name, key) for name, (_, right) in CALLS.items() for key in right if key in (*ODD, *NUMBERS)])
+def test_a_number_out_of_range_or_of_another_kind_is_refused(name: str, which: str) -> None:
+    call, right = CALLS[name]
+    for odd in ODD.get(which, COUNTS):
+        with pytest.raises(LayoutError, match=which.split("_")[0]) as refused:
+            call(**{**right, which: odd})
+        assert repr(odd) in str(refused.value.got)
+    call(**{**right, which: (np.float32 if which == "timeout_s" else np.int64)(right[which])})
+
+
+def masked_tensor() -> Any:
+    return torch.masked.masked_tensor(torch.ones(SHAPE), torch.eye(*SHAPE) > 0)
+
+
+@pytest.mark.parametrize("made", [lambda: np.ma.masked_array(ARRAY, mask=ARRAY > 3), lambda: ARRAY.astype(object), masked_tensor])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_an_array_that_is_more_than_its_bytes_is_refused(made: Callable[[], object]) -> None:
+    for call in (reshard.digest, lambda array: bound(array, ARRAY + 0), lambda array: bound(ARRAY, array)):
+        with pytest.raises(LayoutError, match="array"):
+            call(made())
+
+
+def test_a_closed_exchanger_says_so() -> None:
+    exchanger = bound()
+    exchanger.close()
+    exchanger.close()
+    for use in (exchanger.run, exchanger.bind, exchanger.open_carrier, lambda: exchanger.carry({}, {}, print, 1.0)):
+        with pytest.raises(InvariantBroken, match="an exchanger that is closed was used again; make a new one"):
+            use()

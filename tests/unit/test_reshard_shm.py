@@ -127,27 +127,22 @@ def test_a_receiver_that_never_comes(session: str) -> None:
     assert segments(session) == []
 
 
-def test_a_sender_that_dies_in_the_middle_is_missed_at_once(session: str) -> None:
-    process = start(_send_once, session, 0.0, "SIGKILL")
+@pytest.mark.parametrize(
+    ("stop", "error", "said", "within_s"),
+    [("SIGKILL", TransferError, "from rank 0 to rank 1: rank 0 is gone", 10), ("SIGSTOP", WaitTimeout, "rank 0: its message", 30)],
+)
+def test_a_sender_that_dies_in_the_middle_or_stalls_is_given_up(session: str, stop: str, error: type, said: str, within_s: int) -> None:
+    process = start(_send_once, session, 0.0, stop)
     exchanger = Exchanger(pair(), ShmTransport(1, session), bucket_bytes=1000, timeout_s=30)
     exchanger.bind(None, {"s": np.zeros(1000, np.int32)})
+    exchanger._timeout_s = 30.0 if stop == "SIGKILL" else 1.0
     started = time.monotonic()
-    with pytest.raises(TransferError, match="from rank 0 to rank 1: rank 0 is gone"):
+    with pytest.raises(error, match=said):
         exchanger.run()
-    assert time.monotonic() - started < 10
-    process.join(10)
-    assert segments(session) == []
-
-
-def test_a_sender_that_stalls_is_given_up(session: str) -> None:
-    process = start(_send_once, session, 0.0, "SIGSTOP")
-    exchanger = Exchanger(pair(), ShmTransport(1, session), bucket_bytes=1000, timeout_s=30)
-    exchanger.bind(None, {"s": np.zeros(1000, np.int32)})
-    exchanger._timeout_s = 1.0
-    with pytest.raises(WaitTimeout, match="rank 0: its message"):
-        exchanger.run()
+    assert time.monotonic() - started < within_s
     process.kill()
     process.join(10)
+    assert segments(session) == []
 
 
 def test_what_a_dead_process_left_behind_is_replaced(session: str) -> None:

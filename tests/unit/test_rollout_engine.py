@@ -33,12 +33,11 @@ def option(command: list[str], name: str) -> str:
 
 def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() -> None:
     command = engine_process.command(
-        config(count=2, tp=2, ep=2, dtype="bfloat16", max_running=7, args=["--log-level", "debug"]), 1, "127.0.0.1", 31000, False, 1, None
+        config(count=2, tp=2, ep=2, max_running=7, args=["--log-level", "debug"]), 1, "127.0.0.1", 31000, False, 1, None
     )
     assert option(command, "--port") == "31000"
     assert option(command, "--random-seed") == "41"
     assert option(command, "--tp") == option(command, "--ep") == "2"
-    assert option(command, "--dtype") == "bfloat16"
     assert option(command, "--max-running-requests") == "7"
     assert "--disable-overlap-schedule" not in command
     assert "--enable-return-routed-experts" not in command

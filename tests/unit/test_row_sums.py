@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ from asyncmoe.trainer import logprob_mismatch, objective
 from asyncmoe.trainer.data.batch import pack
 from asyncmoe.trainer.data.schedule import BatchGrid, schedule
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import Trajectory
 from tests.unit.example_counts import examples
+from tests.unit.test_batch import random_trajectory
 
 VERSION, CAP, MAX_AGE, COEFFICIENT = 6, 1.5, 1, 0.3
 
@@ -52,18 +53,7 @@ def trajectory(number: int, length: int, random: np.random.Generator) -> Traject
     """Any of its tokens but the first may be sampled: one version's, or of several."""
     mask = (random.random(length) < random.choice([0.0, 0.5, 0.9])) & (np.arange(length) > 0)
     version = random.integers(VERSION - 3, VERSION + 1, length) if random.random() < 0.5 else np.full(length, VERSION)
-    return Trajectory(
-        key=f"g0.e{number}",
-        group=0,
-        episode=number,
-        tokens=random.integers(1, 90, length).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, -3 * random.random(length), 0).astype(np.float32),
-        versions=np.where(mask, version, NOT_SAMPLED).astype(np.int32),
-        reward=0.0,
-        finish="stop",
-        prefix_version=VERSION,
-    )
+    return replace(random_trajectory(number, mask, version, 3.0, random), prefix_version=VERSION)
 
 
 def summed(at: Step, loss: PolicyLoss | SupervisedLoss, dp: int, grid: BatchGrid, packed: bool) -> tuple[float, dict[str, np.ndarray]]:

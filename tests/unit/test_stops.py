@@ -30,11 +30,6 @@ from tests.unit.openai_policy import EOS, IM_END, Policy
 from tests.unit.test_interruption import Scripted
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @settings(max_examples=examples(150))
 @given(
     st.lists(st.integers(0, VOCAB - 1), max_size=40),

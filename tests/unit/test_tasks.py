@@ -207,11 +207,18 @@ def test_a_tokenizer_larger_than_the_model_is_refused(model: Path, tmp_path: Pat
         Tokenizer(tmp_path)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     for kind in ("qwen3", "llama"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 320}))
-        with pytest.raises(DataError, match="tokenizer in"):
-            Tokenizer(tmp_path)
+        for content, told in ((None, "no vocabulary"), ("{", "tokenizer.json, not whole"), (POINTER, "tokenizer.json: Git LFS pointers")):
+            (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+            if content is not None:
+                (tmp_path / "tokenizer.json").write_text(content)
+            with pytest.raises(DataError, match=told):
+                Tokenizer(tmp_path)
 
 
 REMOTE = """

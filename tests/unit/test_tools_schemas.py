@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.chat_template import CALL_ID
 from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.tools import loading
@@ -26,11 +28,6 @@ from tests.unit.test_environment_tools import Scripted, parts, play
 
 FUNCTIONS = "tests.unit.tool_functions"
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def tool(name: str) -> Runner:
@@ -161,6 +158,17 @@ def test_calls_are_read_by_a_parser_of_the_engine(known: Tokenizer, parameters: 
     # Special tokens are part of some formats; the token that ended the response is not.
     assert [text for text, _, _ in pool.parsed] == ["call!<|im_end|>", "42"]
     assert said in [text for sampled, text in parts(made, known) if not sampled][1]
+
+
+@pytest.mark.parametrize(("style", "ids"), [("kimi_k2", "functions.{}:{}"), ("kimi_k3", "{}:{}"), ("mistral", CALL_ID)])
+def test_the_ids_that_a_policy_writes_come_back_with_the_answers(known: Tokenizer, style: str, ids: str, tmp_path: Path) -> None:
+    kimi = openai_policy.tokenizer(tmp_path)
+    kimi._tokenizer.chat_template = "{% for m in messages %} {{ m.tool_call_id }} {{ m.content }}<|im_end|>{% endfor %}"
+    prompt = Prompt("a", kimi.encode("a "), "42", messages=({"role": "assistant", "content": "b", "tool_calls": [{}, {}]},))
+    pool = Parsing(kimi, [ParsedCall("find_flight", "{}"), ParsedCall("no", "{")], "call", "call", "42")
+    made = play(WithTools([f"{FUNCTIONS}:find_flight"], style, schemas=False), kimi, pool=pool, prompt=prompt)
+    given = " ".join(text for sampled, text in parts(made, kimi) if not sampled)
+    assert re.findall(r"(\S+) error", given) == [ids.format(name, at) for at, name in enumerate(("find_flight", "no") * 2, 2)]
 
 
 def test_a_parser_that_sglang_does_not_have_is_refused_with_those_it_has() -> None:

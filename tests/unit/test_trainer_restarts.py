@@ -72,6 +72,12 @@ def supervised(config: Config, folder: Path, acts: str, controls: str = CONTROLS
     return watch.supervise(config, start)
 
 
+def impatient(configured: Config) -> Config:
+    """A run that does not wait long for what is silent."""
+    waits = ["telemetry.live=off", "watch.beat_s=0.1", "watch.stacks_after_s=0.5", "watch.end_after_s=1"]
+    return configuration.load(ROOT / "examples" / "demo.yaml", [f"run.dir={configured.run.dir}", *waits])
+
+
 def starts(folder: Path) -> list[int]:
     return [int(line.split()[0]) for line in (folder / "starts").read_text().splitlines()]
 
@@ -146,10 +152,6 @@ def test_a_rank_that_is_stopped_does_not_outlive_its_trainer(configured: Config,
 
 
 def test_a_trainer_that_hangs_is_started_again(configured: Config, tmp_path: Path) -> None:
-    config = configuration.load(
-        ROOT / "examples" / "demo.yaml",
-        [f"run.dir={configured.run.dir}", "telemetry.live=off", "watch.beat_s=0.1", "watch.stacks_after_s=0.5", "watch.end_after_s=1"],
-    )
     acts = """
 from asyncmoe.telemetry import heartbeats
 heartbeats.start(folder / "run", "trainer.0", 0.1)
@@ -159,16 +161,12 @@ if epoch == "0":
 heartbeats.beat(heartbeats.ENDED)
 (folder / "done").touch()
 """
-    supervised(config, tmp_path, acts)
+    supervised(impatient(configured), tmp_path, acts)
     assert starts(tmp_path) == [0, 1]
     assert list((configured.run.dir / "logs").glob("stacks-*.txt"))
 
 
 def test_a_hung_controller_ends_the_run(configured: Config, tmp_path: Path) -> None:
-    config = configuration.load(
-        ROOT / "examples" / "demo.yaml",
-        [f"run.dir={configured.run.dir}", "telemetry.live=off", "watch.beat_s=0.1", "watch.stacks_after_s=0.5", "watch.end_after_s=1"],
-    )
     acts = """
 import msgspec
 for role in ("controller", "trainer.0"):
@@ -178,7 +176,7 @@ for role in ("controller", "trainer.0"):
 time.sleep(600)
 """
     with pytest.raises(AsyncmoeError, match=r"has been silent for .*waited 1 s"):
-        supervised(config, tmp_path, acts)
+        supervised(impatient(configured), tmp_path, acts)
     assert starts(tmp_path) == [0]
 
 

@@ -30,16 +30,10 @@ from asyncmoe.trainer.data.credit import relatives, token_advantages
 from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trajectory import Trajectory, decode, encode, validate
-from tests.unit import openai_policy
 from tests.unit.example_counts import examples
 from tests.unit.turn_trees import Grown, RandomPool, Request, Step, check_requests
 
 VOCABULARY = 50
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @dataclass

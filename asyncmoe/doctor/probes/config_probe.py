@@ -176,7 +176,7 @@ def model(config: Config) -> ModelFacts:
         family=str(hf["model_type"]),
         parameters=adapter or weights,
         weights_bytes=weights * ITEM_BYTES.get(models.engine_dtype(hf, config.engines), 2),
-        trouble=None if hf_folder.has_tokenizer(path) else f"{path}: no tokenizer.json",
+        trouble=next(map(str, hf_folder.tokenizer_faults(path)), None),
     )
 
 

@@ -15,7 +15,7 @@ from asyncmoe.models import load_hf_config
 from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of, with_family, without_family
 from asyncmoe.models.hf_checkpoint import file_name, write_index
-from asyncmoe.models.hf_folder import copy_texts, has_tokenizer, write_config
+from asyncmoe.models.hf_folder import copy_texts, tokenizer_faults, write_config
 from asyncmoe.models.importing import folder, names, settings
 from asyncmoe.models.importing.names import TensorPart
 from asyncmoe.models.importing.tensors import CheckpointTensors
@@ -87,7 +87,7 @@ def import_checkpoint(
     notes = settings.check(found, hf, model)
     source = _Source(CheckpointTensors(found), hf)
     notes += source.check()
-    if not has_tokenizer(model):
+    if tokenizer_faults(model):
         notes.append(f"{model} has no tokenizer, so {out} has none, and a run needs one: copy one there")
     with new_directory(_WHAT, out, signals) as scratch, writing(_WHAT, out):
         nbytes, count = _write_weights(scratch, source, say)

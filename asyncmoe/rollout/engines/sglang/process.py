@@ -85,7 +85,7 @@ class SGLangProcess:
         if kind is not None and adapters.in_memory(config):
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         routing = models.kept_routing(config, hf)
-        own = (*family_of(hf).engine.arguments, *memory)
+        own = ("--dtype", models.engine_dtype(hf, section), *family_of(hf).engine.arguments, *memory)
         arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
@@ -178,8 +178,9 @@ def command(
       experts of some models into one more routed expert.
 
     Args:
-        own: those of its model (`EngineClass.arguments`), and arguments that limit its GPU memory
-            (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take precedence.
+        own: those of its model (its dtype, because SGLang's own choice for one of float32 is float16; `EngineClass.arguments`), and
+            arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take
+            precedence.
         place: as for `SGLangProcess`.
     """
     section, node = config.engines, 0 if place is None else place.node
@@ -187,7 +188,6 @@ def command(
         "model-path": config.model.path,
         "host": host,
         "port": port,
-        "dtype": section.dtype,
         "tp": section.tp,
         "ep": section.ep,
         "max-running-requests": section.max_running,

@@ -22,7 +22,7 @@ from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
-from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, opening, parsed, read_by_engine
+from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, opening, parsed, read_by_engine, written_id
 from asyncmoe.rollout.episodes.tools.loading import load
 from asyncmoe.rollout.episodes.tools.mcp import McpTools, check_options, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
@@ -72,7 +72,8 @@ class WithTools:
         """See `Environment`."""
         agent = episode.agent()
         agent.see(self.asked(episode.prompt, episode.tokenizer))
-        await self.converse(agent, episode.tokenizer)
+        before = sum(len(message.get("tool_calls") or ()) for message in episode.prompt.messages)
+        await self.converse(agent, episode.tokenizer, before)
         return None
 
     def asked(self, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -101,8 +102,12 @@ class WithTools:
         log.warning("the chat template leaves tools out: the prompt must describe them to the policy (environment.tools.schemas)")
         return ()
 
-    async def converse(self, agent: Agent, tokenizer: Tokenizer) -> Response:
-        """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit."""
+    async def converse(self, agent: Agent, tokenizer: Tokenizer, before: int = 0) -> Response:
+        """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit.
+
+        Args:
+            before: calls in the conversation so far, by which the next ones are numbered in the styles that number them.
+        """
         async with self.sessions():
             while True:
                 response = await agent.respond()
@@ -110,7 +115,9 @@ class WithTools:
                 if not calls or response.finish == "length":
                     return response
                 observations = await together([self._noted(agent, call) for call in calls])
-                agent.see(tokenizer.between(observations) if self._chat else "".join(f"{line}\n" for line in observations))
+                ids = [written_id(self._style, str(call.name), number) for number, call in enumerate(calls, before)]
+                before += len(calls)
+                agent.see(tokenizer.between(observations, ids) if self._chat else "".join(f"{line}\n" for line in observations))
 
     def sessions(self) -> AbstractAsyncContextManager[None]:
         """Keep sessions with MCP servers open until the end of the block; for an episode of several conversations."""

@@ -10,7 +10,7 @@ from typing import Any
 from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.request import AnswerCall
-from asyncmoe.rollout.episodes.tools.calls import CLOSE, OPEN, Call, Style, find, parsed
+from asyncmoe.rollout.episodes.tools.calls import CLOSE, OPEN, Call, Style, find, parsed, written_id
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 HERMES: Style = "hermes"
@@ -53,20 +53,11 @@ def split_by_engine(
 
 
 def _named(found: Sequence[Call], style: str, before: int) -> tuple[AnswerCall, ...]:
-    """Give each call an id that the chat templates of its family accept.
-
-    Kimi's templates show the id to the policy, as it writes it: the function's name and the number of the call in the conversation
-    (sglang 0.5.23, srt/entrypoints/openai/serving_chat.py `_process_tool_call_id`). Mistral's take nine letters or digits only.
-    """
+    """Give each call an id that the chat templates of its family accept; Mistral's take nine letters or digits only."""
     made = []
     for number, call in enumerate(found, before):
-        name = str(call.name)
-        own = {
-            "kimi_k2": f"functions.{name}:{number}",
-            "kimi_k3": f"{name}:{number}",
-            "mistral": secrets.token_hex(_MISTRAL_ID)[:_MISTRAL_ID],
-        }
-        made.append(AnswerCall(own.get(style, f"call_{secrets.token_hex(12)}"), name, call.arguments))
+        chance = secrets.token_hex(_MISTRAL_ID)[:_MISTRAL_ID] if style == "mistral" else f"call_{secrets.token_hex(12)}"
+        made.append(AnswerCall(written_id(style, str(call.name), number) or chance, str(call.name), call.arguments))
     return tuple(made)
 
 

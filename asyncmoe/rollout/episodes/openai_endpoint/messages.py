@@ -60,7 +60,7 @@ class MessagesApi:
         choice = taken(fields, "tool_choice", dict, "an object", {"type": "auto"})
         calls = _calls(choice, conflicts) and bool(tools)
         stops = stop_texts(fields.pop("stop_sequences", []), "stop_sequences")
-        most = limit(fields, "max_tokens")
+        most, variables = limit(fields, "max_tokens"), taken(fields, "chat_template_kwargs", dict, "an object", {})
         for name in ("thinking", "output_config", "context_management"):
             if taken(fields, name, dict, "an object", {}) not in ({}, {"type": "disabled"}):
                 conflicts.note(name, "is not known to the policy")
@@ -69,7 +69,7 @@ class MessagesApi:
         refuse_rest(fields)
         return CompletionRequest(
             model,
-            policy_request(messages, tools if calls else ()),
+            policy_request(messages, tools if calls else (), variables),
             most,
             stream,
             calls=calls,

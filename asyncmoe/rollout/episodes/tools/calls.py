@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncmoe.errors import TrajectoryRejected
@@ -65,11 +65,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Malformed:
-    """Text that looks like a call but is invalid. `why` explains the error to the model."""
+    """Text that looks like a call but is invalid. `why` explains the error to the model; `name` is None if it is not known."""
 
     start: int
     end: int
     why: str
+    name: str | None = None
+
+
+def written_id(style: str, name: str, number: int) -> str | None:
+    """Return the id of a call if policies of a style write it themselves, and their chat templates show it again with the tool's answer:
+    Kimi's name the function and the number of the call in the conversation (sglang 0.5.23, srt/entrypoints/openai/serving_chat.py
+    `_process_tool_call_id`). None: the template leaves ids out."""
+    return {"kimi_k2": f"functions.{name}:{number}", "kimi_k3": f"{name}:{number}"}.get(style)
 
 
 def find(text: str, style: Style, opening: str = "") -> tuple[Call | Malformed, ...]:
@@ -134,9 +142,10 @@ def parsed(calls: Sequence[ParsedCall]) -> tuple[Call | Malformed, ...]:
     found: list[Call | Malformed] = []
     for call in calls[:MAX_CALLS]:
         if len(call.parameters) > MAX_CHARACTERS:
-            found.append(Malformed(0, 0, f"error: a call of {len(call.parameters)} characters, more than {MAX_CHARACTERS}"))
+            found.append(Malformed(0, 0, f"error: a call of {len(call.parameters)} characters, more than {MAX_CHARACTERS}", call.name))
         else:
-            found.append(_hermes(f'{{"name": {json.dumps(call.name)}, "arguments": {call.parameters or "{}"}}}', 0, 0))
+            read = _hermes(f'{{"name": {json.dumps(call.name)}, "arguments": {call.parameters or "{}"}}}', 0, 0)
+            found.append(replace(read, name=call.name))
     return tuple(found)
 
 

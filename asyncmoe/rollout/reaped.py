@@ -14,6 +14,8 @@ from asyncmoe.errors import WaitTimeout
 
 _REAPER = Path(__file__).parent / "episodes" / "tools" / "reaper.py"
 _KILL_S = 5.0
+SAID_BYTES = 1 << 18
+"""What a process may write to our standard error, which is a log of the run."""
 
 
 async def start(command: Sequence[str], limit: int) -> asyncio.subprocess.Process:
@@ -23,7 +25,7 @@ async def start(command: Sequence[str], limit: int) -> asyncio.subprocess.Proces
         limit: bytes of its longest line.
     """
     pipe = asyncio.subprocess.PIPE
-    reaper = (sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()))
+    reaper = (sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), str(SAID_BYTES))
     return await asyncio.create_subprocess_exec(*reaper, *command, stdin=pipe, stdout=pipe, limit=limit, start_new_session=True)
 
 

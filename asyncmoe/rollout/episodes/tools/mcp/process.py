@@ -58,7 +58,7 @@ class ServerProcess:
         """Start the process. Raises OSError if the system can start none."""
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), *self._command),
+            *(sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), "0", *self._command),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,

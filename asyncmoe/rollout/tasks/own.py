@@ -15,6 +15,8 @@ from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 T = TypeVar("T")
 _MAKE_S = 600.0
 """Limit for the constructor, which may read files."""
+_MOST = 10**8
+"""Examples of a source: an epoch has all their numbers in memory, and shuffles them in a minute."""
 FORMS = "arithmetic, jsonl, dataset or package.module:Class"
 _WANTED = "a class with `draw(self, random)`, or with `__len__(self)` and `__getitem__(self, index)` (docs/guides/task.md)"
 
@@ -82,8 +84,9 @@ def _finite(source: Finite, name: str) -> Finite:
 def _size(source: Finite, where: str) -> int:
     # len() would refuse a wrong number in words of its own, without a line.
     size = _called(lambda: type(source).__len__(source), where)
-    if not hasattr(size, "__index__") or size < 0:
-        raise DataError(where, got=repr(size)[:100], expected="a whole number of examples")
+    if not hasattr(size, "__index__") or not 0 <= size <= _MOST:
+        hint = "write draw(self, random) for a source without end"
+        raise DataError(where, got=repr(size)[:100], expected=f"a whole number of examples, at most {_MOST}", hint=hint)
     return int(size)
 
 

@@ -235,9 +235,10 @@ def test_where_the_final_answer_of_a_response_is(response: str, gold: str, worth
 UNEQUAL = r"""HTH|HHT cat|act IV|VI H2O|HO2 i|I \omega|\Omega no|on 2020-05-06|2009 12-25|-13 3-5|4-6 555-1234|-679 1/2/2024|1/4048
 -2|3-5~days 1,5|1.5 1;5|1.5 3,~14|3.14 0,1|\frac{1}{10} \{1,2\}|\{\{1,2\}\} 10~mW|10~MW 5~mg|5~Mg 5~ms|5~Ms 5~mV|5~MV 5~m|5~M 5~Kb|5~KB
 5~MHz|5~mHz 2~dozen|2 \$2~million|2 2~hundreds|2 5|5~squared 5|5~cubed 5|5~factorial 5|half~of~5 5|twice~5 5|the~square~root~of~5
-5|at~least~5 5|less~than~5 5|negative~5 5|minus~5 5|大于5 5|5~and~a~half 5|5~is~incorrect 5|5的一半 5|5的平方 5|5~\text{~squared}"""
+5|at~least~5 5|less~than~5 5|negative~5 5|minus~5 5|大于5 5|5~and~a~half 5|5~is~incorrect 5|5的一半 5|5的平方 5|5~\text{~squared}
+BAD|DAB FACE|CAFE DAD|ADD DAD|AD AA|A ABC|ABD AB|ABC AE|A,C"""
 EQUAL = r"""-5|minus~5 -5|negative~5 -5|负5 25|5~squared 120|5~factorial 24|2~dozen 5.5|5~and~a~half xy|yx \{1,1,2\}|\{1,2\} half|1/2
-2~kg|2~KG 2~hours|2~Hours 3-5|3-5 Cat|cat"""
+2~kg|2~KG 2~hours|2~Hours 3-5|3-5 Cat|cat ABC|ACB ACB|ABC BAC|C,A~and~B A,~C|CA FACE|FACE B,A|(A),(B)"""
 
 
 @pytest.mark.parametrize(("pair", "worth"), [(pair, worth) for pairs, worth in ((UNEQUAL, 0.0), (EQUAL, 1.0)) for pair in pairs.split()])

@@ -13,8 +13,6 @@ from asyncmoe.rollout.tasks.encode import check
 from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 
 T = TypeVar("T")
-_MAKE_S = 600.0
-"""Limit for the constructor, which may read files."""
 _MOST = 10**8
 """Examples of a source: an epoch has all their numbers in memory, and shuffles them in a minute."""
 FORMS = "arithmetic, jsonl, dataset or package.module:Class"
@@ -34,12 +32,7 @@ def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endle
         DataError: it raises, it is empty, or its first or last example is none or differs when it is asked for again.
     """
     found = plugins.load(target, f"{key}.kind", forms=FORMS, wanted="a class that can be imported")
-    try:
-        with plugins.guarded(_MAKE_S):
-            made = found(**options)
-    except plugins.Failed as failed:
-        expected = f"a class that can be made with {key}.options"
-        raise ConfigError(f"{key}.kind", got=f"{target}: {failed}", expected=expected) from failed
+    made = plugins.make(found, target, options, f"{key}.kind", f"a class that can be made with {key}.options")
     endless, finite = callable(getattr(made, "draw", None)), hasattr(made, "__len__") and hasattr(made, "__getitem__")
     if endless == finite:
         raise ConfigError(f"{key}.kind", got=f"{target}, which has {'both' if finite else 'neither'}", expected=_WANTED)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
 
-from asyncmoe.errors import ConfigError, UserError, an
+from asyncmoe.errors import ConfigError, DataError, UserError, an
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -166,6 +166,16 @@ def make(found: Callable[..., Any], target: str, options: Mapping[str, object], 
         raise ConfigError(key, got=f"{target}: {failed}", expected=expected) from failed
 
 
+def called(ask: Callable[[], T], where: str) -> T:
+    """Return what a user's code returns; raises DataError for what it raises, and its UserError."""
+    try:
+        return ask()
+    except UserError:
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # SystemExit would end the process without a word
+        raise DataError(where, got=told_at(error), expected="a value, not an exception") from error
+
+
 async def ended(tasks: Collection[asyncio.Task[Any]], seconds: float) -> bool:
     """Cancel tasks and wait for their ends; return whether all came in time. No end of the loop waits for the others either."""
     for task in tasks:
@@ -282,12 +292,7 @@ def raised_at(error: BaseException) -> str:
 
 def told_at(error: BaseException) -> str:
     """Return an exception in one line, with the user's line that raised it if there is one."""
-    return told(error) + _at(error)
-
-
-def _at(error: BaseException) -> str:
-    where = raised_at(error)
-    return f" at {where}" if where else ""
+    return " at ".join(filter(None, (told(error), raised_at(error))))
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[Any, int]]:

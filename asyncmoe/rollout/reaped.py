@@ -73,7 +73,6 @@ async def end(process: asyncio.subprocess.Process, whose: str) -> None:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
         with suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_S):
-                await process.wait()
-                return
+            await asyncio.wait_for(process.wait(), _KILL_S)
+            return
     raise WaitTimeout(whose, "end", _KILL_S)

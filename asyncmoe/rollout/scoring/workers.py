@@ -49,7 +49,8 @@ class InWorkers:
         worker = await self._idle.get()
         asking = asyncio.create_task(self._ask(worker, self._told(sample)))
         self._asking.add(asking)
-        asking.add_done_callback(self._answered)
+        asking.add_done_callback(self._asking.discard)
+        asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a cancelled caller no longer retrieves it
         # If the caller is cancelled, letting the process finish is cheaper than restarting it.
         return await asyncio.shield(asking)
 
@@ -72,12 +73,6 @@ class InWorkers:
             return await worker.ask(told, self._timeout_s)
         finally:
             self._idle.put_nowait(worker)
-
-    def _answered(self, asking: asyncio.Task[object]) -> None:
-        self._asking.discard(asking)
-        if not asking.cancelled():
-            # Mark the exception as retrieved: a cancelled caller no longer does.
-            asking.exception()
 
 
 class _Worker:
@@ -113,8 +108,7 @@ class _Worker:
         if process is not None and process.stdin is not None:
             process.stdin.close()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_S):
-                    await process.wait()
+                await asyncio.wait_for(process.wait(), _CLOSE_S)
         await self.end()
 
     async def end(self) -> None:

@@ -84,12 +84,10 @@ def check(example: object, where: str) -> None:
     if not isinstance(example, Example):
         raise DataError(where, got=f"{type(example).__name__} {str(example)[:100]!r}", expected="an asyncmoe.rollout.tasks.Example")
     check_prompt(example.prompt, f"{where}, prompt")
-    if not isinstance(example.answer, str):
-        raise DataError(f"{where}, answer", got=repr(example.answer)[:100], expected="text")
-    if not isinstance(example.solution, str | None):
-        raise DataError(f"{where}, solution", got=repr(example.solution)[:100], expected="text or None")
-    check_text(example.answer, f"{where}, answer")
-    check_text(example.solution or "", f"{where}, solution")
+    for name, text in (("answer", example.answer), ("solution", "" if example.solution is None else example.solution)):
+        if not isinstance(text, str):
+            raise DataError(f"{where}, {name}", got=repr(text)[:100], expected="text")
+        check_text(text, f"{where}, {name}")
     check_columns(example.columns, where)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import TypeVar
 
 from asyncmoe import plugins
-from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.rollout.tasks.encode import check
 from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 
-T = TypeVar("T")
 _MOST = 10**8
 """Examples of a source: an epoch has all their numbers in memory, and shuffles them in a minute."""
 FORMS = "arithmetic, jsonl, dataset or package.module:Class"
@@ -76,7 +73,7 @@ def _finite(source: Finite, name: str) -> Finite:
 
 def _size(source: Finite, where: str) -> int:
     # len() would refuse a wrong number in words of its own, without a line.
-    size = _called(lambda: type(source).__len__(source), where)
+    size = plugins.called(lambda: type(source).__len__(source), where)
     if not hasattr(size, "__index__") or not 0 <= size <= _MOST:
         hint = "write draw(self, random) for a source without end"
         raise DataError(where, got=repr(size)[:100], expected=f"a whole number of examples, at most {_MOST}", hint=hint)
@@ -95,15 +92,6 @@ def _differs(what: str, hint: str) -> DataError:
 
 
 def _guarded(ask: Callable[[], Example], where: str) -> Example:
-    example = _called(ask, where)
+    example = plugins.called(ask, where)
     check(example, where)
     return example
-
-
-def _called(ask: Callable[[], T], where: str) -> T:
-    try:
-        return ask()
-    except UserError:
-        raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise DataError(where, got=plugins.told_at(error), expected="a value, not an exception") from error

@@ -144,9 +144,9 @@ class TrajectoryRejected(AsyncmoeError):
     """A trajectory is unfit for training. `reason` is the short name under which it is counted."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        self.reason = reason
-        # A user's scorer may raise text with half a surrogate pair, which neither a log nor a record can hold.
-        super().__init__(f"{reason}: {detail.encode(errors='replace').decode()}")
+        self.reason = reason[:100]
+        # A user's code may raise any text: a long one, or one with half a surrogate pair, which neither a log nor a record can hold.
+        super().__init__(f"{self.reason}: {detail[:2000].encode(errors='replace').decode()}")
 
 
 class Disagreement(AsyncmoeError):

@@ -18,21 +18,22 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
 
-from asyncmoe.errors import ConfigError, UserError, an
+from asyncmoe.errors import ConfigError, DataError, UserError, an
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 FORM = "package.module:name"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-IMPORT_S, CALL_S = 120.0, 60.0
-"""Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less."""
+IMPORT_S, CALL_S, MAKE_S = 120.0, 60.0, 600.0
+"""Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less; longest
+run of a constructor, which may read files."""
 _LEAVE_S = 5.0
 """How long a coroutine may take to end when it is cancelled: a tool may have processes to end. It is added to every limit."""
 _AGAIN_S = 1.0
@@ -144,14 +145,45 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
     try:
         done, _ = await asyncio.wait([task], timeout=seconds)
     finally:
-        if not task.done():
-            task.cancel()
-            if (await asyncio.wait([task], timeout=_LEAVE_S))[1]:
-                asyncio.tasks._unregister_task(task)  # else the end of the loop would wait for it
-                log.warning("%s does not end when it is cancelled, and is left to itself", whose)
+        if not task.done() and not await ended([task], _LEAVE_S):
+            log.warning("%s does not end when it is cancelled, and is left to itself", whose)
     if not done:
         raise Overdue(f"{whose} took longer than {seconds:g} s")
     return task.result()
+
+
+def make(found: Callable[..., Any], target: str, options: Mapping[str, object], key: str, expected: str) -> Any:
+    """Construct a user's class.
+
+    Raises:
+        ConfigError: it cannot be made with these options, or takes longer than `MAKE_S`.
+        UserError: raised by the class itself.
+    """
+    try:
+        with guarded(MAKE_S):
+            return found(**options)
+    except Failed as failed:
+        raise ConfigError(key, got=f"{target}: {failed}", expected=expected) from failed
+
+
+def called(ask: Callable[[], T], where: str) -> T:
+    """Return what a user's code returns; raises DataError for what it raises, and its UserError."""
+    try:
+        return ask()
+    except UserError:
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # SystemExit would end the process without a word
+        raise DataError(where, got=told_at(error), expected="a value, not an exception") from error
+
+
+async def ended(tasks: Collection[asyncio.Task[Any]], seconds: float) -> bool:
+    """Cancel tasks and wait for their ends; return whether all came in time. No end of the loop waits for the others either."""
+    for task in tasks:
+        task.cancel()
+    deaf = (await asyncio.wait(tasks, timeout=seconds))[1] if tasks else ()
+    for task in deaf:
+        asyncio.tasks._unregister_task(task)
+    return not deaf
 
 
 def load(target: str, key: str, *, forms: str, wanted: str, fits: Callable[[object], bool] = callable) -> Any:
@@ -260,12 +292,7 @@ def raised_at(error: BaseException) -> str:
 
 def told_at(error: BaseException) -> str:
     """Return an exception in one line, with the user's line that raised it if there is one."""
-    return told(error) + _at(error)
-
-
-def _at(error: BaseException) -> str:
-    where = raised_at(error)
-    return f" at {where}" if where else ""
+    return " at ".join(filter(None, (told(error), raised_at(error))))
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[Any, int]]:

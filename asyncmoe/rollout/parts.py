@@ -11,6 +11,7 @@ from typing import Any
 
 import uvloop
 
+from asyncmoe import plugins
 from asyncmoe.config import Config
 from asyncmoe.journal.unjournaled import Unjournaled
 from asyncmoe.queue.bounded import BoundedQueue
@@ -89,17 +90,11 @@ def run(main: Coroutine[Any, Any, None]) -> None:
             pressed = True
             raise
 
-    async def cleared() -> None:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for one in left:
-            one.cancel()
-        for deaf in (await asyncio.wait(left, timeout=_END_S))[1] if left else ():
-            asyncio.tasks._unregister_task(deaf)  # else the end of the loop would wait for it
-
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.get_loop().set_default_executor(_Unawaited())
-        task = runner.get_loop().create_task(main)
-        for wait in (ended, cleared):
+        loop = runner.get_loop()
+        loop.set_default_executor(_Unawaited())
+        task = loop.create_task(main)
+        for wait in (ended, lambda: plugins.ended(asyncio.all_tasks(loop), _END_S)):
             over = False
             while not over:
                 try:

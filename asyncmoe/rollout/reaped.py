@@ -3,28 +3,63 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from asyncmoe.errors import WaitTimeout
 
 _REAPER = Path(__file__).parent / "episodes" / "tools" / "reaper.py"
 _KILL_S = 5.0
+SAID_BYTES = 1 << 18
+"""What a process may write to our standard error, which is a log of the run."""
 
 
-async def start(command: Sequence[str], limit: int) -> asyncio.subprocess.Process:
+async def start(command: Sequence[str], limit: int, said: int = SAID_BYTES, **more: Any) -> asyncio.subprocess.Process:
     """Start a command with pipes as its standard input and output.
 
     Args:
         limit: bytes of its longest line.
+        said: bytes that it may write to standard error; 0: any number.
+        more: for `asyncio.create_subprocess_exec`.
     """
     pipe = asyncio.subprocess.PIPE
-    reaper = (sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()))
-    return await asyncio.create_subprocess_exec(*reaper, *command, stdin=pipe, stdout=pipe, limit=limit, start_new_session=True)
+    reaper = (sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), str(said))
+    return await asyncio.create_subprocess_exec(*reaper, *command, stdin=pipe, stdout=pipe, limit=limit, start_new_session=True, **more)
+
+
+class Broken(Exception):
+    """A process that has ended, or whose answer is too long (`flood`). The text continues "the process"."""
+
+    def __init__(self, text: str, flood: bool = False) -> None:
+        self.flood = flood
+        super().__init__(text)
+
+
+async def exchange(process: asyncio.subprocess.Process, told: object | None = None) -> Any:
+    """Write a line of JSON, unless it is None, and read one. Raises Broken."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if told is not None:
+            process.stdin.write(json.dumps(told).encode() + b"\n")
+            await process.stdin.drain()
+        line = await process.stdout.readline()
+    except ConnectionError as error:
+        raise Broken(f"has ended: {error}") from error
+    except ValueError as error:
+        raise Broken("answered with too many bytes", flood=True) from error
+    if not line:
+        raise Broken(f"ended with status {await process.wait()}")
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise Broken(f"ended within an answer: {line[:100]!r}") from error
 
 
 async def end(process: asyncio.subprocess.Process, whose: str) -> None:
@@ -38,7 +73,6 @@ async def end(process: asyncio.subprocess.Process, whose: str) -> None:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
         with suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_S):
-                await process.wait()
-                return
+            await asyncio.wait_for(process.wait(), _KILL_S)
+            return
     raise WaitTimeout(whose, "end", _KILL_S)

@@ -135,9 +135,8 @@ def _parts(episode: Episode) -> tuple[SampledPart, ...]:
 def _part(agent: Agent) -> SampledPart:
     turns = tuple(SampledTurn(turn.given, turn.generation.tokens, turn.generation.logprobs, turn.generation.spans) for turn in agent.turns)
     finish = agent.turns[-1].generation.finish if agent.turns else ""
-    return SampledPart(
-        cleaned(agent.name), (agent.number, agent.branch), turns, agent.unanswered, finish, tuple(agent.calls), cleaned(agent.why)
-    )
+    name, why = (cleaned(str(text)[:SHOWN]) for text in (agent.name, agent.why))  # a user's code may set both
+    return SampledPart(name, (agent.number, agent.branch), turns, agent.unanswered, finish, tuple(agent.calls), why)
 
 
 def _result(t: Trajectory) -> SampledResult:

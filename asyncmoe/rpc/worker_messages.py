@@ -129,7 +129,7 @@ class WorkerStart(Message, frozen=True):
 
     group: Count
     prompt: bytes
-    """msgpack of `asyncmoe.rollout.tasks.Prompt`."""
+    """Of `asyncmoe.rollout.tasks.types.to_bytes`."""
     members: tuple[EpisodeMember, ...]
 
 

@@ -17,10 +17,6 @@ def length(prompt: str, response: str, answer: str) -> float:
     return len(response) / 10
 
 
-def numpy_scalar(prompt: str, response: str, answer: str) -> float:
-    return np.float32(0.5)  # type: ignore[return-value]
-
-
 def process(prompt: str, response: str, answer: str) -> float:
     if response == "slow":
         time.sleep(0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random as globally
 import sys
 from collections.abc import Sequence
+from datetime import date
 from random import Random
 
 import numpy as np
@@ -103,6 +104,7 @@ class Wrong(Capitals):
             "nan": Example("q", "1", {"level": float("nan")}),
             "half": Example("\ud83d x", "1"),
             "mixed": Example([1, "a"], "1"),  # type: ignore[list-item]
+            "dated": Example([{"role": "user", "content": "I say", "when": date(2026, 1, 1)}], "1"),
         }
         return super().__getitem__(index) if index < len(CITIES) - 1 else wrong[self.form]
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial, partialmethod
 from pathlib import Path
@@ -20,7 +21,7 @@ from test_producer import until
 
 from asyncmoe import plugins
 from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected, UserError
 from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import parts
@@ -33,6 +34,7 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import plugin
@@ -329,6 +331,18 @@ def test_a_teacher_goes_through_the_same_environment(tokenizer: Tokenizer) -> No
     validate(shown, Recording(vocabulary=tokenizer.vocabulary))
 
 
+def test_what_an_environment_makes_of_a_failed_disk_does_not_hide_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "generate", partial(does, StorageError("no space")))
+
+    async def run(made: Episode) -> None:
+        with suppress(StorageError):
+            await Credited(0.5).run(made)
+        raise KeyError("mine")
+
+    with pytest.raises(StorageError, match="no space"):
+        play(SimpleNamespace(run=run), tokenizer)
+
+
 def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> None:
     (made,) = play(Credited(0.5, None, 0.0), tokenizer)
     validate(made, Recording(rewards=True))
@@ -343,8 +357,8 @@ def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> No
         validate(plain, Recording(rewards=True))
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_step_reward_that_is_no_number_rejects_the_episode(tokenizer: Tokenizer, reward: float) -> None:
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "0.5", [1.0]])
+def test_a_step_reward_that_is_no_number_rejects_the_episode(tokenizer: Tokenizer, reward: Any) -> None:
     assert reason(Credited(1.0, reward), tokenizer) == "bad_reward"
 
 
@@ -430,7 +444,7 @@ class Interrupts:
     __float__ = __repr__ = __iter__ = partialmethod(__getattr__, "")
 
 
-async def does(what: Any, *_: object) -> object:
+async def does(what: Any, *_: object, **__: object) -> object:
     """Misbehave, or return something."""
     match what:
         case "cancels its task":
@@ -473,9 +487,10 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
 
 
 RAISES = [KeyError("mine"), TimeoutError(), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), KeyboardInterrupt()]
-RAISES.append(GeneratorExit())
+RAISES += [GeneratorExit(), ToolError(CRASH, "mine"), UserError("mine", got=1, expected=2), InvariantBroken("mine")]
 BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2), Interrupts()]
-GOOD = [True, np.float32(0.5), np.array(0.5), torch.tensor(0.5)]
+BAD += [np.array("1.5"), np.complex64(1), Decimal("sNaN"), bytearray(b"1"), {"long" * 9**6: 1.0}]
+GOOD = [True, np.float32(0.5), np.array([0.5]), torch.tensor(0.5), Fraction(1, 2), Decimal("0.5")]
 REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": "tool_crash"}
 REASONS["agent"] = "agent_error|empty_response"
 
@@ -497,10 +512,10 @@ def test_what_a_users_code_does(kind: str, what: Any, tokenizer: Tokenizer, monk
             try:
                 found.append(str((await episode.run(made, asked, EpisodeId(0, number, 0)))[0].reward))
             except TrajectoryRejected as rejected:
-                found.append(rejected.reason)
+                found.append(rejected.reason if len(str(rejected)) < 2200 else "long")
         await plugin.close_own(made.environment, "it")
 
     parts.run(main())
     good = kind in ("scorer", "environment") and any(what is one for one in GOOD)
-    wanted = f"{kind}_timeout" if isinstance(what, str) and what == "is deaf" else str(float(what)) if good else REASONS[kind]
+    wanted = f"{kind}_timeout" if isinstance(what, str) and what == "is deaf" else str(float(np.ravel(what)[0])) if good else REASONS[kind]
     assert [bool(re.fullmatch(wanted, one)) for one in found] == [True, True], found

@@ -80,6 +80,24 @@ def test_a_scorer_leaves_no_process(child: Path) -> None:
     assert gone(int(child.read_text()))
 
 
+def test_what_a_process_prints_is_bounded_and_it_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys\nfor _ in range(200): print('flood' * 2000, file=sys.stderr)\nprint('done')\nsys.exit('last words')"
+
+    async def call(code: str) -> bytes:
+        process = await reaped.start((sys.executable, "-c", code), 2**16)
+        assert process.stdout is not None
+        said = await process.stdout.readline()
+        assert await process.wait() == 1
+        return said
+
+    assert asyncio.run(call(code)) == b"done\n"
+    flood = capfd.readouterr().err
+    assert reaped.SAID_BYTES < len(flood) < reaped.SAID_BYTES + 500
+    assert flood.endswith("the rest is dropped\n")
+    assert asyncio.run(call("import sys; sys.exit('last words')")) == b""
+    assert capfd.readouterr().err == "last words\n"
+
+
 @pytest.mark.parametrize(
     "leaves", ["os._exit(3)", "os.kill(os.getpid(), 9)", "time.sleep(60)", "signal.signal(15, signal.SIG_IGN); time.sleep(60)"]
 )

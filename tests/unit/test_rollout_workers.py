@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,12 +18,13 @@ from hypothesis import strategies as st
 from asyncmoe.errors import ConfigError, ProtocolError, TrajectoryRejected
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.workers import fleet
 from asyncmoe.rpc.messages import Fetch
 from asyncmoe.rpc.worker_messages import EpisodeMember, WorkerJoin, WorkerOver, WorkerPack
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
-from tests.unit.worker_fleet import BATCH, Cluster
+from tests.unit.worker_fleet import BATCH, Cluster, Numbers
 
 
 def check(cluster: Cluster, steps: int) -> None:
@@ -57,6 +60,20 @@ def test_a_group_is_held_by_its_worker_and_fetched_from_there(tmp_path: Path) ->
                 assert not trained & set(lent.worker._held._frames)
 
     asyncio.run(run())
+
+
+def test_columns_that_json_can_hold_reach_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, prompt = {"id": 2**70, "level": np.float64(0.5), "name": np.str_("x"), "2": -(2**63) - 1}, Numbers.prompt
+    monkeypatch.setattr(Numbers, "prompt", lambda *asked: replace(prompt(*asked), columns=columns))
+    seen = mock.Mock(side_effect=Exact.score)
+    monkeypatch.setattr(Exact, "score", lambda *asked: seen(*asked))
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=4, seed=1) as cluster:
+            await cluster.train(0)
+
+    asyncio.run(run())
+    assert {json.dumps(call.args[1].columns) for call in seen.call_args_list} == {json.dumps(columns)}
 
 
 def test_what_a_lost_worker_held_comes_from_the_journal(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def test_auto_is_exact_for_arithmetic() -> None:
 
 def test_a_users_function_scores_and_may_print() -> None:
     assert score_all(f"{SCORERS}:length", ["ab", "abcde"]) == [0.2, 0.5]
-    assert score_all(f"{SCORERS}:numpy_scalar", ["x"]) == [0.5]
 
 
 BAD = {

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -14,19 +14,11 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config.scoring import ScoringSection
-from asyncmoe.config.task import TaskSection
-from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.answer_mark import MARK
-from asyncmoe.rollout.engines.types import Generation, VersionSpan
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Sample, loading
 from asyncmoe.rollout.scoring.mathematics import score, self_score
 from asyncmoe.rollout.scoring.workers import InWorkers
-from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tasks.jsonl import read
-from asyncmoe.trajectory import Recording, Trajectory
 
 DATA = Path(__file__).parent / "data"
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -197,6 +189,7 @@ def test_every_answer_of_gsm8k_is_right_in_any_notation_and_another_is_wrong() -
         ("I choose B, not C.", "C", 0.0),
         ("I think 5", "5", 1.0),
         ("It is 5.", "5", 1.0),
+        ("It is not $5$.", "5", 0.0),
         ("ln 2", "2", 0.0),
         ("**5**", "5", 1.0),
         ("**B**", "B", 1.0),
@@ -235,9 +228,10 @@ def test_where_the_final_answer_of_a_response_is(response: str, gold: str, worth
 UNEQUAL = r"""HTH|HHT cat|act IV|VI H2O|HO2 i|I \omega|\Omega no|on 2020-05-06|2009 12-25|-13 3-5|4-6 555-1234|-679 1/2/2024|1/4048
 -2|3-5~days 1,5|1.5 1;5|1.5 3,~14|3.14 0,1|\frac{1}{10} \{1,2\}|\{\{1,2\}\} 10~mW|10~MW 5~mg|5~Mg 5~ms|5~Ms 5~mV|5~MV 5~m|5~M 5~Kb|5~KB
 5~MHz|5~mHz 2~dozen|2 \$2~million|2 2~hundreds|2 5|5~squared 5|5~cubed 5|5~factorial 5|half~of~5 5|twice~5 5|the~square~root~of~5
-5|at~least~5 5|less~than~5 5|negative~5 5|minus~5 5|大于5 5|5~and~a~half 5|5~is~incorrect 5|5的一半 5|5的平方 5|5~\text{~squared}"""
+5|at~least~5 5|less~than~5 5|negative~5 5|minus~5 5|大于5 5|5~and~a~half 5|5~is~incorrect 5|5的一半 5|5的平方 5|5~\text{~squared}
+BAD|DAB FACE|CAFE DAD|ADD DAD|AD AA|A ABC|ABD AB|ABC AE|A,C"""
 EQUAL = r"""-5|minus~5 -5|negative~5 -5|负5 25|5~squared 120|5~factorial 24|2~dozen 5.5|5~and~a~half xy|yx \{1,1,2\}|\{1,2\} half|1/2
-2~kg|2~KG 2~hours|2~Hours 3-5|3-5 Cat|cat"""
+2~kg|2~KG 2~hours|2~Hours 3-5|3-5 Cat|cat ABC|ACB ACB|ABC BAC|C,A~and~B A,~C|CA FACE|FACE B,A|(A),(B)"""
 
 
 @pytest.mark.parametrize(("pair", "worth"), [(pair, worth) for pairs, worth in ((UNEQUAL, 0.0), (EQUAL, 1.0)) for pair in pairs.split()])
@@ -251,44 +245,3 @@ def test_what_only_looks_alike_is_unequal_and_other_words_are_equal(pair: str, w
 def test_a_reference_without_content_is_refused(gold: str) -> None:
     with pytest.raises(ValueError, match="no content"):
         score("", gold, gold)
-
-
-class Golds:
-    """A task with a question for each case, whose policy answers right in the even members of a group and wrong in the odd ones."""
-
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self._cases = cases
-
-    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        return Prompt(json.dumps(group), (1, 2), self._cases[group % len(self._cases)].gold)
-
-
-def test_a_run_on_all_of_them_rejects_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The producer, the queue and the scorer's real processes; only the responses are given."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    size, rewards = 2, dict[tuple[int, int], float]()
-
-    async def run() -> None:
-        section = ScoringSection(scorer="math_verify", retries=0, concurrency=2)
-        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
-        held = BoundedQueue(capacity=len(CASES) * size, batch=len(CASES) * size, group_size=size, max_staleness=0)
-
-        async def episode(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
-            case = CASES[place.group % len(CASES)]
-            reward = (await made.score(Sample(prompt.text, (case.right, case.wrong)[place.episode], prompt.answer))).reward
-            rewards[place.group, place.episode] = reward
-            turn = Turn(prompt.tokens, Generation.of((7, 2), (-0.5, -0.25), (VersionSpan("0", 0, 2),), "stop", 0), 0)
-            return (assemble([turn], place, Recording(), reward, {}),)
-
-        producing = asyncio.create_task(Producer(held, Golds(CASES), episode, size).run())  # type: ignore[arg-type]
-        async with asyncio.timeout(120):
-            while held.stats().depth < len(CASES) * size and not producing.done():
-                await asyncio.sleep(0.05)
-        producing.cancel()
-        await asyncio.wait({producing})
-        await made.close()
-        assert held.stats().rejected == {}
-        assert held.stats().depth == len(CASES) * size
-
-    asyncio.run(run())
-    assert {place: reward for place, reward in rewards.items() if reward != float(place[1] == 0)} == {}

@@ -129,6 +129,10 @@ def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path: Path) -> Non
     assert read(path)[0].question == "a\u2028b"
 
 
+def test_an_answer_may_be_any_whole_number(tmp_path: Path) -> None:
+    assert read(lines(tmp_path / "d.jsonl", {"question": "q", "answer": 10**400}))[0].reference == str(10**400)
+
+
 GOOD = '{"question": "q", "answer": "1"}'
 
 
@@ -145,11 +149,11 @@ GOOD = '{"question": "q", "answer": "1"}'
         (r'{"question": "\ud83d x", "answer": "1"}', r"question: got half a surrogate pair, '\ud83d'"),
         (r'{"question": [{"role": "user", "content": "\ud83d"}], "answer": "1"}', "half a surrogate pair"),
         (r'{"question": "q", "answer": "\ude00"}', r"answer: got half a surrogate pair, '\ude00'"),
-        (r'{"question": "q", "answer": "1", "hint": ["\ud83d"]}', "column hint: got list (half a surrogate pair"),
+        (r'{"question": "q", "answer": "1", "hint": ["\ud83d"]}', "column hint: got half a surrogate pair"),
         ('{"question": "q", "answer": NaN}', "NaN is no number in JSON"),
         ('{"question": "q", "answer": 1e999}', "answer: got inf"),
         ('{"question": "q", "answer": "1", "level": [-Infinity]}', "-Infinity is no number in JSON"),
-        ('{"question": "q", "answer": "1", "level": -1e999}', "column level: got float (NaN or Infinity"),
+        ('{"question": "q", "answer": "1", "level": -1e999}', "column level: got NaN or Infinity"),
         ('{"question": "q", "answer": "1", "answer": "2"}', "key 'answer' is given twice"),
         ('{"question": "q", "answer": "1", "of": {"a": 1, "a": 1}}', "key 'a' is given twice"),
     ],

@@ -27,12 +27,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
 from asyncmoe.rollout.episodes.token_buffer import TokenBuffer
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
+from asyncmoe.rollout.scoring.plain_answer import number
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.samples.records import ToolCall
@@ -127,7 +128,7 @@ class Agent:
         why: what the scorer says about its reward, for readers of samples.
         spoke_last: greater the later its last response ended; -1 before the first.
         parse: the engines' parsers of tool calls; None without engines.
-        failure: its first failure, or None.
+        failure: the first failure of what it asked for, or None; what is no `TrajectoryRejected` ends the run.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Agent:
         self._given: list[int] = []
         self._speaking = False
         self.parse: Parse | None = None
-        self.failure: TrajectoryRejected | None = None
+        self.failure: AsyncmoeError | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -218,7 +219,10 @@ class Agent:
         """Reward the agent's last step, which is its last response (`objective.process`)."""
         if not self.turns or self._given:
             raise self._failed(ERROR, "credit: got no response to reward, expected to be called right after one")
-        self.credits[len(self._said) - 1] = float(reward)
+        try:
+            self.credits[len(self._said) - 1] = number(reward)
+        except ValueError as error:
+            raise self._failed("bad_reward", f"credit: got {error}, expected a number") from error
 
     async def respond(
         self,
@@ -248,8 +252,8 @@ class Agent:
         given, self._speaking = tuple(self._given), True
         try:
             made = await self._speak(self, given, sampling, listening)
-        except TrajectoryRejected as rejected:
-            self.failure = self.failure or rejected
+        except AsyncmoeError as error:
+            self.failure = self.failure or error
             raise
         finally:
             self._speaking = False
@@ -304,7 +308,7 @@ class Agent:
             return self._sampling
         return replace(self._sampling, max_new_tokens=most, stop=ends)
 
-    def _failed(self, reason: str, detail: str) -> TrajectoryRejected:
+    def _failed(self, reason: str, detail: str) -> AsyncmoeError:
         self.failure = self.failure or TrajectoryRejected(reason, f"agent {self.name}: {detail}")
         return self.failure
 
@@ -327,7 +331,7 @@ class Episode:
     bounds: Bounds
     speak: Speak
     agents: dict[str, Agent] = field(default_factory=dict)
-    failure: TrajectoryRejected | None = None
+    failure: AsyncmoeError | None = None
     parse: Parse | None = None
 
     def agent(self, name: str = "policy") -> Agent:
@@ -373,11 +377,15 @@ class Episode:
         agents = list(self.agents.values())
         for agent in agents:
             agent.rest()
-        failures = [self.failure, *(agent.failure for agent in agents)]
-        if failed := [failure for failure in failures if failure is not None]:
-            raise failed[0]
+        self.check()
         return [agents[i] for i in turn_tree.leaves([agent.turns for agent in agents])]
 
-    def _failed(self, detail: str, reason: str = TOO_LONG) -> TrajectoryRejected:
+    def check(self) -> None:
+        """Raise the first failure of the episode or an agent, whatever the environment made of it."""
+        for failure in (self.failure, *(agent.failure for agent in self.agents.values())):
+            if failure is not None:
+                raise failure
+
+    def _failed(self, detail: str, reason: str = TOO_LONG) -> AsyncmoeError:
         self.failure = self.failure or TrajectoryRejected(reason, detail)
         return self.failure

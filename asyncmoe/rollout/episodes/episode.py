@@ -7,7 +7,6 @@ fails, all are rejected with that reason.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ import numpy as np
 
 from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
-from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.journal.turns import EpisodeKey, Turns
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
@@ -32,6 +31,7 @@ from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.scoring.plain_answer import number
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
@@ -125,12 +125,12 @@ async def _play(environment_: Environment, made: Episode, timeout_s: float) -> t
 
     try:
         return await plugins.awaited(played, timeout_s, "the environment")
-    except AsyncmoeError:
-        raise
-    except plugins.Overdue as error:
-        raise TrajectoryRejected(environment.TIMEOUT, str(error)) from error
     except Exception as error:
-        raise TrajectoryRejected(environment.ERROR, plugins.told(error)) from error
+        made.check()
+        if isinstance(error, TrajectoryRejected):
+            raise
+        late = isinstance(error, plugins.Overdue)
+        raise TrajectoryRejected(environment.TIMEOUT if late else environment.ERROR, str(error) if late else plugins.told(error)) from error
 
 
 def _places(agents: Sequence[Agent]) -> list[PlaceInTree]:
@@ -211,14 +211,12 @@ def _went_on(path: Agent, leaves: list[Agent]) -> str:
 
 
 def _finite(value: Any) -> float:
-    """Return a reward as a float: numbers of NumPy and torch, fractions and decimals are numbers, too, but texts are not."""
     try:
-        shown, found = f"{value!r:.200}", math.nan if isinstance(value, str | bytes) else float(value)
-    except BaseException as error:  # noqa: BLE001  too large, several numbers, nothing
-        shown, found = f"of type {type(value).__name__} ({plugins.told(error)})", math.nan
-    if abs(found) <= LARGEST_REWARD:
-        return found
-    raise TrajectoryRejected("bad_reward", f"the environment returned the reward {shown}, expected a finite number")
+        if abs(found := number(value)) <= LARGEST_REWARD:
+            return found
+        raise ValueError(found)
+    except ValueError as error:
+        raise TrajectoryRejected("bad_reward", f"the environment returned the reward {error}, expected a finite number") from error
 
 
 class Teaching:

@@ -42,15 +42,13 @@ def _is_sure(mark: re.Match[str], text: str) -> bool:
 
 def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[str]:
     """Return a text, its first clause if it is marked, and its last expression in LaTeX, or in prose its last number with a unit."""
-    if re.match(r"\W*(?:not\b|不)", text):
-        return []
     whole = [text, *PATTERNS["clause"].split(text, maxsplit=1)[:marked]] if len(text) <= ANSWER_CHARS else []
     parts = [found for found in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", found[0]))]
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
         parts = [*PATTERNS["number"].finditer(text)]
-        if parts and PATTERNS["changed"].search(f"{text[: parts[-1].start()][-40:]}⋯{text[parts[-1].end() :][:40]}"):
-            return [text]
+    if parts and PATTERNS["changed"].search(f"{text[: parts[-1].start()][-40:]}⋯{text[parts[-1].end() :][:40]}"):
+        return [text]
     return [*whole, _joined(text, parts)] if parts else whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import aiohttp
@@ -83,11 +84,7 @@ class HttpJudge:
 
 async def bounded_body(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
     """Return the body of an answer; reading stops once it exceeds `max_bytes`."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            break
-    return b"".join(parts)
+    try:
+        return await content.readexactly(max_bytes + 1)
+    except asyncio.IncompleteReadError as error:
+        return error.partial

@@ -20,7 +20,7 @@ class ReadAnswer(NamedTuple):
     """What a text means: the text without markup and case, the letters of choices, and an expression if it is one."""
 
     text: str
-    choices: frozenset[str]
+    choices: str
     node: Term | None
 
 
@@ -34,7 +34,8 @@ def score(prompt: str, response: str, answer: str) -> float:
     with suppress(TooLarge):
         for given in map(_read, final_answer.find(response)):
             if gold.choices and given.choices:
-                return float(given.choices == gold.choices)
+                both = gold.choices, given.choices
+                return float(both[0] == both[1] or (sorted(both[0]) == sorted(both[1]) and notation.in_order(both[0]) in both))
             if not gold.choices and (given.text == gold.text or given.node):
                 return float(given.text == gold.text or _same(gold, given))
     return 0.0
@@ -66,7 +67,7 @@ def _gold(answer: str) -> ReadAnswer:
         raise ValueError(f"the reference {answer[:100]!r} is too long, too nested or too large to be evaluated") from error
     if not gold.text:
         raise ValueError(f"the reference {answer[:100]!r} has no content to compare")
-    return gold if re.search("[A-J]", answer) else gold._replace(choices=frozenset())
+    return gold if re.search("[A-J]", answer) else gold._replace(choices="")
 
 
 def _read(text: str) -> ReadAnswer:

@@ -50,13 +50,21 @@ def bare(text: str) -> str:
     return PATTERNS["symbol"].sub(lambda found: found[1] or found[0].casefold(), joined)
 
 
-def choices(text: str) -> frozenset[str]:
-    """Return the letters of an answer to a multiple-choice question: B of "B", "(B)" and "B. 12 apples", A and C of "A and C"."""
+def choices(text: str) -> str:
+    """Return the letters of an answer to a multiple-choice question: B of "B", "(B)" and "B. 12 apples", "AC" of "C and A".
+
+    Letters that stand together keep their order: "FACE" may be a word.
+    """
     text = unwrapped(text).replace("\\ ", " ")
     if len(text) < 200 and PATTERNS["choices"].fullmatch(text):
-        return frozenset(re.sub(r"and|or|[^A-Ja-j]", "", text).upper())
+        letters = re.sub(r"and|or|[^A-Ja-j]", "", text).upper()
+        return letters if text.isalpha() else in_order(letters)
     found = PATTERNS["choice"].fullmatch(text)
-    return frozenset(found[1] or found[2]) if found else frozenset()
+    return found[1] or found[2] if found else ""
+
+
+def in_order(letters: str) -> str:
+    return "".join(sorted({*letters}))
 
 
 def tidy(text: str) -> str:

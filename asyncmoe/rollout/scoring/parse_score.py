@@ -6,7 +6,6 @@ Each run of sampled tokens is one step. With a separator text, each non-blank pi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import cast
@@ -16,6 +15,7 @@ import numpy as np
 
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.episodes.trajectory_builder import LARGEST_REWARD
 from asyncmoe.rollout.scoring.plain_answer import SHOWN_VALUE, garbage, plain
 from asyncmoe.rollout.scoring.types import NAN, Sample, Score
 
@@ -87,15 +87,10 @@ def placed(scores: Sequence[float], at: Sequence[int], size: int) -> np.ndarray:
     return rewards
 
 
-def _finite(value: int | float) -> float:
-    try:
-        found = float(value)
-    except OverflowError as error:
-        raise garbage(f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a number", "a float") from error
-    # Step scores are stored as float32.
-    if not math.isfinite(found) or abs(found) > 3.4e38:
-        raise TrajectoryRejected(NAN, f"the scorer returned {found}, expected a finite number")
-    return found
+def _finite(value: float) -> float:
+    if not abs(value) <= LARGEST_REWARD:
+        raise TrajectoryRejected(NAN, f"the scorer returned {value}, expected a finite number")
+    return value
 
 
 def _ends(tokens: Sequence[int], separator: str, decode: Decode) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.types import GARBAGE
 
@@ -20,7 +21,7 @@ _WHY = 2000
 
 
 def plain(value: object) -> dict[str, Any]:
-    """Normalize an answer to {"reward": number}, with "steps" (numbers) and "why" (text) if it has them. Accepts NumPy and torch numbers.
+    """Normalize an answer to {"reward": number}, with "steps" (numbers) and "why" (text) if it has them.
 
     Raises:
         TrajectoryRejected: "scorer_garbage": the answer is invalid.
@@ -38,11 +39,11 @@ def plain(value: object) -> dict[str, Any]:
         raise garbage(f"why of type {type(why).__name__}", "a text")
     said = {} if why is None else {"why": why[:_WHY]}
     if steps is None:
-        return {"reward": _number(reward), **said}
+        return {"reward": _worth(reward), **said}
     listed = steps.tolist() if hasattr(steps, "tolist") else steps
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise garbage(f"steps of type {type(steps).__name__}", "a list of numbers")
-    return {"reward": _number(reward), "steps": [_number(step) for step in listed], **said}
+    return {"reward": _worth(reward), "steps": [_worth(step) for step in listed], **said}
 
 
 def garbage(got: str, expected: str) -> TrajectoryRejected:
@@ -50,13 +51,25 @@ def garbage(got: str, expected: str) -> TrajectoryRejected:
     return TrajectoryRejected(GARBAGE, f"the scorer returned {got}, expected {expected}")
 
 
-def _number(value: object) -> int | float:
-    item = getattr(value, "item", None)
+def _worth(value: object) -> float:
     try:
-        found = item() if callable(item) else value
-    # NumPy and torch raise different errors for an array of several elements.
-    except (ValueError, RuntimeError) as error:
-        raise garbage(f"{type(value).__name__}: {error}", "a number") from error
-    if not isinstance(found, int | float):
-        raise garbage(f"{type(found).__name__} {str(found)[:SHOWN_VALUE]!r}", "a number")
-    return found
+        return number(value)
+    except ValueError as error:
+        raise garbage(str(error), "a number") from error
+
+
+def number(value: Any) -> float:
+    """Return what any user's code gives as a reward: a number of Python, NumPy or torch, also alone in an array, a fraction or a decimal.
+
+    Raises:
+        ValueError: it is none, as a text is not; says what it is.
+    """
+    shown = ""
+    try:
+        found = value.item() if callable(getattr(value, "item", None)) else value
+        shown = f"{found!r:.{SHOWN_VALUE}}"
+        if not isinstance(found, str | bytes | bytearray):
+            return float(found)
+    except BaseException as error:  # noqa: BLE001  too large, several numbers, nothing, or what a user's class raises
+        shown = shown or f"({plugins.told(error)})"
+    raise ValueError(f"{type(value).__name__} {shown}")

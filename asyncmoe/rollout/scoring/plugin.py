@@ -6,10 +6,10 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from asyncmoe import plugins
-from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError, an
+from asyncmoe.errors import ConfigError, TrajectoryRejected, an
 from asyncmoe.plugins import takes
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, raised_by
 from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of
@@ -17,14 +17,6 @@ from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of
 log = logging.getLogger(__name__)
 EXPECTED = "auto, exact, math_verify, none, http://host:port/path, package.module:function or package.module:Class"
 _CLOSE_S = 5.0
-
-
-class HasScore(Protocol):
-    """An instance of a user's scorer class."""
-
-    def score(self, sample: Sample) -> object:
-        """Return any answer that `asyncmoe.rollout.scoring.plain_answer` accepts; a coroutine runs in the controller's event loop."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -44,24 +36,10 @@ class Loaded:
         """The function itself, or the class's method `score`."""
         return cast(Any, self.found).score if inspect.isclass(self.found) else self.found
 
-    def make(self, options: Mapping[str, object]) -> HasScore:
-        """Construct the class.
-
-        Raises:
-            ConfigError: the constructor fails with `options`.
-        """
-        try:
-            return cast(HasScore, self.found(**options))
-        except UserError:
-            raise
-        except Exception as error:
-            got = f"{self.target}: {type(error).__name__}: {error}"
-            raise ConfigError("scoring.options", got=got, expected="arguments that the class accepts") from error
-
-    def ask(self, options: Mapping[str, object]) -> tuple[Callable[[Sample], object], HasScore | None]:
-        """Return the function to call with a sample, and the instance behind it, if any. Raises as `make`."""
+    def ask(self, options: Mapping[str, object]) -> tuple[Callable[[Sample], object], object | None]:
+        """Return the function to call with a sample, and the instance behind it, if any. Raises ConfigError if it cannot be made."""
         if self.is_class:
-            made = self.make(options)
+            made = plugins.make(self.found, self.target, options, "scoring.options", "arguments that the class accepts")
             return made.score, made
         if takes(self.found, "columns"):
             return lambda sample: self.found(sample.prompt, sample.response, sample.answer, columns=sample.columns), None

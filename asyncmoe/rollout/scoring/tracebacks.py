@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from asyncmoe import plugins, storage
 from asyncmoe.errors import TrajectoryRejected
@@ -46,13 +46,14 @@ class ScorerRaised(TrajectoryRejected):
 
 def raised_by(error: BaseException, scorer: Callable[..., Any]) -> Raised:
     """Describe an exception that a call of `scorer` raised."""
-    frames = _frames(error)
-    at = plugins.place(scorer) if not frames else f"{plugins.short(frames[-1].filename)}:{frames[-1].lineno}"
-    parts, cause = [_trace(error)], error.__cause__
+    parts, cause = list[str](), cast(BaseException | None, error)
     while cause is not None and len(parts) <= _CAUSES:
-        parts.append(f"caused by\n{_trace(cause)}")
+        frames = [one for one in traceback.extract_tb(cause.__traceback__) if not one.filename.startswith(_OWN)]
+        shown = "".join(traceback.StackSummary.from_list(frames[-_FRAMES:]).format())
+        parts.append(f"Traceback of {type(cause).__name__} (most recent call last):\n{shown}")
         cause = cause.__cause__
-    return Raised(at, plugins.told(error)[:SHOWN], "".join(parts)[:_TRACE_CHARS])
+    at = plugins.raised_at(error) or plugins.place(scorer)
+    return Raised(at, plugins.told(error)[:SHOWN], "caused by\n".join(parts)[:_TRACE_CHARS])
 
 
 class Tracebacks:
@@ -99,16 +100,3 @@ class Tracebacks:
             file.parent.mkdir(parents=True, exist_ok=True)
             storage.replace(file, self.text().encode(errors="backslashreplace"))
         self._written = count
-
-
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames below our own call of the scorer."""
-    frames = [*traceback.extract_tb(error.__traceback__)]
-    while frames and frames[0].filename.startswith(_OWN):
-        frames.pop(0)
-    return frames
-
-
-def _trace(error: BaseException) -> str:
-    shown = traceback.StackSummary.from_list(_frames(error)[-_FRAMES:])
-    return f"Traceback of {type(error).__name__} (most recent call last):\n{''.join(shown.format())}"

@@ -161,10 +161,6 @@ def report(checked: Checked, golds: Iterable[Gold], key: str) -> None:
 
 
 def _list(found: Sequence[tuple[Gold, str]]) -> str:
-    parts = [f"{gold.where} {_short(gold.answer)!r}" + (f" ({why})" if why else "") for gold, why in found[:_SHOWN]]
+    parts = [f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r}" + (f" ({why})" if why else "") for gold, why in found[:_SHOWN]]
     more = len(found) - _SHOWN
     return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

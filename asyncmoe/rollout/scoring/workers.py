@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,9 +47,10 @@ class InWorkers:
             AsyncmoeError: the process does not start.
         """
         worker = await self._idle.get()
-        asking = asyncio.create_task(self._ask(worker, self._line(sample)))
+        asking = asyncio.create_task(self._ask(worker, self._told(sample)))
         self._asking.add(asking)
-        asking.add_done_callback(self._answered)
+        asking.add_done_callback(self._asking.discard)
+        asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a cancelled caller no longer retrieves it
         # If the caller is cancelled, letting the process finish is cheaper than restarting it.
         return await asyncio.shield(asking)
 
@@ -61,24 +61,18 @@ class InWorkers:
         await asyncio.gather(*self._asking, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    def _line(self, sample: Sample) -> str:
+    def _told(self, sample: Sample) -> object:
         told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
         told["columns"] = dict(sample.columns)
         if self._conversation:
             told |= {"tokens": sample.tokens, "sampled": sample.sampled}
-        return json.dumps(told)
+        return told
 
-    async def _ask(self, worker: _Worker, line: str) -> object:
+    async def _ask(self, worker: _Worker, told: object) -> object:
         try:
-            return await worker.ask(line, self._timeout_s)
+            return await worker.ask(told, self._timeout_s)
         finally:
             self._idle.put_nowait(worker)
-
-    def _answered(self, asking: asyncio.Task[object]) -> None:
-        self._asking.discard(asking)
-        if not asking.cancelled():
-            # Mark the exception as retrieved: a cancelled caller no longer does.
-            asking.exception()
 
 
 class _Worker:
@@ -88,7 +82,7 @@ class _Worker:
         self._target, self._options = target, options
         self._process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, line: str, timeout_s: float) -> object:
+    async def ask(self, told: object, timeout_s: float) -> object:
         """Send a sample and return the answer.
 
         Raises:
@@ -97,7 +91,7 @@ class _Worker:
         try:
             if self._process is None:
                 self._process = await self._start()
-            answer = await self._exchange(self._process, line, timeout_s)
+            answer = await self._exchange(self._process, told, timeout_s)
         except BaseException:
             # A late answer would be taken for the answer to the next sample.
             await self.end()
@@ -114,8 +108,7 @@ class _Worker:
         if process is not None and process.stdin is not None:
             process.stdin.close()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_S):
-                    await process.wait()
+                await asyncio.wait_for(process.wait(), _CLOSE_S)
         await self.end()
 
     async def end(self) -> None:
@@ -127,7 +120,7 @@ class _Worker:
     async def _start(self) -> asyncio.subprocess.Process:
         process = await reaped.start((sys.executable, "-m", "asyncmoe.rollout.scoring.worker"), _LINE_BYTES)
         self._process = process
-        wanted = json.dumps({"target": self._target, "options": self._options})
+        wanted = {"target": self._target, "options": self._options}
         try:
             answer = await self._exchange(process, wanted, _START_S)
         except TrajectoryRejected as error:
@@ -138,23 +131,11 @@ class _Worker:
             raise ConfigError("scoring.scorer", got=answer["unusable"], expected="a scorer that loads in a separate process")
         return process
 
-    async def _exchange(self, process: asyncio.subprocess.Process, line: str, timeout_s: float) -> dict[str, Any]:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    async def _exchange(self, process: asyncio.subprocess.Process, told: object, timeout_s: float) -> dict[str, Any]:
         try:
             async with asyncio.timeout(timeout_s):
-                process.stdin.write(line.encode() + b"\n")
-                await process.stdin.drain()
-                answer = await process.stdout.readline()
+                return cast(dict[str, Any], await reaped.exchange(process, told))
         except TimeoutError as error:
             raise TrajectoryRejected(TIMEOUT, f"the scorer took longer than {timeout_s:g} s") from error
-        except ConnectionError as error:
-            raise TrajectoryRejected(ERROR, f"the scorer's process has ended: {error}") from error
-        except ValueError as error:
-            raise TrajectoryRejected(GARBAGE, f"the scorer answered with more than {_LINE_BYTES} bytes") from error
-        if not answer:
-            raise TrajectoryRejected(ERROR, f"the scorer's process exited with status {await process.wait()}")
-        try:
-            return cast(dict[str, Any], json.loads(answer))
-        except ValueError as error:
-            raise TrajectoryRejected(ERROR, f"the scorer's process ended within an answer: {answer[:100]!r}") from error
+        except reaped.Broken as error:
+            raise TrajectoryRejected(GARBAGE if error.flood else ERROR, f"the scorer's process {error}") from error

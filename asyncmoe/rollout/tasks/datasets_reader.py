@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncmoe import installed
+from asyncmoe import installed, plugins
 from asyncmoe.config.task import ColumnsSection, WeightedSource
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import hub
@@ -161,8 +161,5 @@ def _split(data: Any, source: WeightedSource, key: str, streaming: bool) -> Any:
 
 def _reason(error: BaseException) -> str:
     """Return an exception in one line, with the one it came from, which names what is wrong with a file."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    cause = error.__cause__ or error.__context__
-    if cause is not None and str(cause) not in text:
-        text += " (" + " ".join(f"{type(cause).__name__}: {cause}".split()) + ")"
-    return text[:600]
+    text, cause = plugins.told(error), error.__cause__ or error.__context__
+    return text if cause is None or plugins.told(cause) in text else f"{text[:300]} ({plugins.told(cause)[:300]})"

@@ -84,12 +84,10 @@ def check(example: object, where: str) -> None:
     if not isinstance(example, Example):
         raise DataError(where, got=f"{type(example).__name__} {str(example)[:100]!r}", expected="an asyncmoe.rollout.tasks.Example")
     check_prompt(example.prompt, f"{where}, prompt")
-    if not isinstance(example.answer, str):
-        raise DataError(f"{where}, answer", got=repr(example.answer)[:100], expected="text")
-    if not isinstance(example.solution, str | None):
-        raise DataError(f"{where}, solution", got=repr(example.solution)[:100], expected="text or None")
-    check_text(example.answer, f"{where}, answer")
-    check_text(example.solution or "", f"{where}, solution")
+    for name, text in (("answer", example.answer), ("solution", "" if example.solution is None else example.solution)):
+        if not isinstance(text, str):
+            raise DataError(f"{where}, {name}", got=repr(text)[:100], expected="text")
+        check_text(text, f"{where}, {name}")
     check_columns(example.columns, where)
 
 
@@ -106,7 +104,7 @@ def check_prompt(prompt: object, where: str) -> None:
     for one in prompt:
         if not (isinstance(one, Mapping) and isinstance(one.get("role"), str) and _said(one)):
             raise DataError(where, got=repr(one)[:100], expected=expected)
-        check_text(one["content"] or "", where)
+        _json_size(one, where, "leave it out of the messages")
     if prompt[-1]["role"] == "assistant" or not prompt[-1]["content"].strip():
         got = "an empty last message" if prompt[-1]["role"] != "assistant" else "a last message of the assistant"
         raise DataError(where, got=got, expected="a last message that asks the assistant something")
@@ -132,15 +130,18 @@ def check_columns(columns: object, where: str) -> None:
         raise DataError(f"{where}, columns", got=type(columns).__name__, expected="a mapping from names to values")
     size = 0
     for name, value in columns.items():
-        try:
-            size += len(json.dumps({str(name): value}, ensure_ascii=False, allow_nan=False).encode())
-        except (TypeError, ValueError, RecursionError) as error:
-            hint = "leave it out of task.columns.keep, or convert it"
-            got = f"{type(value).__name__} ({_why_no_json(error)})"
-            raise DataError(f"{where}, column {name}", got=got, expected="JSON", hint=hint) from error
+        size += _json_size({str(name): value}, f"{where}, column {name}", "leave it out of task.columns.keep, or convert it")
     if size > MAX_COLUMN_BYTES:
         hint = "name the columns that rewards need in task.columns.keep"
         raise DataError(f"{where}, columns", got=f"{size} bytes as JSON", expected=f"at most {MAX_COLUMN_BYTES}", hint=hint)
+
+
+def _json_size(values: Mapping[str, Any], where: str, hint: str) -> int:
+    """Return the bytes of values as JSON; raises DataError if it cannot hold them."""
+    try:
+        return len(json.dumps(dict(values), ensure_ascii=False, allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(where, got=_why_no_json(error), expected="JSON", hint=hint) from error
 
 
 def _why_no_json(error: Exception) -> str:

@@ -172,7 +172,7 @@ def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
 
 def _answer(where: str, values: Mapping[str, Any], name: str) -> str:
     value = _value(where, values, name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # NaN: a table's empty cell
+    if isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf:  # NaN: a table's empty cell
         return str(value)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number", hint=_NO_ANSWER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from random import Random
@@ -60,7 +61,7 @@ class ListedTask:
         self._source, self._encoder, self._seed, self._name, self._part = source, encoder, seed, name, part
         self._trained: Sequence[int] = range(len(source)) if trained is None else trained
         self._held: Finite = source if held is None else held
-        self._orders: dict[str, tuple[int, list[int]]] = {}
+        self._orders: dict[str, tuple[int, array[int]]] = {}
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
@@ -88,7 +89,7 @@ class ListedTask:
         every = range(len(self._held)) if stream == EVALUATION else self._trained
         epoch, place = divmod(number, len(every))
         if self._orders.get(stream, (-1,))[0] != epoch:
-            order = list(every)
+            order = array("q", every)
             Random(f"{self._seed} {stream} {epoch}{self._part}").shuffle(order)
             self._orders[stream] = epoch, order
         return self._orders[stream][1][place]

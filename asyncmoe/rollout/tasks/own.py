@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import TypeVar
 
 from asyncmoe import plugins
-from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.rollout.tasks.encode import check
 from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 
-T = TypeVar("T")
-_MAKE_S = 600.0
-"""Limit for the constructor, which may read files."""
+_MOST = 10**8
+"""Examples of a source: an epoch has all their numbers in memory, and shuffles them in a minute."""
 FORMS = "arithmetic, jsonl, dataset or package.module:Class"
 _WANTED = "a class with `draw(self, random)`, or with `__len__(self)` and `__getitem__(self, index)` (docs/guides/task.md)"
 
@@ -32,12 +29,7 @@ def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endle
         DataError: it raises, it is empty, or its first or last example is none or differs when it is asked for again.
     """
     found = plugins.load(target, f"{key}.kind", forms=FORMS, wanted="a class that can be imported")
-    try:
-        with plugins.guarded(_MAKE_S):
-            made = found(**options)
-    except plugins.Failed as failed:
-        expected = f"a class that can be made with {key}.options"
-        raise ConfigError(f"{key}.kind", got=f"{target}: {failed}", expected=expected) from failed
+    made = plugins.make(found, target, options, f"{key}.kind", f"a class that can be made with {key}.options")
     endless, finite = callable(getattr(made, "draw", None)), hasattr(made, "__len__") and hasattr(made, "__getitem__")
     if endless == finite:
         raise ConfigError(f"{key}.kind", got=f"{target}, which has {'both' if finite else 'neither'}", expected=_WANTED)
@@ -81,9 +73,10 @@ def _finite(source: Finite, name: str) -> Finite:
 
 def _size(source: Finite, where: str) -> int:
     # len() would refuse a wrong number in words of its own, without a line.
-    size = _called(lambda: type(source).__len__(source), where)
-    if not hasattr(size, "__index__") or size < 0:
-        raise DataError(where, got=repr(size)[:100], expected="a whole number of examples")
+    size = plugins.called(lambda: type(source).__len__(source), where)
+    if not hasattr(size, "__index__") or not 0 <= size <= _MOST:
+        hint = "write draw(self, random) for a source without end"
+        raise DataError(where, got=repr(size)[:100], expected=f"a whole number of examples, at most {_MOST}", hint=hint)
     return int(size)
 
 
@@ -99,15 +92,6 @@ def _differs(what: str, hint: str) -> DataError:
 
 
 def _guarded(ask: Callable[[], Example], where: str) -> Example:
-    example = _called(ask, where)
+    example = plugins.called(ask, where)
     check(example, where)
     return example
-
-
-def _called(ask: Callable[[], T], where: str) -> T:
-    try:
-        return ask()
-    except UserError:
-        raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise DataError(where, got=plugins.told_at(error), expected="a value, not an exception") from error

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncmoe import plugins
 from asyncmoe.config.task import SourceSection
-from asyncmoe.errors import DataError, UserError
+from asyncmoe.errors import DataError
 
 Row = Mapping[str, Any]
 Keep = Callable[[str, Row], bool]
@@ -51,12 +51,7 @@ def _one_of(row: Row, column: str, values: list[Any], name: str, key: str) -> bo
 
 
 def _asked(function: Callable[..., object], target: str, row: Row, name: str, key: str) -> bool:
-    try:
-        found = function(row)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # SystemExit would end the process without a word
-        raise DataError(f"{key}.filter, {name}", got=f"{target}: {plugins.told_at(error)}", expected="true or false") from error
+    found = plugins.called(lambda: function(row), f"{key}.filter {target}, {name}")
     if isinstance(found, np.bool_):
         return bool(found)
     if not isinstance(found, bool):

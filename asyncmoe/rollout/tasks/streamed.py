@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
+from asyncmoe import plugins
 from asyncmoe.config.task import ColumnsSection, WeightedSource
 from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.rollout.tasks import datasets_reader
@@ -139,8 +140,7 @@ class _Reader:
         if isinstance(item, AsyncmoeError):
             raise item
         if isinstance(item, BaseException):
-            got = f"{type(item).__name__}: {' '.join(str(item).split())[:300]}"
-            raise DataError(name, got=got, expected="rows that `datasets` can read") from item
+            raise DataError(name, got=plugins.told(item), expected="rows that `datasets` can read") from item
         return item
 
     def stop(self) -> None:

@@ -9,10 +9,13 @@ Either way prompt n is the same in every run with the same seed, so a resumed ru
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol, runtime_checkable
+
+import msgspec
 
 Message = Mapping[str, Any]
 """One message of a conversation: "role", "content", and any other key that the chat template knows."""
@@ -84,6 +87,16 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     where: str = field(default="", compare=False)
+
+
+def to_bytes(prompt: Prompt) -> bytes:
+    """Return a prompt for another process. It is JSON as columns are: msgpack has no integer above 64 bits, and no numbers of NumPy."""
+    return json.dumps(vars(prompt), default=dict).encode()
+
+
+def from_bytes(sent: bytes) -> Prompt:
+    """Read what `to_bytes` wrote. Raises ValueError or RecursionError."""
+    return msgspec.convert(json.loads(sent), Prompt)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes
-from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.outcome import LOST, RUN_FAILED, RemoteTrajectory
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Request
@@ -105,7 +103,7 @@ class RemoteWorker:
         self.check()
         ended: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
         self._running[place] = ended
-        starting = self._starting.get(place.group) or self._starting.setdefault(place.group, _Starting(msgspec.msgpack.encode(prompt)))
+        starting = self._starting.get(place.group) or self._starting.setdefault(place.group, _Starting(to_bytes(prompt)))
         starting.members.append(EpisodeMember(place.episode, place.attempt))
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush())

@@ -20,7 +20,7 @@ from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.sampled_episodes import EpisodeNotes, cleaned, to_bytes
-from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.tasks.types import Prompt, from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.figures import figures_of
 from asyncmoe.rollout.workers.held import HeldGroups
@@ -50,7 +50,6 @@ from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import Buffer, Recording, Trajectory
 
 log = logging.getLogger(__name__)
-_prompts: msgspec.msgpack.Decoder[Prompt] = msgspec.msgpack.Decoder(Prompt)
 _MOST_SAMPLED = MAX_FRAME_BYTES // 2
 """Bytes that an episode may leave for readers of samples, which are sent in one message."""
 _MOST_DETAIL = 2000
@@ -160,7 +159,7 @@ class RolloutWorker:
 
     def _start(self, request: WorkerStart) -> None:
         try:
-            prompt = _prompts.decode(request.prompt)
+            prompt = from_bytes(request.prompt)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"WorkerStart: malformed prompt: {error}") from error
         for member in request.members:

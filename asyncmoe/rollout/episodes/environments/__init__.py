@@ -6,7 +6,7 @@ import inspect
 
 from asyncmoe import models, plugins
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.environment import Bounds, Demonstrator, Environment
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -71,16 +71,7 @@ def _own(target: str, options: dict[str, object]) -> Environment:
     """Construct `package.module:Class` with keyword arguments."""
     forms = "single_turn, tools, openai or package.module:Class"
     found = plugins.load(target, "environment.kind", forms=forms, wanted="a class that can be imported")
-    try:
-        made = found(**options)
-    except UserError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            "environment.kind",
-            got=f"{target}: {type(error).__name__}: {error}",
-            expected="a class that can be made with environment.options",
-        ) from error
+    made = plugins.make(found, target, options, "environment.kind", "a class that can be made with environment.options")
     if not inspect.iscoroutinefunction(getattr(made, "run", None)):
         raise ConfigError("environment.kind", got=f"{target}, which has no `async def run(self, episode)`", expected="an environment")
     environment: Environment = made

@@ -54,7 +54,8 @@ class OpenAIEnvironment:
             TrajectoryRejected: "agent_error", "agent_timeout", or what the agent raised with a reason of its own.
             UserError: too many agents have not ended after their timeouts.
         """
-        self._threads.check()
+        episode.failure = self._threads.too_many()
+        episode.check()
         session, url = await self._endpoint.open(episode)
         asked = episode.prompt
         function = partial(self._function, columns=asked.columns) if self._takes_columns else self._function
@@ -64,10 +65,7 @@ class OpenAIEnvironment:
         except plugins.Overdue as error:
             raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
-            # An agent raises if its requests fail; the cause of that failure is more informative.
-            for cause in (episode.failure, *(agent.failure for agent in episode.agents.values())):
-                if cause is not None:
-                    raise cause from error
+            episode.check()  # an agent raises if its requests fail; the cause of that failure is more informative
             if isinstance(error, TrajectoryRejected):
                 raise
             raise TrajectoryRejected(ERROR, plugins.told(error)) from error

@@ -25,16 +25,13 @@ class Threads:
     def __init__(self) -> None:
         self._left: list[threading.Thread] = []
 
-    def check(self) -> None:
-        """Check the number of cancelled calls that still run; to be called before each call.
-
-        Raises:
-            UserError: too many cancelled calls have not ended.
-        """
+    def too_many(self) -> UserError | None:
+        """Return the error if too many cancelled calls have not ended; to be called before each call."""
         self._left = [thread for thread in self._left if thread.is_alive()]
         if len(self._left) >= MAX_LEFT:
             got, expected = f"{MAX_LEFT} calls still running after their timeout", "a function that ends when its requests fail"
-            raise UserError("environment.agent", got=got, expected=expected)
+            return UserError("environment.agent", got=got, expected=expected)
+        return None
 
     async def call(self, function: Callable[..., object], *arguments: object) -> object:
         """Return the function's result, or raise its exception; RuntimeError in place of one that is no Exception."""

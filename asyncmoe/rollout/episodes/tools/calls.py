@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.environment import ERROR, Agent, Response
 from asyncmoe.rollout.episodes.tools import strict_json
@@ -131,8 +131,8 @@ async def read_by_engine(
         if (more := re.search(_THINK, aloud)) is not None and not any(more[0] in call.parameters for call in read):
             # Not an argument of a call: another thought.
             read = await agent.parse(re.sub(_THOUGHTS, "", aloud, flags=re.DOTALL), style, schemas)
-    except TrajectoryRejected as rejected:
-        agent.failure = agent.failure or rejected
+    except AsyncmoeError as error:
+        agent.failure = agent.failure or error
         raise
     return [ParsedCall(call.name, call.parameters, text[: len(text) - len(aloud)] + call.rest) for call in read]
 

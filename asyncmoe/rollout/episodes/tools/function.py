@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import sys
 from typing import cast
 
@@ -115,17 +114,7 @@ class InProcesses:
         await reaped.end(process, f"a process of the tool {self.name}")
 
     async def _exchange(self, process: asyncio.subprocess.Process, argument: str | None) -> dict[str, object]:
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            if argument is not None:
-                process.stdin.write(json.dumps(argument).encode() + b"\n")
-                await process.stdin.drain()
-            line = await process.stdout.readline()
-        except ConnectionError as error:
-            raise ToolError(CRASH, f"error: the process of {self.name} has ended: {error}") from error
-        except ValueError as error:
-            raise ToolError(CRASH, f"error: {self.name} answered more than {_LINE_BYTES} bytes") from error
-        if not line:
-            raise ToolError(CRASH, f"error: {self.name} ended its process with status {await process.wait()}")
-        return cast(dict[str, object], json.loads(line))
+            return cast(dict[str, object], await reaped.exchange(process, argument))
+        except reaped.Broken as error:
+            raise ToolError(CRASH, f"error: the process of {self.name} {error}") from error

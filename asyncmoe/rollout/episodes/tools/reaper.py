@@ -1,8 +1,9 @@
-"""Runs a program and ends it with all its descendants: `python -I -S reaper.py PARENT PROGRAM [ARGUMENT ...]`.
+"""Runs a program and ends it with all its descendants: `python -I -S reaper.py PARENT BYTES PROGRAM [ARGUMENT ...]`.
 
 Runs standalone, without asyncmoe on its path. PARENT is the id of the process that asks. The program has this process's standard streams
 and environment. When it ends, when SIGTERM arrives, or when PARENT ends, every process that it started is killed, also those that left its
 session, because orphans come to this process (PR_SET_CHILD_SUBREAPER, prctl(2)). The exit status is the program's; 128 + n for signal n.
+Of what they write to standard error, BYTES are passed on; 0: all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from types import FrameType
 
@@ -20,7 +22,7 @@ NOT_FOUND = 127
 """Status if the program cannot be executed."""
 
 
-def main(parent: int, command: list[str]) -> int:
+def main(parent: int, most: int, command: list[str]) -> int:
     """Run the command. Returns the exit status."""
     ending: list[int] = []
     program = 0
@@ -39,9 +41,14 @@ def main(parent: int, command: list[str]) -> int:
             print(f"prctl {option}: {os.strerror(ctypes.get_errno())}; processes may be left behind", file=sys.stderr, flush=True)
     if os.getppid() != parent:
         return 128 + signal.SIGTERM
+    said, saying = os.pipe()
     program = os.fork()
     if program == 0:
+        os.dup2(saying if most else 2, 2)
         _execute(libc, command)
+    os.close(saying)
+    passing = threading.Thread(target=_pass_on, args=(said, most, " ".join(command)[-200:]), daemon=True)
+    passing.start()
     for stream in (0, 1):  # otherwise nobody sees that the program has closed its own
         os.close(stream)
     # Until it is waited for, the program's id stays its own, so the handler kills no other process.
@@ -50,7 +57,19 @@ def main(parent: int, command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     _kill_orphans()
+    passing.join()
     return status if status >= 0 else 128 - status
+
+
+def _pass_on(said: int, most: int, name: str) -> None:
+    """Copy at most so many bytes from a pipe to standard error; read on until its writers have ended, so that none waits."""
+    left = most
+    with open(said, "rb", buffering=0) as pipe:
+        while some := pipe.read(1 << 16):
+            os.write(2, some[:left])
+            if 0 < left <= len(some):
+                os.write(2, f"\n{name} has written {most} bytes to standard error; the rest is dropped\n".encode())
+            left = max(left - len(some), 0)
 
 
 def _execute(libc: ctypes.CDLL, command: list[str]) -> None:
@@ -95,4 +114,4 @@ def _children() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

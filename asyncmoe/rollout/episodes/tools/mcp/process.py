@@ -6,18 +6,14 @@ The SDK's own `stdio_client` keeps a line of any length, and leaves processes th
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
-from asyncmoe.errors import WaitTimeout
+from asyncmoe.rollout import reaped
 from asyncmoe.rollout.episodes.tools.tool import FLOOD
 
-_REAPER = Path(__file__).parents[1] / "reaper.py"
 MAX_BYTES = 4 * 2**20
 """Bytes that a server may write between two messages to it."""
 _CHUNK = 65536
@@ -25,7 +21,6 @@ _SAID_BYTES = 2000
 _SHOWN = 300
 _LEAVE_S = 2.0
 """Seconds in which a server may end by itself after the end of its input, as the protocol asks it to."""
-_KILL_S = 10.0
 _SETTLE_S = 0.5
 
 
@@ -57,15 +52,7 @@ class ServerProcess:
     async def open(self) -> None:
         """Start the process. Raises OSError if the system can start none."""
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), *self._command),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env=self._environment,
-            cwd=self._directory,
-            start_new_session=True,
-        )
+        self._process = await reaped.start(self._command, _CHUNK, 0, stderr=pipe, env=self._environment, cwd=self._directory)
         self._listening = asyncio.create_task(self._listen())
 
     async def send(self, line: bytes) -> None:
@@ -137,15 +124,9 @@ class ServerProcess:
         process.stdin.close()
         draining = asyncio.create_task(_drained(process.stdout))
         try:
-            for number, seconds in ((None, _LEAVE_S), (signal.SIGTERM, _KILL_S), (signal.SIGKILL, _KILL_S)):
-                if number is not None:
-                    with suppress(ProcessLookupError):
-                        process.send_signal(number)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await process.wait()
-                        return
-            raise WaitTimeout(f"the MCP server {self.name}", "end", _KILL_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _LEAVE_S)
+            await reaped.end(process, f"the MCP server {self.name}")
         finally:
             for task in (draining, self._listening):
                 assert task is not None

@@ -7,7 +7,6 @@ import math
 import socket
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 
 import msgspec
 
@@ -41,10 +40,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
     """Collect the facts of this process now."""
-    found = {}
-    for name in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+    found = {name: one.version for name in packages for one in [*importlib.metadata.distributions(name=name)][:1]}
     return Facts(socket.gethostname(), role, found, time.time(), nccl_settings.shared())
 
 

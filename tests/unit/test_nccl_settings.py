@@ -24,15 +24,8 @@ from asyncmoe.rollout.engines.sglang import process
 from asyncmoe.rpc import nccl_settings
 
 CUMEM = "NCCL_CUMEM_ENABLE"
-RANK = f"""
-import os, runpy, sys
-def look(event, args):
-    if event == "import" and args[0] == "torch":
-        print(os.environ.get("{CUMEM}"), flush=True)
-        os._exit(0)
-sys.addaudithook(look)
-runpy.run_module("asyncmoe.trainer", run_name="__main__", alter_sys=True)
-"""
+LOOK = f'import os, sys; sys.addaudithook(lambda _, args: args[:1] == ("torch",) and os._exit(40 + int(os.environ["{CUMEM}"])))'
+RANK = 'import runpy; runpy.run_module("asyncmoe.trainer", run_name="__main__", alter_sys=True)'
 CONFIG = configuration.parse({"model": {"path": "m"}, "task": {"kind": "arithmetic"}, "run": {"dir": "r", "steps": 1}})
 
 
@@ -94,8 +87,8 @@ def test_a_rank_has_its_settings_before_torch_loads_nccl(tmp_path: Path, given: 
     """Of which a process keeps what it has read first (2.30: src/misc/param.cc)."""
     words = ("examples/demo.yaml", f"run.dir={tmp_path}", "trainer.standby=false")
     environ = {**{name: value for name, value in os.environ.items() if name != CUMEM}, **given}
-    done = subprocess.run([sys.executable, "-c", RANK, *words], env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == given.get(CUMEM, "0") + "\n", done.stderr
+    done = subprocess.run([sys.executable, "-c", f"{LOOK}; {RANK}", *words], env=environ, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 40 + int(given.get(CUMEM, "0")), done.stderr
 
 
 def test_the_environment_comes_before_files_and_what_describes_a_machine_is_left_out(tmp_path: Path) -> None:

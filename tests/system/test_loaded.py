@@ -37,16 +37,11 @@ def test_an_element_that_differs_ends_the_run_before_it_samples(tmp_path: Path, 
     assert '"generated_tokens":0,' in (directory / "rollout.jsonl").read_text().splitlines()[-1]
 
 
-NO_CHECKSUMS = [("model", "warmup.steps=0"), ("plain", "warmup.steps=1", "train=lora", "sync.verify_every=0")]
-
-
-@pytest.mark.parametrize("how", NO_CHECKSUMS, ids=" ".join)
-def test_an_engine_without_the_same_checksums_is_compared_on_probe_tokens(tmp_path: Path, how: tuple[str, ...]) -> None:
-    """One that quantises, and one whose base stays under adapters that are trained already. Engine and trainer compute the same here but
-    for the order of sums, which is too far apart for this bound."""
+def test_an_engine_that_quantises_is_compared_on_probe_tokens(tmp_path: Path) -> None:
+    """Both compute the same here but for the order of sums, which is too far apart for this bound."""
     float8.write(float8.plain_model(tmp_path / "plain", next(iter(float8.MODELS))), tmp_path / "model")
     bound = "verify.anomalies.kl_engine.above"
-    start = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / how[0]}", *SMALL, *ONE_RANK)
-    line = refused(*start, *how[1:], f"{bound}=1.0e-20")
+    start = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", *SMALL, *ONE_RANK)
+    line = refused(*start, "warmup.steps=0", f"{bound}=1.0e-20")
     assert f"{bound}: engine.0 with what it has loaded, and the trainer: got " in line
     assert "over 256 tokens, expected at most 1e-20" in line

@@ -96,8 +96,7 @@ class TrainerSession:
             ProtocolError: it is an older start, or has taken other steps than the journal or the queue knows.
             AsyncmoeError: a later start without a journal, or engines did not end what the lost trainer had asked of them.
         """
-        if hello.facts is not None:
-            check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
+        check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
         async with self._meeting:
             self._epochs.check(hello)  # a newer one may have been met meanwhile
             if hello.epoch == self._epochs.served:

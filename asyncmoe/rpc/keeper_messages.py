@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from asyncmoe.rpc import nccl_settings
 from asyncmoe.rpc.base import Count, Message
 
 Changing = Literal["", "loading", "writing"]
@@ -58,6 +59,8 @@ class KeeperTake(Message, frozen=True):
     """Must be that of the configuration with which the engines were started."""
     pid: Count
     """Process of this machine; the engines end `engines.orphan_s` after it, unless another has taken its place."""
+    nccl: dict[str, str] = msgspec.field(default_factory=nccl_settings.shared)
+    """Settings of the sender, which a trainer has too that is started with it; must be those with which the engines were started."""
 
 
 class KeeperStart(Message, frozen=True):

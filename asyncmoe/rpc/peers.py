@@ -15,6 +15,8 @@ from asyncmoe.rpc import nccl_settings
 
 ALIKE = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "msgspec")
 """Packages whose versions a process reports, if installed."""
+STARTER = "ASYNCMOE_STARTER"
+"""Environment variable of an engine's server: the `Facts` of the process that starts it, as JSON."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -38,16 +40,11 @@ class Facts(msgspec.Struct, frozen=True):
 
 def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
     """Collect the facts of this process now."""
-    found = {}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = {name: one.version for name in packages for one in [*importlib.metadata.distributions(name=name)][:1]}
     return Facts(socket.gethostname(), role, found, time.time(), nccl_settings.shared())
 
 
-def check(ours: Facts, theirs: Facts, max_clock_skew_s: float) -> None:
+def check(ours: Facts, theirs: Facts | None, max_clock_skew_s: float) -> None:
     """Refuse an incompatible process. The error is one line that names the process, its node and a fix.
 
     Compares only packages that both processes have: the environments of engines and trainers differ. The measured clock difference
@@ -55,11 +52,14 @@ def check(ours: Facts, theirs: Facts, max_clock_skew_s: float) -> None:
 
     Args:
         ours: facts of the receiving process, collected when the other's facts arrive.
+        theirs: None: the other tells none.
         max_clock_skew_s: largest allowed clock difference in seconds.
 
     Raises:
         UserError: versions or settings of NCCL differ, or clocks differ by more than `max_clock_skew_s`.
     """
+    if theirs is None:
+        return
     both, all_set = ours.versions.keys() & theirs.versions.keys(), ours.nccl.keys() | theirs.nccl.keys()
     for names, of_ours, of_theirs, hint in (
         (both, ours.versions, theirs.versions, "install the same versions on both nodes"),

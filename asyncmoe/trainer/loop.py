@@ -17,7 +17,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, RunStopping, WeightSyncError
 from asyncmoe.platform import kernels
 from asyncmoe.process import freeze
-from asyncmoe.rpc import keys
+from asyncmoe.rpc import keys, nccl_settings
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello, Leased, Phase, Saved, Welcome
@@ -68,7 +68,7 @@ def run(config: Config) -> None:
     plugins = objective.load(config.objective, config.trainer.cp)
     agree(plugins)
     if place.rank == 0:
-        log.info("%d rank(s), %s", place.world, kernels.detect())
+        log.info("%d rank(s), %s; settings of NCCL, as engines have them: %s", place.world, kernels.detect(), nccl_settings.shared())
     newest = checkpoint_choice.choose(config.run.dir, place)
     try:
         built = gpt.build(hf, config, place)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -100,6 +102,16 @@ def marked_pids(mark: str, words: str) -> list[int]:
     return sorted(found)
 
 
+def nccl_settings(directory: Path, mark: str) -> dict[str, str]:
+    """The settings of NCCL that the trainer of a run says it has, after a look that its engines were started with the same."""
+    text = "".join(path.read_text() for path in (directory / "logs").glob("trainer*.log"))
+    (said,) = map(ast.literal_eval, {*re.findall(r"settings of NCCL, as engines have them: (\{.*\})$", text, re.MULTILINE)})
+    engines = [Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in marked_pids(mark, "asyncmoe.platform.sglang")]
+    assert engines
+    assert all({f"{name}={value}" for name, value in said.items()} <= {*given} for given in engines), engines
+    return dict(said)
+
+
 def wait_for(condition: Callable[[], bool], seconds: float, poll_s: float = 0.1) -> bool:
     """Poll until `condition` holds; False when `seconds` were over first."""
     until = time.monotonic() + seconds
@@ -146,8 +158,13 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 def silent_engines(folder: Path) -> str:
     """A Python whose engines never answer, and take no time: the override that names it, for runs that need no more than the warm-up."""
+    return engine_python(folder, 'case "$*" in *platform.sglang*) exec sleep 600;; esac')
+
+
+def engine_python(folder: Path, line: str) -> str:
+    """A Python for engines that executes a line of shell first: the override that names it."""
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *platform.sglang*) exec sleep 600;; esac\nexec {ENGINES} "$@"\n')
+    python.write_text(f'#!/bin/sh\n{line}\nexec {ENGINES} "$@"\n')
     python.chmod(0o755)
     return f"engines.python={python}"
 

@@ -36,7 +36,7 @@ class Cluster:
     """A cluster that runs. Jobs are submitted from the checkout's root.
 
     Attributes:
-        directory: of everything that its daemons write.
+        directory: of everything that its daemons write. A file NODE.exports in it has lines "export NAME=VALUE" for tasks on that node.
         nodes: their names: n1, n2, ...
     """
 
@@ -92,6 +92,8 @@ def cluster(directory: Path, nodes: int = 3) -> Iterator[Cluster]:
     """Start a cluster, and stop exactly its daemons in the end, with every job that is left."""
     directory.mkdir(parents=True)
     made = Cluster(directory, nodes)
+    (directory / "prolog").write_text(f"#!/bin/sh\ncat {directory}/$SLURMD_NODENAME.exports 2> /dev/null || true\n")
+    (directory / "prolog").chmod(0o755)
     (directory / "slurm.conf").write_text(configuration(directory, made.nodes, free_ports(nodes + 1)))
     with ExitStack() as stack:
         stack.enter_context(_munged(directory))
@@ -119,6 +121,7 @@ def configuration(directory: Path, nodes: tuple[str, ...], ports: list[int]) -> 
         "CredType": "cred/munge",
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
+        "TaskProlog": directory / "prolog",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "SchedulerType": "sched/backfill",

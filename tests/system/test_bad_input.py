@@ -10,7 +10,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.redis_server import needed
-from tests.system.runs import ONE_RANK, SMALL, provide, refused, silent_engines
+from tests.system.runs import ONE_RANK, SMALL, engine_python, provide, refused, silent_engines
 
 pytestmark = pytest.mark.system
 DEMO = "examples/demo.yaml"
@@ -78,6 +78,13 @@ def test_an_engine_that_dies_at_start_says_why(tmp_path: Path) -> None:
     line = refused(*arguments(tmp_path, "engines.args=['--page-size', 'nonsense']", *ONE_RANK))
     assert "--page-size" in line
     assert "engine" in line
+
+
+def test_an_engine_whose_python_changes_a_setting_of_nccl_is_named(tmp_path: Path) -> None:
+    line = refused(*arguments(tmp_path, engine_python(tmp_path, "export NCCL_CUMEM_ENABLE=1"), *ONE_RANK))
+    assert "engine.0 did not start: " in line
+    assert f"on {socket.gethostname()}: got NCCL_CUMEM_ENABLE 1, expected NCCL_CUMEM_ENABLE 0 as its starter" in line
+    assert "export the same before both start" in line
 
 
 def test_a_full_disk_names_role_node_reason_and_cure_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.heartbeats import TRAINER
-from tests.system.runs import ONE_RANK, Command, logs, marked, marked_pids, metrics, start, wait_for
+from tests.system.runs import ONE_RANK, Command, logs, marked, marked_pids, metrics, nccl_settings, start, wait_for
 from tests.system.test_journal import SHAPE, WARM, check, trained
 from tests.system.test_restarts import ENGINE, pid_of
 
@@ -56,6 +56,7 @@ def test_neither_a_controller_nor_a_supervisor_that_is_killed_costs_an_engine_or
     shape = (*SHAPE, *ONE_RANK, f"run.steps={count}", "engines.orphan_s=90", "trainer.checkpoint_every=0")
     command = start(directory, *shape)
     assert wait_for(lambda: trained(directory, 0, WARM + 1), 150), logs(directory)
+    assert nccl_settings(directory, command.mark) == {"NCCL_CUMEM_ENABLE": "0"}
     print(json.dumps(lose(directory, command, signal.SIGKILL)))
     said, engine = directory / "logs" / "keeper.log", marked_pids(command.mark, ENGINE)
     command.process.kill()

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import float8
-from tests.system.runs import ENGINES, ONE_RANK, SMALL, provide, refused
+from tests.system.runs import ENGINES, ONE_RANK, SMALL, engine_python, provide, refused
 
 pytestmark = pytest.mark.system
 HOW = [("sync.verify_every=1",), ("train=lora",), ("sync.method=disk",), ("sync.method=broadcast", "train=lora")]
@@ -23,11 +23,8 @@ def other_weights(folder: Path, model: Path) -> str:
     tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] += 2.0**-6
     file.chmod(0o644)
     save_file(tensors, file, {"format": "pt"})
-    python = folder / "python"
     swapped = f'$(echo "$*" | sed "s#--model-path {model}#--model-path {folder}/other#")'
-    python.write_text(f'#!/bin/sh\ncase "$*" in *platform.sglang*) exec {ENGINES} {swapped};; esac\nexec {ENGINES} "$@"\n')
-    python.chmod(0o755)
-    return f"engines.python={python}"
+    return engine_python(folder, f'case "$*" in *platform.sglang*) exec {ENGINES} {swapped};; esac')
 
 
 @pytest.mark.parametrize("how", HOW, ids=" ".join)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, provide, refused, silent_engines, start, wait_for
+from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, nccl_settings, provide, refused, silent_engines, start, wait_for
 
 pytestmark = pytest.mark.system
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -35,11 +35,12 @@ class Nodes:
             self.address = f"{HEAD}:{probe.getsockname()[1]}"
 
     def start(self) -> None:
-        """A head with two CPUs, and two other nodes with one."""
+        """A head with two CPUs, and two other nodes with one, of which the last has a setting of NCCL of its own."""
         own = (f"--temp-dir={self._directory}", "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=2")
         self._start(HEAD, "--head", f"--port={self.address.partition(':')[2]}", *own)
         for address in OTHERS:
-            self._start(address, f"--address={self.address}", "--num-cpus=1")
+            own = {"NCCL_P2P_LEVEL": "SYS"} if address == OTHERS[-1] else {}
+            self._start(address, f"--address={self.address}", "--num-cpus=1", **own)
 
     def lose(self, address: str) -> None:
         """End a node as a power cut does: all of its processes at once."""
@@ -55,11 +56,11 @@ class Nodes:
         shutil.rmtree(self._directory)
         assert not left
 
-    def _start(self, address: str, *arguments: str) -> None:
+    def _start(self, address: str, *arguments: str, **own: str) -> None:
         """With no port that is always the same. One after the other: two that share a directory take the same names in it otherwise."""
         free = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--object-store-memory=80000000")
         words = ("start", "--block", f"--node-ip-address={address}", *free, *arguments)
-        environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+        environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1", **own}
         log = self._logs / address
         node = self._nodes[address] = Command(*words, module="ray.scripts.scripts", log=log, **environment)
         assert wait_for(lambda: "Ray runtime started." in log.read_text() or node.process.poll() is not None, 120), log.read_text()
@@ -68,7 +69,7 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """What runs meanwhile finds a cluster by RAY_ADDRESS, and has its token."""
+    """What runs meanwhile finds a cluster by RAY_ADDRESS, has its token, and gives all nodes a setting of NCCL."""
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text(secrets.token_hex(32))
     nodes = Nodes(tmp_path_factory.mktemp("ray"))
@@ -78,6 +79,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         try:
             nodes.start()
             patch.setenv("RAY_ADDRESS", nodes.address)
+            patch.setenv("NCCL_P2P_LEVEL", "LOC")
             yield nodes
         finally:
             nodes.end()
@@ -111,6 +113,8 @@ def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) 
     assert one.gone(60), one.alive()
     # Nodes of the runs before are free again, or this one would have none.
     command = start(tmp_path / "ray", *ON_RAY)
+    assert wait_for(lambda: len(metrics(tmp_path / "ray")) > 4 or command.process.poll() is not None, 180)
+    assert nccl_settings(tmp_path / "ray", command.mark) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_P2P_LEVEL": "LOC"}
     status, out, error = command.finish()
     assert status == 0, out + error + logs(tmp_path / "ray")
     assert command.gone(), command.alive()
@@ -121,6 +125,15 @@ def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) 
     assert [step["loss"] for step in there[:4]] == pytest.approx([step["loss"] for step in here[:4]], abs=1e-6)
     assert all(0 <= step["reward_mean"] <= 1 for step in there[4:])
     assert (tmp_path / "ray" / "report.html").exists()
+
+
+def test_a_node_with_a_setting_of_nccl_of_its_own_is_named(cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_P2P_LEVEL")
+    arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={provide(tmp_path / 'model')}", *SMALL)
+    line = refused(*arguments, *ON_RAY, silent_engines(tmp_path))
+    assert re.search(r"trainer\.[01] on .*: got NCCL_P2P_LEVEL (SYS|unset), expected NCCL_P2P_LEVEL (SYS|unset) as controller", line), line
+    assert "export the same before both start" in line
+    assert not metrics(tmp_path / "run")
 
 
 @pytest.mark.thorough

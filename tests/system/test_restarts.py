@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.telemetry import processes
-from tests.system.runs import Command, logs, marked_pids, metrics, start, wait_for
+from tests.system.runs import Command, logs, marked_pids, metrics, nccl_settings, start, wait_for
 from tests.system.test_journal import SHAPE, WARM, check, passes, trained
 
 pytestmark = pytest.mark.system
@@ -67,8 +67,9 @@ def test_ranks_that_are_lost_cost_neither_the_engine_nor_a_sample(tmp_path: Path
     assert json.loads((directory / "summary.json").read_text())["trainer_restarts"] == len(losses)
 
 
-def test_a_run_outlives_its_only_engine_and_then_a_rank(tmp_path: Path) -> None:
-    """Neither costs the others or a sample."""
+def test_a_run_outlives_its_only_engine_and_then_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither costs the others or a sample, and the next engine has the settings of NCCL of the first."""
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     directory, count = tmp_path / "run", 14
     command = start(directory, *SHAPE, f"run.steps={count}", "trainer.checkpoint_every=0")
     assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
@@ -80,6 +81,7 @@ def test_a_run_outlives_its_only_engine_and_then_a_rank(tmp_path: Path) -> None:
     print(json.dumps({"lost": "the engine", "seconds_to_three_new_steps": round(time.monotonic() - begin, 2)}))
     assert [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1")] == others, "they were left alone"
     assert {step["lineage"] for step in metrics(directory) if step["phase"] == "rl"} == {0}, "no step was trained again"
+    assert nccl_settings(directory, command.mark) == {"NCCL_CUMEM_ENABLE": "1"}
     print(json.dumps({"lost": "trainer.1", "seconds_to_a_new_step": round(lose(directory, command, "trainer.1", signal.SIGKILL), 2)}))
     status, out, error = command.finish()
     assert status == 0, error[-3000:] + logs(directory)

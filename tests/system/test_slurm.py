@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import checkpoints
-from tests.system.runs import MARK, REPOSITORY, SMALL, logs, marked, metrics, provide, wait_for
+from tests.system.runs import MARK, REPOSITORY, SMALL, logs, marked, metrics, nccl_settings, provide, silent_engines, wait_for
 from tests.system.slurm_cluster import Cluster, cluster, missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -129,6 +129,7 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     steps = 40
     job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10")
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 6)
+    assert nccl_settings(jobs.run, jobs.mark) == {"NCCL_CUMEM_ENABLE": "0"}
     before = {step: number for step, number in jobs.slurm.steps(job).items() if step != "trainer"}
     jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer"])
     jobs.wait(job, "another start", START_S, lambda: len(jobs.sessions()) == 2)
@@ -198,7 +199,7 @@ HOSTILE = (
 def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs: Jobs) -> None:
     """A site's own script, whose output has no room, submitted without the user's environment."""
     script = jobs.tmp / "own.sh"
-    settings = f"{HOSTILE} {MARK}={jobs.mark} PYTHONPATH={REPOSITORY}"
+    settings = f"{HOSTILE} {MARK}={jobs.mark} PYTHONPATH={REPOSITORY} NCCL_CUMEM_ENABLE=1"
     script.write_text(f'#!/bin/bash\nexport {settings}\nexec {sys.executable} -m asyncmoe.launch.slurm "$@" > /dev/full\n')
     places = (f"run.dir={jobs.run}", f"model.path={jobs.model}")
     options = ("--parsable", "--export=NONE", "--exclusive", "--mem=0", "--nodes=2", f"--output={jobs.tmp}/%j.log")
@@ -207,6 +208,7 @@ def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs
     parts = ("task .* rollout ", "task .* engine ", "task .* trainer ", "asyncmoe.platform.sglang", "-m asyncmoe.trainer ")
     lines = marked(jobs.mark)
     assert all(any(re.search(part, line) for line in lines) for part in parts), lines
+    assert nccl_settings(jobs.run, jobs.mark) == {"NCCL_CUMEM_ENABLE": "1"}
     assert jobs.ended(job) == "COMPLETED", jobs.everything()
     assert json.loads((jobs.run / "summary.json").read_text())["steps"] == 20
 
@@ -223,13 +225,19 @@ def test_too_few_nodes_are_named_and_the_job_fails(jobs: Jobs) -> None:
 
 
 def test_a_mistake_that_only_a_part_can_see_is_named_with_its_node_and_never_requeued(jobs: Jobs) -> None:
-    job = jobs.train(3, *OVER_THREE, "scoring.scorer=json:reward")
+    """Here a node whose tasks have a setting of NCCL of their own."""
+    exports = jobs.slurm.directory / "n3.exports"
+    exports.write_text("export NCCL_CUMEM_ENABLE=1\n")
+    job = jobs.train(3, *OVER_THREE, silent_engines(jobs.tmp))
     assert jobs.ended(job) == "FAILED"
     assert jobs.slurm.fact(job, "ExitCode") == "2:0"
     assert jobs.slurm.fact(job, "Restarts") == "0"
     [line] = jobs.errors(job)
-    assert line.startswith("controller on n1: "), line
-    assert "json:reward" in line
+    exports.unlink()
+    assert line.startswith("trainer.1 on n3: "), line
+    assert ": got NCCL_CUMEM_ENABLE 1, expected NCCL_CUMEM_ENABLE 0 as controller on " in line
+    assert "export the same before both start" in line
+    assert not metrics(jobs.run)
 
 
 def test_a_wrong_partition_is_refused_by_slurm(jobs: Jobs) -> None:

@@ -23,7 +23,7 @@ from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
-from asyncmoe.rpc.keeper_messages import EngineWeights
+from asyncmoe.rpc.keeper_messages import EngineWeights, KeeperTake
 from asyncmoe.rpc.messages import WeightsCommit, WeightsStage
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
@@ -328,5 +328,8 @@ def test_a_controller_of_another_configuration_gets_no_engines(tmp_path: Path, m
     async def body() -> None:
         with keeping(config) as (_, at), pytest.raises(ProtocolError, match="the engines that are kept have another configuration"):
             await asyncio.to_thread(KeeperClient, at, config_of(tmp_path, orphan_s=7.0))
+        others = KeeperTake(config.digest, os.getpid(), {"NCCL_CUMEM_ENABLE": "1"})
+        with pytest.raises(ProtocolError, match="or other settings of NCCL"):
+            await Keeper(config, tmp_path / "run", os.getpid()).answer(others)
 
     in_loop(body())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +24,8 @@ from asyncmoe.rollout.engines.sglang import process
 from asyncmoe.rpc import nccl_settings
 
 CUMEM = "NCCL_CUMEM_ENABLE"
+LOOK = f'import os, sys; sys.addaudithook(lambda _, args: args[:1] == ("torch",) and os._exit(40 + int(os.environ["{CUMEM}"])))'
+RANK = 'import runpy; runpy.run_module("asyncmoe.trainer", run_name="__main__", alter_sys=True)'
 CONFIG = configuration.parse({"model": {"path": "m"}, "task": {"kind": "arithmetic"}, "run": {"dir": "r", "steps": 1}})
 
 
@@ -76,6 +80,15 @@ def test_trainer_and_engines_of_every_launcher_have_the_same(
         assert nccl_settings.shared(trainer) == nccl_settings.shared(engine) == nccl_settings.shared(started)
         assert trainer[CUMEM] == engine[CUMEM] == form
         exchange(library, trainer, engine)
+
+
+@pytest.mark.parametrize("given", [{}, {CUMEM: "1"}])
+def test_a_rank_has_its_settings_before_torch_loads_nccl(tmp_path: Path, given: dict[str, str]) -> None:
+    """Of which a process keeps what it has read first (2.30: src/misc/param.cc)."""
+    words = ("examples/demo.yaml", f"run.dir={tmp_path}", "trainer.standby=false")
+    environ = {**{name: value for name, value in os.environ.items() if name != CUMEM}, **given}
+    done = subprocess.run([sys.executable, "-c", f"{LOOK}; {RANK}", *words], env=environ, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 40 + int(given.get(CUMEM, "0")), done.stderr
 
 
 def test_the_environment_comes_before_files_and_what_describes_a_machine_is_left_out(tmp_path: Path) -> None:

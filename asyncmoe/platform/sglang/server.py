@@ -12,10 +12,12 @@ from asyncmoe.platform.sglang.lifetime import end_with_parent, key_arguments
 end_with_parent()  # before the imports: they take seconds, during which the parent may end
 
 with uncollected():
+    import msgspec
     import torch
 
     from asyncmoe.platform import file_store, tcp_store
     from asyncmoe.platform.sglang import access, commands, overlap, packed_answers, packed_routes, private_meeting
+    from asyncmoe.rpc import peers
 
 _CUDA = torch.cuda.is_available()
 file_store.install()
@@ -34,7 +36,14 @@ if not _CUDA:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until stopped, as `sglang.launch_server` does as the main module."""
+    """Serve until stopped, as `sglang.launch_server` does as the main module.
+
+    Raises:
+        UserError: the program that `engines.python` names has changed settings of NCCL, which this process's starter has in common with
+            the trainer.
+    """
+    if (starter := os.environ.get(peers.STARTER)) is not None:
+        peers.check(msgspec.json.decode(starter, type=peers.Facts), peers.facts("its server", ()), float("inf"))
     with uncollected():
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins

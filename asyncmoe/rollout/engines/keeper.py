@@ -22,7 +22,7 @@ from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.process import named
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rpc import keys
+from asyncmoe.rpc import keys, nccl_settings
 from asyncmoe.rpc.keeper_messages import (
     EngineWeights,
     KeeperAsk,
@@ -146,8 +146,8 @@ class Keeper:
         return os.getppid() == self._launcher if self._controller is None else self._runs(self._controller)
 
     def _take(self, request: KeeperTake) -> Kept:
-        if request.config_digest != self._config.digest:
-            raise ProtocolError("the engines that are kept have another configuration; end them first")
+        if (request.config_digest, request.nccl) != (self._config.digest, nccl_settings.shared()):
+            raise ProtocolError("the engines that are kept have another configuration, or other settings of NCCL; end them first")
         self._epoch += 1
         self._controller = processes.of("controller", request.pid, self._run_dir)
         log.info("controller %d, process %d, has %d engine(s)", self._epoch, request.pid, len(self._engines))

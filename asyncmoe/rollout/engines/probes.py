@@ -110,7 +110,7 @@ class Prober:
         self._came.set()
 
     async def require(self, probe: Probe) -> None:
-        """Compare all engines; an engine that does not answer is fenced.
+        """Compare what all engines have loaded, adapters aside; an engine that does not answer is fenced.
 
         Raises:
             ProtocolError: see `check`.
@@ -118,7 +118,7 @@ class Prober:
         """
         check(probe)
         for member in self._pool.present:
-            found = await self._asked(probe, member)
+            found = await self._asked(probe, member, loaded=True)
             if found is None:
                 self._pool.fence(member, "it did not answer the first probe")
             elif self._most is not None and not found.divergence <= self._most:
@@ -147,16 +147,16 @@ class Prober:
         members = [member for member in self._pool.serving if member.version == version]
         return self._draw.choice(members) if members else None
 
-    async def _asked(self, probe: Probe, member: Member) -> Compared | None:
-        """Return the comparison of the texts that the engine scored with the probe's version; None if there are none, because it failed or
-        served the next version first."""
+    async def _asked(self, probe: Probe, member: Member, *, loaded: bool = False) -> Compared | None:
+        """Return the comparison of the texts that the engine scored with the probe's version, or what it has `loaded` from the model's
+        files; None if there are none, because it failed or served the next version first."""
         places = asyncio.Semaphore(_AT_ONCE)
 
         async def ask(tokens: Sequence[int]) -> Sequence[float] | None:
             async with places:
                 with member.serving() as serving:
-                    answer = await member.engine.client.prompt_logprobs(tokens, self._timeout_s, serving.adapter)
-                same = serving.version == probe.version and (member.slots is not None or answer.version == str(probe.version))
+                    answer = await member.engine.client.prompt_logprobs(tokens, self._timeout_s, None if loaded else serving.adapter)
+                same = (serving.version == probe.version and (member.slots is not None or answer.version == str(probe.version))) or loaded
                 return answer.logprobs if same else None
 
         found = await asyncio.gather(*(ask(tokens) for tokens in probe.tokens), return_exceptions=True)

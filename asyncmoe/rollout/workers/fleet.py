@@ -87,8 +87,7 @@ class WorkerFleet:
             raise ConfigError("rollout worker", got=f"number {request.number}", expected=f"1 to rollout.workers = {config.rollout.workers}")
         if request.config_digest != config.digest:
             raise ConfigError("configuration of a rollout worker", got="another one", expected="the controller's")
-        if request.facts is not None:
-            check(facts("controller"), request.facts, config.cluster.max_clock_skew_s)
+        check(facts("controller"), request.facts, config.cluster.max_clock_skew_s)
         before = self._workers.get(request.number)
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")

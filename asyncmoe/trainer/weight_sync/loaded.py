@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import EnginesAsk, Probe, WeightsLoaded
 from asyncmoe.trainer.clients import ANSWER_S
+from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
 
 Score = Callable[[Sequence[Sequence[int]]], Mapping[int, np.ndarray]]
@@ -23,7 +25,8 @@ from: the ids of rare tokens, which the model may never have seen, lie behind.""
 
 
 def compare(expected: ExpectedChecksums, client: Client, score: Score, step: int) -> None:
-    """Have the controller compare, and let engines sample if what they have loaded is version `step`. Collective over all ranks.
+    """Have the controller compare, adapters aside, and let engines sample if what they have loaded is version `step`. Collective over all
+    ranks.
 
     Without adapters, engines that receive a version before they sample have nothing left of what they loaded: then nothing is compared.
 
@@ -36,15 +39,16 @@ def compare(expected: ExpectedChecksums, client: Client, score: Score, step: int
     """
     config, adapter = expected.config, expected.config.adapter
     first = step == 0 and (adapter is None or adapter.start is None)
-    if not first and (adapter is None or not expected.of_loaded):
+    if not first and adapter is None:
         return
     if expected.of_loaded:
         request = WeightsLoaded(expected.of_files(), None, first, adapter is not None)
     else:
         draw = random.Random(config.run.seed)
         texts = [tuple(draw.choices(range(min(_COMMON, expected.model.hf["vocab_size"])), k=_TOKENS)) for _ in range(_TEXTS)]
-        found = score(texts)
-        request = WeightsLoaded((), Probe(step, tuple(texts), tuple(tuple(map(float, found[i])) for i in range(_TEXTS))), first)
+        with nullcontext() if adapter is None else attach.switched_off(expected.model.chunks):
+            found = score(texts)
+        request = WeightsLoaded((), Probe(0, tuple(texts), tuple(tuple(map(float, found[i])) for i in range(_TEXTS))), first)
     client.ask(EnginesAsk(config.engines.start_timeout_s), config.engines.start_timeout_s + ANSWER_S)
     if expected.model.mesh.rank == 0:
         client.ask(request, config.sync.timeout_s + ANSWER_S)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from asyncmoe import models
 from asyncmoe.config import Config, devices, sglang_arguments
 from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
@@ -29,7 +31,7 @@ from asyncmoe.rollout.engines.sglang import lora
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rpc import address, nccl_settings
+from asyncmoe.rpc import address, nccl_settings, peers
 from asyncmoe.scratch import Scratch
 from asyncmoe.trajectory.sent_routes import as_text
 
@@ -70,8 +72,7 @@ class SGLangProcess:
             place: the node of an engine over several that it is; None: the whole engine.
         """
         section = config.engines
-        self.name, self.tp, self.ep = name, section.tp, section.ep
-        self.host = address.host_id()
+        self.name, self.tp, self.ep, self.host = name, section.tp, section.ep, address.host_id()
         self._ready_by = time.monotonic() + section.start_timeout_s
         self._start_timeout_s = section.start_timeout_s
         host = section.host if host is None else host
@@ -90,6 +91,7 @@ class SGLangProcess:
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
         # Not an argument, because every user of this machine can read arguments.
         given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
+        given[peers.STARTER] = msgspec.json.encode(peers.facts("its starter", ())).decode()
         self._scratch = Scratch()
         try:
             self._child = Child(name, arguments, log, given | self._scratch.environment() | {API_KEY: key}, config.telemetry.logs.bounds)

@@ -146,7 +146,8 @@ def test_parameters_that_users_send_do_not_fail(known: Tokenizer, parameter: str
         async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
             asked: Any = {"model": "m", "messages": [{"role": "user", "content": "twice 21?"}], "tools": [TOOL], parameter: value}
             raw = await client.chat.completions.with_raw_response.create(**asked)
-            assert raw.headers.get("asyncmoe-overridden") == (parameter if overridden else None)
+            # This policy's chat template writes no tools.
+            assert raw.headers["asyncmoe-overridden"] == ", ".join([parameter, "tools"] if overridden else ["tools"])
             told = raw.parse()
             assert told.choices[0].message.content == ("it is 4" if parameter == "stop" else "it is 42")
             assert len(told.choices) == (2 if parameter == "n" else 1)

@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -28,7 +28,7 @@ from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight, prepared
-from asyncmoe.launch.local_controller import LocalController
+from asyncmoe.launch.local_controller import local_controller
 from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
 from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import Processes
@@ -42,6 +42,7 @@ from asyncmoe.rollout import journaling
 from asyncmoe.rollout.engines import succession
 from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
+from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.samples import records as samples
 
@@ -83,6 +84,7 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     _check_places(config)
     transports.check_entries()
     loggers.check(config.telemetry)
+    Alarm(config.watch.alerts, config.run.dir.name, print)  # refuses a webhook without its variable
     if config.telemetry.tensorboard == "on":
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
@@ -225,21 +227,33 @@ def check_place(directory: Path, key: str = "run.dir") -> None:
         raise ConfigError(key, got=f"{directory}, and {barren}", expected="a directory that can be written to")
 
 
-def claim(directory: Path) -> IO[str]:
-    """Create a run directory and lock it against other launchers until the returned file is closed.
+@contextmanager
+def claim(directory: Path) -> Iterator[None]:
+    """Create a run directory, and lock it against other launchers within the block. A block that writes nothing there, because the run is
+    refused, leaves everything as it was.
 
     Raises:
         ConfigError, StorageError: see `check_place`.
         UserError: another launcher holds the lock.
     """
     check_place(directory)
+    made = [one for one in (directory, *directory.absolute().parents) if not one.exists()]
     with storage.writing("run directory", directory):
         storage.make_private(directory)
-        lock = os.fdopen(os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        before, file = {*os.listdir(directory)}, directory / ".lock"
+        lock = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+")
         os.fchmod(lock.fileno(), 0o600)  # whoever may read it may hold it
     if not storage.lock_alone(lock):  # without locks, a second controller of the run is still refused
         raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own")
-    return lock
+    with lock:
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it was moved or deleted meanwhile
+                if {*os.listdir(directory)} - before == {file.name}:
+                    file.unlink()
+                    for folder in made:
+                        folder.rmdir()
 
 
 def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
@@ -248,9 +262,9 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     if keeper is not None:
         ending.callback(keeper.end)
     trainer = LocalTrainer(config, file)
-    controllers = LocalController(config, file)
+    controllers = local_controller(config, file)
     ending.callback(controllers.stop)
-    controller = controllers.start(0)
+    (controller,) = controllers.start(0)
     ending.callback(trainer.stop)
     ranks = trainer.start(0)
     kept = () if keeper is None else (keeper.process,)

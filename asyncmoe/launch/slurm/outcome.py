@@ -11,11 +11,10 @@ import msgspec
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import RECURRING, AsyncmoeError, Interrupted
+from asyncmoe.launch import watch
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.telemetry.report import command
-from asyncmoe.telemetry.summary import write_summary
 
 Action = Literal["requeue", "fail"]
 _LOST = "slurm-lost.json"
@@ -53,10 +52,8 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     elif stop.save and not finished:
         _stopped(where, before, newest, stop)
     else:
-        with storage.writing("summary and report of the run", config.run.dir):
-            write_summary(config.run.dir)
-            written = command.write_or_explain(config.run.dir)
-        _say("finished" if written is None else f"finished; the report is {written}")
+        watch.conclude(config.run.dir)
+        print("finished", *watch.written(config), sep="\n", flush=True)
 
 
 def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:

@@ -9,12 +9,11 @@
 from __future__ import annotations
 
 from asyncmoe.checkpoints.directories import directory, finish, give_up, newest, set_aside, start, temporary
-from asyncmoe.checkpoints.facts_file import check_family, check_kind, facts
+from asyncmoe.checkpoints.facts_file import check_family, facts
 from asyncmoe.checkpoints.intact import survey
 
 __all__ = [
     "check_family",
-    "check_kind",
     "directory",
     "facts",
     "finish",

@@ -25,13 +25,14 @@ from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError, DataError, UserError, together
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight, prepared
 from asyncmoe.launch.local_controller import local_controller
 from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
 from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import Processes
+from asyncmoe.launch.served import served
 from asyncmoe.launch.watch import supervise
 from asyncmoe.models import origin, resume
 from asyncmoe.models.lora import peft
@@ -121,13 +122,19 @@ def check(config: Config, *, weights: bool = True) -> Survey:
 
 
 def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) -> None:
-    """Refuse to go on as another run than the one that began in the directory."""
-    if newest is not None:
-        resume.check(newest, config, hf)
-        _check_steps(newest, config)
+    """Refuse to go on as another run than the one that began in the directory, with all that differs."""
     begun = config.model.path.exists() and belonging.has_begun(config.run.dir)  # a model that is to be made is made as it was
+    found: list[UserError] = [] if newest is None else [*resume.differing(newest, config, hf)]
     if begun or (newest is not None and config.model.path.exists()):
-        origin.check(config, newest)
+        try:
+            found += origin.differing(config, newest, served(config.scoring.teacher))
+        except DataError as error:
+            found.append(error)
+    if found:
+        raise together(found)
+    if newest is not None and int(checkpoints.facts(newest)["step"]) == config.warmup.steps + config.run.steps:
+        taken = f"all {config.run.steps} steps are taken already; a higher number goes on from {newest}"
+        print(f"run.steps: {taken}", file=sys.stderr, flush=True)
     if config.journal.enabled and begun:
         journaling.belonging_of(config, hf, models.recording(config, hf))  # as the controller refuses, after the start
 
@@ -161,16 +168,6 @@ def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
         budget.check_host(config, budget.of_run(config, hf), machine.memory())
 
 
-def _check_steps(newest: Path, config: Config) -> None:
-    """Refuse to take fewer steps than a checkpoint has taken; say so if none is left."""
-    taken = int(checkpoints.facts(newest)["step"]) - config.warmup.steps
-    if taken > config.run.steps:
-        hint = f"the run in {config.run.dir} has them, with {newest.name}; set a higher number to go on, or another run.dir"
-        raise ConfigError("run.steps", got=config.run.steps, expected=f"at least {taken}, the steps already taken", hint=hint)
-    if taken == config.run.steps:
-        print(f"run.steps: all {taken} steps are taken already; a higher number goes on from {newest}", file=sys.stderr, flush=True)
-
-
 def prepare(config: Config) -> Path:
     """Check the configuration (see `check`), and return the file of it that all processes read."""
     found = check(config)
@@ -187,7 +184,7 @@ def prepare(config: Config) -> Path:
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller that this launcher starts again takes engines over
-    file, kept = resolved(config), json.dumps(origin.origin_of(config), indent=1)
+    file, kept = resolved(config), json.dumps(origin.origin_of(config, served(config.scoring.teacher)), indent=1)
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,6 +72,8 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
         raise UserError("asyncmoe plan", got=" ".join(asked.overrides), expected="options only", hint=hint)
     if len(given) != 1:
         raise ConfigError("asyncmoe plan", got=" and ".join(given) or "none of them", expected=f"one of {'; '.join(ways)}")
+    if not 0 < asked.gb < math.inf:
+        raise ConfigError("--gpu-gb", got=asked.gb, expected="a positive number of GB")
     if asked.config is not None:
         return _of_run(asked, asked.config, console)
     if asked.model is None:

@@ -158,7 +158,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, path: st
     (tmp_path / "taken").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     config = demo(tmp_path, f"run.dir={tmp_path / path}")
-    for refuses in (local.check, lambda one: local.claim(one.run.dir)):
+    for refuses in (local.check, lambda one: local.claim(one.run.dir).__enter__()):
         with pytest.raises(AsyncmoeError, match=re.escape(told.format(tmp=tmp_path))) as refused:
             refuses(config)
         assert "\n" not in str(refused.value)

@@ -82,7 +82,9 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
     """
-    _check_places(config)
+    for key, place in (("run.dir", config.run.dir), ("sync.directory", config.sync.directory)):
+        if place is not None:
+            check_place(place, key)
     transports.check_entries()
     loggers.check(config.telemetry)
     Alarm(config.watch.alerts, config.run.dir.name, print)  # refuses a webhook without its variable
@@ -102,15 +104,12 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     _check_adapter(config, hf)
     _check_host(config, hf)
     newest = checkpoints.newest(config.run.dir)
-    if newest is not None and not config.run.resume:
-        raise ConfigError(
-            "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
-        )
+    has = newest.name if newest is not None else "a journal" if belonging.has_begun(config.run.dir) else ""
+    if has and not config.run.resume:
+        hint = "set run.resume=true or another run.dir"
+        raise ConfigError("run.dir", got=f"{config.run.dir} with {has}", expected="a new directory", hint=hint)
     if not config.journal.enabled:
         belonging.refuse_without(config.run.dir, config.journal.place(config.run.dir))
-    if newest is None and not config.run.resume and belonging.has_begun(config.run.dir):
-        hint = "set run.resume=true or another run.dir"
-        raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
@@ -205,12 +204,6 @@ def _engine_python(config: Config) -> Path | None:
 def resolved(config: Config) -> Path:
     """Return the configuration file that all processes of a run read; it includes defaults and overrides."""
     return config.run.dir / "config.yaml"
-
-
-def _check_places(config: Config) -> None:
-    check_place(config.run.dir)
-    if config.sync.directory is not None:
-        check_place(config.sync.directory, "sync.directory")
 
 
 def check_place(directory: Path, key: str = "run.dir") -> None:

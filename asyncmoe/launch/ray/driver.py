@@ -30,6 +30,7 @@ from asyncmoe.launch.run_processes import STOP_GRACE_S, OnDemand, Process, Proce
 from asyncmoe.launch.watch import supervise
 from asyncmoe.rpc.environment import TRAINER_EPOCH
 
+_say = partial(print, flush=True)
 _END_S = STOP_GRACE_S + 15.0
 """Seconds for a node to end all its processes."""
 
@@ -127,18 +128,11 @@ def _check_shared(posts: Sequence[Post], run_dir: Path) -> None:
     with storage.writing("run directory", run_dir), tempfile.NamedTemporaryFile(prefix=".shared-", dir=run_dir) as probe:
         for post in posts:
             if not post.call("sees", os.getcwd(), probe.name):
-                raise UserError(
-                    "run.dir",
-                    got=f"{run_dir}, which is missing or a different directory for {post.title}",
-                    expected=f"a directory that all nodes share, and {os.getcwd()} on each",
-                    hint="put both on a shared file system",
-                )
+                got = f"{run_dir}, which is missing or a different directory for {post.title}"
+                expected = f"a directory that all nodes share, and {os.getcwd()} on each"
+                raise UserError("run.dir", got=got, expected=expected, hint="put both on a shared file system")
 
 
 def _end(ray: Any, posts: Sequence[Post]) -> None:
     """End the processes of all nodes concurrently. A lost node needs nothing: its processes end with its actor."""
     ray.wait([post.tell("end", STOP_GRACE_S) for post in posts], num_returns=len(posts), timeout=_END_S)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -38,9 +38,9 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a process: exit status or negative signal number, and the reason that the process gave."""
+    """The end of a process: exit status or negative signal number, None if it runs, and the reason that the process gave."""
 
-    status: int
+    status: int | None
     reason: str | None
 
 

@@ -50,17 +50,16 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     elif cause is not None:
         _lost(where, config, cause)
     elif stop.save and not finished:
-        _stopped(where, before, newest, stop)
+        _stopped(where, config, before, newest, stop)
     else:
         watch.conclude(config.run.dir)
         print("finished", *watch.written(config), sep="\n", flush=True)
 
 
-def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:
+def _stopped(where: Allocation, config: Config, before: Path | None, newest: Path | None, stop: Stop) -> None:
     at = _at(newest)
     if not stop.requeue:
-        then = "starts over" if newest is None else "resumes from there"
-        raise Interrupted(f"stopped at {at}; the same command {then}")
+        raise Interrupted(watch.saved("stopped", config))
     if newest == before:
         hint = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
         raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {hint}")

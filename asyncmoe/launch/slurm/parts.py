@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.steps import JobStep
-from asyncmoe.process import ERROR_PREFIX, KILLED, Child, wait_until
+from asyncmoe.process import Child, root_cause, wait_until
 
 log = logging.getLogger(__name__)
 STOP = "URG"
@@ -91,8 +91,7 @@ class Part(Child):
         nodes, status = self._first
         first = sorted(self.step.logs, key=lambda node: node != nodes)
         written = {node: self._since_start(self.step.logs[node]) for node in first}
-        files = [self.step.logs.get(nodes), *self.step.logs.values(), self.step.output]
-        file = next((file for file in files if file is not None and file.exists()), self.step.output)
+        file = next((self.step.logs[node] for node in first if self.step.logs[node].exists()), self.step.output)
         return EndedStep(self.step.name, nodes, status, reason(written, self._since_start(self.step.output)), file)
 
     @property
@@ -167,10 +166,8 @@ def reason(logs: Mapping[str, str], output: str) -> str | None:
         logs: log of each node's task, the node that failed first at the front.
         output: output of srun, and of tasks that could not open their log.
     """
-    lines = [line for text in (*logs.values(), output) for line in text.splitlines()]
-    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-    if errors:
-        return next((error for error in errors if error.startswith(KILLED)), errors[0])
+    if (error := root_cause(line for text in (*logs.values(), output) for line in text.splitlines())) is not None:
+        return error
     complaints = [line for line in output.splitlines() if _complaint(line)]
     return complaints[-1] if complaints else None
 

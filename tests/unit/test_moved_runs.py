@@ -39,7 +39,7 @@ def test_the_directory_wins_and_paths_below_the_former_one_move_with_it(tmp_path
     assert found.model.path == now / "model"
     assert {name: one.path for name, one in found.evaluation.sets.items()} == {"near": now / "data/x.jsonl", "far": Path("/data/y.jsonl")}
     assert found.digest == config.digest
-    assert configuration.of_run(now, ["run.steps=20"]).run.steps == 20
+    assert configuration.load(now, ["run.steps=20"]).run.steps == 20
     assert configuration.of_run(now, [f"run.dir={former}"]).model.path == former / "model"
 
 
@@ -53,6 +53,17 @@ def test_a_kept_configuration_means_the_same_in_every_directory(tmp_path: Path, 
     assert [kept.run.dir, kept.model.path, kept.lora.start] == [tmp_path / "run", tmp_path / "model", tmp_path / "adapter"]
     assert [one.path for one in kept.task.sources] == [tmp_path / "rows.jsonl", Path("org/name")]
     assert kept.journal.folder == tmp_path / "own" / "journal"
+
+
+def test_a_home_directory_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {"run": {"dir": "~/r", "steps": 9}, "model": {"path": "~/m"}, "lora": {"start": "~/$A"}, "journal": {"folder": "~"}}
+    rows = {"task": {"kind": "dataset", "sources": [{"path": "~/a.jsonl"}, {"path": "b~/~.jsonl"}]}, "engines": {"python": "~/p"}}
+    own = {"evaluation": {"sets": {"far": {"kind": "jsonl", "path": "~/c"}}}, "sync": {"method": "disk", "directory": "~/d"}}
+    shown = str(configuration.parse({**paths, **rows, **own}).model_dump(mode="json"))
+    assert [shown.count(part) for part in ("'/home/me", "'/home/me/$A'", "'b~/~.jsonl'")] == [8, 1, 1]
+    with pytest.raises(ConfigError, match=r"run\.dir: got '~no-such-user/r', expected a path below a home directory that there is"):
+        configuration.parse({**paths, **rows, "run": {"dir": "~no-such-user/r", "steps": 9}})
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def try_place(what: str, directory: Path) -> str:
     with writing(what, directory):
         with suppress(FileNotFoundError):
             directory.stat()  # of a name that is too long nothing exists
-        before = place.stat()
         try:
+            before = place.stat()
             Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
             with suppress(OSError):  # it is another user's, as /tmp
                 os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))

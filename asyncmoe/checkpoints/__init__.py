@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from asyncmoe.checkpoints.directories import directory, finish, give_up, newest, set_aside, start, temporary
-from asyncmoe.checkpoints.facts_file import check_family, facts
+from asyncmoe.checkpoints.facts_file import check_family, facts, kind_faults
 from asyncmoe.checkpoints.intact import survey
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "facts",
     "finish",
     "give_up",
+    "kind_faults",
     "newest",
     "set_aside",
     "start",

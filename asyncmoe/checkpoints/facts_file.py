@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,25 @@ def check_family(checkpoint: Path, family: str) -> None:
     if made != family:
         hint = "set model.path and model.family as in the run that made it, or choose another run.dir"
         raise ConfigError("model.family", got=family, expected=f"{made}, as {checkpoint.name} has it", hint=hint)
+
+
+def kind_faults(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> Iterator[ConfigError]:
+    """Yield an error, which names the key, for each setting by which a checkpoint is of another kind of training.
+
+    Args:
+        now: settings that say what is trained, as `finish` stored those of the run that wrote it; of a section, those that both have.
+        recorded: compare only settings that the checkpoint has; otherwise one that it lacks differs.
+
+    Raises:
+        DataError: as `facts`.
+    """
+    saved = facts(checkpoint)
+    for name, value in now.items():
+        told = saved.get(name)
+        both = {name: (told, value)}
+        if isinstance(told, dict):
+            both = {f"{name}.{key}": (told[key], value[key]) for key in value if key in told}
+        for key, (then, got) in both.items():
+            if then != got and not (recorded and name not in saved):
+                hint = f"set {key}={then}, or choose another run.dir"
+                yield ConfigError(key, got=got, expected=f"{then}, as {checkpoint.name} has it", hint=hint)

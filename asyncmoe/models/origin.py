@@ -117,8 +117,9 @@ def _same_teacher(told: str, got: str) -> bool:
 def _default(key: str) -> str:
     """Return the value of a key that has no text."""
     section, _, name = key.partition(".")
-    fields = {"task": TaskSection, "evaluation": EvaluationSection}.get(section, Section).model_fields
-    return f"{said(fields[name].get_default())} (the default)" if name in fields else "nothing"
+    kinds: dict[str, type[Section]] = {"task": TaskSection, "evaluation": EvaluationSection}
+    field = kinds.get(section, Section).model_fields.get(name)
+    return "nothing" if field is None else f"{said(field.get_default())} (the default)"
 
 
 def _named(config: Config) -> Iterator[tuple[str, Path]]:

@@ -56,13 +56,7 @@ def differing(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> Iterat
         checkpoints.check_family(checkpoint, family_of(hf).name)
     except ConfigError as error:
         yield error
-    kind = config.checkpoint_kind
-    for section, value in kind.items():
-        then = saved.get(section, value)
-        both = {f"{section}.{key}": (then[key], value[key]) for key in value if key in then} if isinstance(value, dict) else {}
-        for key, (told, got) in (both or {section: (then, value)}).items():
-            if told != got:
-                yield ConfigError(key, got=got, expected=f"{told}, as {name} has it", hint=f"set {key}={told}, {_ELSEWHERE}")
+    yield from checkpoints.kind_faults(checkpoint, config.checkpoint_kind, recorded=True)
     sizes, here = saved.get("model", {}), sizes_of(hf)
     if others := [what for what, now in here.items() if sizes.get(what, now) != now]:
         got, then = (", ".join(f"{what} {of[what]}" for what in others) for of in (here, sizes))

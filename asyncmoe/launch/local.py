@@ -189,16 +189,11 @@ def prepare(config: Config) -> Path:
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)
         storage.replace(config.run.dir / origin.FILE, kept.encode())
         storage.replace(file, given.encode())
-        versions.record(config.run.dir, _engine_python(config))
+        engines = None
+        with suppress(UserError):  # it is not on this machine, as where engines join
+            engines = engine_python(config.engines.python)
+        versions.record(config.run.dir, engines)
     return file
-
-
-def _engine_python(config: Config) -> Path | None:
-    """Return the engines' Python; None if it is not on this machine, as where engines join."""
-    try:
-        return engine_python(config.engines.python)
-    except UserError:
-        return None
 
 
 def resolved(config: Config) -> Path:

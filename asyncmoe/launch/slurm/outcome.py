@@ -41,7 +41,8 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     if stop.now or (cause is not None and not _says(control.running, where, otherwise=True)):
         raise told_to_end(where)
     newest = checkpoints.newest(config.run.dir)
-    finished, recurs = _is_finished(config, newest), cause is not None and cause.exit_code in RECURRING
+    finished = newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
+    recurs = cause is not None and cause.exit_code in RECURRING
     # Steps that SLURM warns of a preemption save and end by themselves; nothing was lost that `cluster.requeues` would count.
     warned = cause is None and not stop.save
     if not finished and not recurs and (warned or _says(control.preempted, where, otherwise=False)):
@@ -83,10 +84,6 @@ def told_to_end(where: Allocation) -> AsyncmoeError:
     """Return the error of a cancelled job, or of one that was preempted without time to save."""
     how = "preempted" if _says(control.preempted, where, otherwise=False) else "cancelled"
     return AsyncmoeError(f"job {where.name} was {how}; progress since the last checkpoint is lost")
-
-
-def _is_finished(config: Config, newest: Path | None) -> bool:
-    return newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
 
 
 def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:

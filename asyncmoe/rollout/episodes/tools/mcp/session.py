@@ -168,7 +168,7 @@ class _Process:
     def __init__(self, server: McpToolServer) -> None:
         section = server.section
         assert section.command is not None
-        self._process = ServerProcess(server.name, (section.command, *section.args), server.environment, None if section.cwd is None else str(section.cwd))
+        self._process = ServerProcess(server.name, (section.command, *section.args), server.environment, section.cwd)
         self._opened = False
 
     @property

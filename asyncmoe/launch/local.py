@@ -45,6 +45,7 @@ from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_p
 from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.loggers import checks as loggers
+from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.samples import records as samples
 
 _RECORDS = (
@@ -170,6 +171,8 @@ def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
 def prepare(config: Config) -> Path:
     """Check the configuration (see `check`), and return the file of it that all processes read."""
     found = check(config)
+    if (port := config.telemetry.prometheus_port) is not None:
+        Prometheus(port, config.telemetry.prometheus_host).close()  # refuses one that is taken
     copier.try_to_write(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)

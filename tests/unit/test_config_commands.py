@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,15 +182,15 @@ def test_an_output_that_cannot_be_written_is_one_line(arguments: str) -> None:
 
 
 @pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("fault", ["watch.alerts.webhook=env:NONE", "telemetry.prometheus_port=PORT", "train=lora"])
 @pytest.mark.parametrize("launcher", ["local", "slurm", "ray"])
 def test_a_run_that_is_refused_leaves_everything_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, begun: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, fault: str
 ) -> None:
     run_dir, file = tmp_path / "runs" / "a", ROOT / "examples" / "demo.yaml"
     faults = r"^lora\.rank: got 32, expected 4, as .*\nlora\.alpha: got 32.0, expected 4.0, as .*\nrun\.seed: got 0, expected 7, "
-    told = faults if begun else r"^watch\.alerts\.webhook: "
-    settings = [f"run.dir={run_dir}", f"model.path={run_dir / 'model'}", "train=lora" if begun else "watch.alerts.webhook=env:NONE"]
+    begun = fault == "train=lora"
+    settings = [f"run.dir={run_dir}", f"model.path={run_dir / 'model'}", fault]
     if begun:
         with local.claim(run_dir):
             checkpoints.start(run_dir, 3)
@@ -198,8 +199,9 @@ def test_a_run_that_is_refused_leaves_everything_as_it_was(
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(control, "hostnames", str.split)
     monkeypatch.setattr(control, "address", str)
-    monkeypatch.setattr(driver.cluster, "connected", lambda: nullcontext(None))
-    monkeypatch.setattr(driver.cluster, "has_gpus", bool)
+    for name, stands_in in {"connected": nullcontext, "has_gpus": bool, "reserved": nullcontext}.items():
+        monkeypatch.setattr(driver.cluster, name, lambda *_, stands_in=stands_in: stands_in())
+    monkeypatch.setattr(driver, "_posts", lambda *_: [])
 
     def there() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (run_dir, *run_dir.rglob("*")) if path.exists()}
@@ -210,8 +212,10 @@ def test_a_run_that_is_refused_leaves_everything_as_it_was(
         "slurm": lambda: supervise.run(file, settings, SimpleNamespace()),  # type: ignore[arg-type]  # it is not asked
         "ray": lambda: driver.run(configuration.load(file, settings)),
     }
-    with pytest.raises(UserError, match=told):
-        run[launcher]()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings[-1] = fault.replace("PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match=faults if begun else f"^{fault.partition('=')[0]}: "):
+            run[launcher]()
     assert there() == before
     assert begun or not [*tmp_path.iterdir()]
 

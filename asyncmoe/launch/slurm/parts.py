@@ -70,7 +70,7 @@ class Part(Child):
 
     def __init__(self, step: JobStep) -> None:
         self.step = step
-        self._sizes = {path: _size(path) for path in (step.output, *step.logs.values())}
+        self._sizes = {path: path.stat().st_size if path.exists() else 0 for path in (step.output, *step.logs.values())}
         self._first: tuple[str, int] | None = None
         super().__init__(step.name, step.command, step.output)
         self.log = step.logs[step.nodes[0]]
@@ -176,10 +176,6 @@ def _numbers(parts: Sequence[Part]) -> dict[str, str]:
     """Return SLURM's step numbers by part name, for the parts that SLURM knows."""
     known = {job: control.steps(job) for job in {part.step.job for part in parts}}
     return {part.step.name: known[part.step.job][part.step.name] for part in parts if part.step.name in known[part.step.job]}
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _complaint(line: str) -> bool:

@@ -14,7 +14,7 @@ from asyncmoe.config import Config
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe configurations; starts nothing.")
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that describes the run.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that describes the run, or the directory of a run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, e.g. run.steps=100.")]
 
 

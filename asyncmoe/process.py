@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,12 @@ def unbroken_output() -> None:
         if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Unbroken(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def root_cause(lines: Iterable[str]) -> str | None:
+    """Return the error among lines of output about a rank that a signal ended, or else the first; None: there is none."""
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
 
 def leave(status: int) -> NoReturn:
@@ -245,9 +251,7 @@ class Child:
         It is what the process has told its parent, or else what is in the log.
         """
         told = "" if self._words < 0 else os.pread(self._words, _MOST_WORDS, 0).decode(errors="replace")
-        lines = (told or self.output()).splitlines()
-        errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-        return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
+        return root_cause((told or self.output()).splitlines())
 
     def why(self) -> str:
         """Return the failure reason; without one, the exit status and the path of the log."""

@@ -107,8 +107,8 @@ def check_new(what: str, out: Path) -> None:
 
 
 def try_place(what: str, directory: Path) -> str:
-    """Make a folder where `directory` is or would be, and remove it. Return why nothing can be made there, as below /proc or below a link
-    that leads nowhere, else "".
+    """Make a folder where `directory` is or would be, and remove it as if it had never been. Return why nothing can be made there, as below
+    /proc or below a link that leads nowhere, else "".
 
     Args:
         what: as for `writing`.
@@ -121,7 +121,10 @@ def try_place(what: str, directory: Path) -> str:
         with suppress(FileNotFoundError):
             directory.stat()  # of a name that is too long nothing exists
         try:
+            before = place.stat()
             Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
+            with suppress(OSError):  # it is another user's, as /tmp
+                os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
         except FileNotFoundError as error:
             return f"in {place} nothing can be made ({error.strerror})"
     return ""

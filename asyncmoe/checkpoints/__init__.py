@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 from asyncmoe.checkpoints.directories import directory, finish, give_up, newest, set_aside, start, temporary
-from asyncmoe.checkpoints.facts_file import check_family, check_kind, facts
+from asyncmoe.checkpoints.facts_file import check_family, facts, kind_faults
 from asyncmoe.checkpoints.intact import survey
 
 __all__ = [
     "check_family",
-    "check_kind",
     "directory",
     "facts",
     "finish",
     "give_up",
+    "kind_faults",
     "newest",
     "set_aside",
     "start",

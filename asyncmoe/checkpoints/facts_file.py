@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,14 @@ def check_family(checkpoint: Path, family: str) -> None:
         raise ConfigError("model.family", got=family, expected=f"{made}, as {checkpoint.name} has it", hint=hint)
 
 
-def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> None:
-    """Refuse a checkpoint of another kind of training.
+def kind_faults(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> Iterator[ConfigError]:
+    """Yield an error, which names the key, for each setting by which a checkpoint is of another kind of training.
 
     Args:
         now: settings that say what is trained, as `finish` stored those of the run that wrote it; of a section, those that both have.
         recorded: compare only settings that the checkpoint has; otherwise one that it lacks differs.
 
     Raises:
-        ConfigError: names the key that differs.
         DataError: as `facts`.
     """
     saved = facts(checkpoint)
@@ -71,4 +70,4 @@ def check_kind(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = Fal
         for key, (then, got) in both.items():
             if then != got and not (recorded and name not in saved):
                 hint = f"set {key}={then}, or choose another run.dir"
-                raise ConfigError(key, got=got, expected=f"{then}, as {checkpoint.name} has it", hint=hint)
+                yield ConfigError(key, got=got, expected=f"{then}, as {checkpoint.name} has it", hint=hint)

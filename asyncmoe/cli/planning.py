@@ -84,23 +84,8 @@ def plan(
     from asyncmoe.plan import plan_command, render_plan
     from asyncmoe.plan.traffic import Speeds
 
-    speeds = Speeds(nvlink, nic, hbm)
-    asked = plan_command.PlanArguments(
-        model,
-        trainer,
-        engines,
-        nodes,
-        config,
-        tuple(overrides or ()),
-        gpus_per_node,
-        gpu_gb,
-        context,
-        dtype,
-        bucket_bytes,
-        speeds=speeds,
-        lora=lora,
-        family=family,
-    )
+    sizes = (gpus_per_node, gpu_gb, context, dtype, bucket_bytes, Speeds(nvlink, nic, hbm), lora, family)
+    asked = plan_command.PlanArguments(model, trainer, engines, nodes, config, tuple(overrides or ()), *sizes)
     found = plan_command.run(asked, tables.console())
     if json_file is not None:
         render_plan.write(found, json_file)

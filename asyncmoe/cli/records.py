@@ -129,9 +129,6 @@ def _refuse_in_redis(run_dir: Path) -> None:
         return
     ours = Belonging.of_run(run_dir, {})
     keys = Keys(ours.run if ours.noted else "*").every
-    raise DataError(
-        "journal",
-        got=f"{run_dir}, whose journal is in {server}",
-        expected="a run whose journal is in a folder",
-        hint=f"redis-cli --scan --pattern '{keys}' lists its keys; the run verifies each payload that it reads",
-    )
+    hint = f"redis-cli --scan --pattern '{keys}' lists its keys; the run verifies each payload that it reads"
+    got, expected = f"{run_dir}, whose journal is in {server}", "a run whose journal is in a folder"
+    raise DataError("journal", got=got, expected=expected, hint=hint)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
 from asyncmoe import interrupts
-from asyncmoe.cli.arguments import ConfigPath, Overrides
+from asyncmoe.config_commands import ConfigPath, Overrides
 from asyncmoe.imports import uncollected
 from asyncmoe.process import unbroken_output
 
@@ -28,8 +27,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     unbroken_output()
     with interrupts.stopping(interrupts.NO_RUN_YET):
         moved.check_place(config, overrides or ())
-        read = partial(moved.of_run, idle=False) if moved.is_run(config) else configuration.load
-        loaded = read(config, overrides or ())  # before the imports below, which need the compiled extension
+        loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
     with interrupts.leaving(interrupts.NO_RUN_YET), uncollected():
         from rich.console import Console
 

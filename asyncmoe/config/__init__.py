@@ -6,8 +6,8 @@ given and the value expected. `asyncmoe.models.check` refuses combinations that 
 
 from __future__ import annotations
 
-from asyncmoe.config.loading import load, parse
-from asyncmoe.config.moved import of_run
+from asyncmoe.config.loading import parse
+from asyncmoe.config.moved import load, of_run
 from asyncmoe.config.schema import MAX_SUPPORT, Config
 
 __all__ = ["MAX_SUPPORT", "Config", "load", "of_run", "parse"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
@@ -85,6 +86,11 @@ def refused(key: str, got: object, expected: str, hint: str = "") -> ValueError:
     return ValueError(f"{key}: got {got}, expected {expected}{'; ' if hint else ''}{hint}")
 
 
+def said(value: object) -> str:
+    """Return a value as YAML has it."""
+    return {True: "true", False: "false", None: "null"}.get(value, "") if isinstance(value, bool | None) else str(value)
+
+
 def check_options(key: str, options: Mapping[str, Any] | None, named: str, target: str) -> None:
     """Refuse options for anything but a user's own code.
 
@@ -100,6 +106,14 @@ def check_options(key: str, options: Mapping[str, Any] | None, named: str, targe
 
 
 class Section(BaseModel):
-    """A frozen section of the configuration that refuses unknown keys."""
+    """A frozen section of the configuration that refuses unknown keys. A path below `~` or `~user` becomes one below that home."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _at_home(cls, value: Any) -> Any:
+        try:
+            return value.expanduser() if isinstance(value, Path) else value
+        except RuntimeError:
+            raise PydanticCustomError("home", "Input should be a path below a home directory that there is") from None

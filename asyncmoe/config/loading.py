@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncmoe.config import gone
+from asyncmoe.config.fields import said
 from asyncmoe.config.refusals import COMMAND_LINE, Source, explain
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError, together
@@ -18,11 +19,6 @@ Schema = TypeVar("Schema", bound=BaseModel)
 _TOO_DEEP = "sections or lists nested too deeply"
 _MOST_FILES = 40
 """YAML files of a folder that a message names."""
-
-
-def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration of a run; see `load_as`."""
-    return load_as(Config, path, overrides)
 
 
 def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), *, idle: bool = False) -> Schema:
@@ -51,8 +47,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
 
 
 def _removed(source: Source, key: Sequence[str], value: object, instead: str) -> ConfigError:
-    shown = {True: "true", False: "false", None: "null"}.get(value, value) if isinstance(value, bool | None) else value
-    return ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{shown}, which was removed", expected=instead)
+    return ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{said(value)}, which was removed", expected=instead)
 
 
 PLANT_KEYS = ("workload", "groups_per_step", "group_size", "max_staleness")

@@ -61,7 +61,7 @@ class LoraSection(Section):
         for name in value:
             if name not in TARGETS:
                 hint = f"; write {_FUSED[name]}" if isinstance(name, str) and name in _FUSED else "; take it out"
-                raise refused("lora.targets", name, f"some of {', '.join(TARGETS)}{hint}")
+                raise refused("lora.targets", name or "an empty name", f"some of {', '.join(TARGETS)}{hint}")
             if value.count(name) > 1:
                 raise refused("lora.targets", f"{name} twice", "it once; take one out")
         if not value:

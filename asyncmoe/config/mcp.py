@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -24,7 +25,7 @@ class McpServer(Section):
     env_from: tuple[str, ...] = Field(
         (), description="Names of variables that the command gets from the controller's environment; for secrets, which do not belong here."
     )
-    cwd: str | None = Field(None, description="Working directory of the command; null: the controller's.")
+    cwd: Path | None = Field(None, description="Working directory of the command; null: the controller's.")
     url: str | None = Field(None, description="Address of a server that speaks streamable HTTP.")
     token_env: str | None = Field(None, description="Variable of the controller's environment with the URL's bearer token.")
     tools: tuple[str, ...] = Field((), description="Tools that the policy gets, by the server's names; none: all.")
@@ -53,7 +54,7 @@ class McpServer(Section):
             return "command", "nothing", "a program"
         if self.token_env is not None:
             return "token_env", self.token_env, "null because a command has no bearer token; use env_from"
-        for key, texts in (("command", [self.command]), ("args", self.args), ("env", self.env.values()), ("cwd", [self.cwd or ""])):
+        for key, texts in (("command", [self.command]), ("args", self.args), ("env", self.env.values()), ("cwd", [str(self.cwd or "")])):
             if any("\0" in text for text in texts):
                 return key, "a zero byte", "text without one"
         return None

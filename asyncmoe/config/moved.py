@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,16 @@ _SIGNS = ("checkpoints", "metrics.jsonl", "logs", "processes")
 
 def is_run(path: Path) -> bool:
     """Return whether a path is the directory of a run."""
-    return path.is_dir() and (path / FILE).is_file() and any((path / name).exists() for name in _SIGNS)
+    return os.path.isfile(path / FILE) and any((path / name).exists() for name in _SIGNS)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a run to start or go on with.
+
+    Args:
+        path: its YAML file, as for `asyncmoe.config.loading.load_as`, or the directory of a run, as for `of_run`.
+    """
+    return of_run(path, overrides, idle=False) if is_run(path) else load_as(Config, path, overrides)
 
 
 def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -> Config:

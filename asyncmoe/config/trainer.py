@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section, refused
+from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section, refused, said
 from asyncmoe.config.memory import MemorySection
 from asyncmoe.errors import ConfigError
 
@@ -232,7 +233,7 @@ class TrainerSection(Section):
             yield (
                 asked[0][0].removeprefix("trainer."),
                 asked[0][1],
-                "the default because trainer.dtype is float32",
+                f"{_default(asked[0][0])} because trainer.dtype is float32",
                 "it needs a GPU: leave it out without one, and on one set trainer.dtype=bfloat16",
             )
         if memory.optimizer_offload and memory.low_precision:
@@ -244,7 +245,11 @@ class TrainerSection(Section):
 
 def no_gpu_for(key: str, value: str) -> ConfigError:
     """Return the refusal of a key on a machine without a GPU."""
-    return ConfigError(key, got=f"{value}, and there is no GPU", expected="the default", hint="leave it out, or run on a GPU")
+    return ConfigError(key, got=f"{value}, and there is no GPU", expected=_default(key), hint="leave it out, or run on a GPU")
+
+
+def _default(key: str) -> str:
+    return said(attrgetter(key.removeprefix("trainer."))(TrainerSection()))
 
 
 _WEIGHTS: Mapping[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}

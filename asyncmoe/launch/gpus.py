@@ -56,12 +56,9 @@ def _unbounded(config: Config) -> tuple[str, ...]:
     """
     if budget.is_bounded(config):
         return ()
-    raise ConfigError(
-        "memory of an engine's GPU",
-        got="not known: neither nvidia-smi nor torch says",
-        expected="its size, by which the engine's memory is bounded",
-        hint="give engines.max_total_tokens, and --mem-fraction-static in engines.args",
-    )
+    got, expected = "not known: neither nvidia-smi nor torch says", "its size, by which the engine's memory is bounded"
+    hint = "give engines.max_total_tokens, and --mem-fraction-static in engines.args"
+    raise ConfigError("memory of an engine's GPU", got=got, expected=expected, hint=hint)
 
 
 def _on_gpus() -> bool:

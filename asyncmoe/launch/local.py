@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -25,13 +25,14 @@ from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
 from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError, DataError, UserError, together
 from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight, prepared
-from asyncmoe.launch.local_controller import LocalController
+from asyncmoe.launch.local_controller import local_controller
 from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
 from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import Processes
+from asyncmoe.launch.served import served
 from asyncmoe.launch.watch import supervise
 from asyncmoe.models import origin, resume
 from asyncmoe.models.lora import peft
@@ -42,7 +43,9 @@ from asyncmoe.rollout import journaling
 from asyncmoe.rollout.engines import succession
 from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
+from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.loggers import checks as loggers
+from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.samples import records as samples
 
 _RECORDS = (
@@ -80,9 +83,12 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
     """
-    _check_places(config)
+    for key, place in (("run.dir", config.run.dir), ("sync.directory", config.sync.directory)):
+        if place is not None:
+            check_place(place, key)
     transports.check_entries()
     loggers.check(config.telemetry)
+    Alarm(config.watch.alerts, config.run.dir.name, print)  # refuses a webhook without its variable
     if config.telemetry.tensorboard == "on":
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
@@ -99,15 +105,12 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     _check_adapter(config, hf)
     _check_host(config, hf)
     newest = checkpoints.newest(config.run.dir)
-    if newest is not None and not config.run.resume:
-        raise ConfigError(
-            "run.dir", got=f"{config.run.dir} with {newest.name}", expected="a new directory", hint="set run.resume=true or another run.dir"
-        )
+    has = newest.name if newest is not None else "a journal" if belonging.has_begun(config.run.dir) else ""
+    if has and not config.run.resume:
+        hint = "set run.resume=true or another run.dir"
+        raise ConfigError("run.dir", got=f"{config.run.dir} with {has}", expected="a new directory", hint=hint)
     if not config.journal.enabled:
         belonging.refuse_without(config.run.dir, config.journal.place(config.run.dir))
-    if newest is None and not config.run.resume and belonging.has_begun(config.run.dir):
-        hint = "set run.resume=true or another run.dir"
-        raise ConfigError("run.dir", got=f"{config.run.dir} with a journal", expected="a new directory", hint=hint)
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
@@ -119,13 +122,19 @@ def check(config: Config, *, weights: bool = True) -> Survey:
 
 
 def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) -> None:
-    """Refuse to go on as another run than the one that began in the directory."""
-    if newest is not None:
-        resume.check(newest, config, hf)
-        _check_steps(newest, config)
+    """Refuse to go on as another run than the one that began in the directory, with all that differs."""
     begun = config.model.path.exists() and belonging.has_begun(config.run.dir)  # a model that is to be made is made as it was
+    found: list[UserError] = [] if newest is None else [*resume.differing(newest, config, hf)]
     if begun or (newest is not None and config.model.path.exists()):
-        origin.check(config, newest)
+        try:
+            found += origin.differing(config, newest, served(config.scoring.teacher))
+        except DataError as error:
+            found.append(error)
+    if found:
+        raise together(found)
+    if newest is not None and int(checkpoints.facts(newest)["step"]) == config.warmup.steps + config.run.steps:
+        taken = f"all {config.run.steps} steps are taken already; a higher number goes on from {newest}"
+        print(f"run.steps: {taken}", file=sys.stderr, flush=True)
     if config.journal.enabled and begun:
         journaling.belonging_of(config, hf, models.recording(config, hf))  # as the controller refuses, after the start
 
@@ -159,19 +168,11 @@ def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
         budget.check_host(config, budget.of_run(config, hf), machine.memory())
 
 
-def _check_steps(newest: Path, config: Config) -> None:
-    """Refuse to take fewer steps than a checkpoint has taken; say so if none is left."""
-    taken = int(checkpoints.facts(newest)["step"]) - config.warmup.steps
-    if taken > config.run.steps:
-        hint = f"the run in {config.run.dir} has them, with {newest.name}; set a higher number to go on, or another run.dir"
-        raise ConfigError("run.steps", got=config.run.steps, expected=f"at least {taken}, the steps already taken", hint=hint)
-    if taken == config.run.steps:
-        print(f"run.steps: all {taken} steps are taken already; a higher number goes on from {newest}", file=sys.stderr, flush=True)
-
-
 def prepare(config: Config) -> Path:
     """Check the configuration (see `check`), and return the file of it that all processes read."""
     found = check(config)
+    if (port := config.telemetry.prometheus_port) is not None:
+        Prometheus(port, config.telemetry.prometheus_host).close()  # refuses one that is taken
     copier.try_to_write(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)
@@ -185,33 +186,22 @@ def prepare(config: Config) -> Path:
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller that this launcher starts again takes engines over
-    file, kept = resolved(config), json.dumps(origin.origin_of(config), indent=1)
+    file, kept = resolved(config), json.dumps(origin.origin_of(config, served(config.scoring.teacher)), indent=1)
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)
         storage.replace(config.run.dir / origin.FILE, kept.encode())
         storage.replace(file, given.encode())
-        versions.record(config.run.dir, _engine_python(config))
+        engines = None
+        with suppress(UserError):  # it is not on this machine, as where engines join
+            engines = engine_python(config.engines.python)
+        versions.record(config.run.dir, engines)
     return file
-
-
-def _engine_python(config: Config) -> Path | None:
-    """Return the engines' Python; None if it is not on this machine, as where engines join."""
-    try:
-        return engine_python(config.engines.python)
-    except UserError:
-        return None
 
 
 def resolved(config: Config) -> Path:
     """Return the configuration file that all processes of a run read; it includes defaults and overrides."""
     return config.run.dir / "config.yaml"
-
-
-def _check_places(config: Config) -> None:
-    check_place(config.run.dir)
-    if config.sync.directory is not None:
-        check_place(config.sync.directory, "sync.directory")
 
 
 def check_place(directory: Path, key: str = "run.dir") -> None:
@@ -225,21 +215,33 @@ def check_place(directory: Path, key: str = "run.dir") -> None:
         raise ConfigError(key, got=f"{directory}, and {barren}", expected="a directory that can be written to")
 
 
-def claim(directory: Path) -> IO[str]:
-    """Create a run directory and lock it against other launchers until the returned file is closed.
+@contextmanager
+def claim(directory: Path) -> Iterator[None]:
+    """Create a run directory, and lock it against other launchers within the block. A block that writes nothing there, because the run is
+    refused, leaves everything as it was.
 
     Raises:
         ConfigError, StorageError: see `check_place`.
         UserError: another launcher holds the lock.
     """
     check_place(directory)
+    made = [one for one in (directory, *directory.absolute().parents) if not one.exists()]
     with storage.writing("run directory", directory):
         storage.make_private(directory)
-        lock = os.fdopen(os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        before, file = {*os.listdir(directory)}, directory / ".lock"
+        lock = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+")
         os.fchmod(lock.fileno(), 0o600)  # whoever may read it may hold it
     if not storage.lock_alone(lock):  # without locks, a second controller of the run is still refused
         raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own")
-    return lock
+    with lock:
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it was moved or deleted meanwhile
+                if {*os.listdir(directory)} - before == {file.name}:
+                    file.unlink()
+                    for folder in made:
+                        folder.rmdir()
 
 
 def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
@@ -248,9 +250,9 @@ def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
     if keeper is not None:
         ending.callback(keeper.end)
     trainer = LocalTrainer(config, file)
-    controllers = LocalController(config, file)
+    controllers = local_controller(config, file)
     ending.callback(controllers.stop)
-    controller = controllers.start(0)
+    (controller,) = controllers.start(0)
     ending.callback(trainer.stop)
     ranks = trainer.start(0)
     kept = () if keeper is None else (keeper.process,)

@@ -10,17 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncmoe.config import Config
-from asyncmoe.launch.prepared import Prepared
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
+from asyncmoe.launch.prepared import LocalStarter
+from asyncmoe.launch.run_processes import STOP_GRACE_S
 from asyncmoe.launch.torchrun import free_port, torchrun, trainer_environment
 from asyncmoe.process import Child
-from asyncmoe.rpc.environment import TRAINER_EPOCH
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.heartbeats import TRAINER
 
 
-class LocalTrainer:
-    """A `Starter` for this machine. All starts append to one log.
+class LocalTrainer(LocalStarter):
+    """A `Starter` of torchrun with all ranks.
 
     Args:
         file: the configuration that the ranks read.
@@ -28,39 +27,17 @@ class LocalTrainer:
     """
 
     def __init__(self, config: Config, file: Path, command: Callable[[Config, Path], list[str]] | None = None) -> None:
-        self._config, self._file, self._command = config, file, command or trainer_command
-        self._child: Child | None = None
-        self._next = Prepared(config.run.dir, self._started)
+        command, log = command or trainer_command, config.run.dir / "logs" / "trainer.log"
 
-    def start(self, epoch: int) -> tuple[Process, ...]:
-        """Start torchrun with all ranks, or have those that stand by go on.
+        def start(more: Mapping[str, str]) -> Child:
+            return Child("trainer", command(config, file), log, {**trainer_environment(os.environ), **more}, config.telemetry.logs.bounds)
 
-        Raises:
-            StorageError: the log cannot be opened.
-            AsyncmoeError: the system cannot start the process.
-        """
-        self._child = self._next.take(epoch) or self._started({TRAINER_EPOCH: str(epoch)})
-        return (self._child,)
+        super().__init__(config.run.dir, start)
 
-    def prepare(self) -> None:
-        """Start the next torchrun, whose ranks stand by, unless one does."""
-        self._next.prepare()
-
-    def _started(self, more: Mapping[str, str]) -> Child:
-        command = self._command(self._config, self._file)
-        log = self._config.run.dir / "logs" / "trainer.log"
-        return Child("trainer", command, log, {**trainer_environment(os.environ), **more}, self._config.telemetry.logs.bounds)
-
-    def stop(self) -> None:
-        """End all ranks, those that stand by too."""
-        self._next.end(STOP_GRACE_S)
-        self.end()
-
-    def end(self) -> None:
+    def end(self, grace_s: float = STOP_GRACE_S) -> None:
         """End torchrun, which ends the ranks, and kill each rank that is left: one that is stopped does not hear that it shall end."""
-        if self._child is not None:
-            self._child.end(STOP_GRACE_S)
-            kill_ranks(self._config.run.dir)
+        super().end(grace_s)
+        kill_ranks(self._run_dir)
 
 
 def kill_ranks(run_dir: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
 
+from asyncmoe.launch.run_processes import Process
 from asyncmoe.launch.watching import ProcessSilent
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.schema import Step
 
-T = TypeVar("T")
 _POLL_S = 0.25
 
 
@@ -52,8 +51,10 @@ class NewestStart:
         return self._since is not None and time.monotonic() - self._since > seconds
 
 
-def start_after(seconds: float, start: Callable[[], T], goes_on: Callable[[], bool], view: LiveView) -> T | None:
-    """Start a part again after a while, and return it; None if the run did not go on for so long."""
+def start_after(
+    seconds: float, start: Callable[[], tuple[Process, ...]], goes_on: Callable[[], bool], view: LiveView
+) -> tuple[Process, ...] | None:
+    """Start a part again after a while, and return its processes; None if the run did not go on for so long."""
     until = time.monotonic() + seconds
     while goes_on():
         if time.monotonic() >= until:

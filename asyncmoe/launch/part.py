@@ -6,9 +6,10 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncmoe import installed, surroundings
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
@@ -16,6 +17,9 @@ from asyncmoe.imports import uncollected
 from asyncmoe.process import leave, say
 from asyncmoe.rpc import stand_by
 from asyncmoe.telemetry import heartbeats, processes
+
+if TYPE_CHECKING:
+    from asyncmoe.config import Config
 
 _EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
 
@@ -39,10 +43,8 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
         stand_by.wait()
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
-    processes.record(loaded.run.dir, "controller")
-    heartbeats.start(loaded.run.dir, "controller", loaded.watch.beat_s)
-    controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
-    heartbeats.beat(heartbeats.ENDED)
+    with _heard(loaded, "controller"):
+        controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
 
 
 def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None, index: int = 0, node: int = 0) -> None:
@@ -72,11 +74,8 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     check_engine_python(loaded.engines.python)
     models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here(), weights=loaded.model.path)
     name = name or engine_agent.default_name(index)
-    process = process_name(name, node)
-    processes.record(loaded.run.dir, process)
-    heartbeats.start(loaded.run.dir, process, loaded.watch.beat_s)
-    engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index), node)
-    heartbeats.beat(heartbeats.ENDED)
+    with _heard(loaded, process_name(name, node)):
+        engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index), node)
 
 
 def keeper(config: Path, launcher: int) -> None:
@@ -94,10 +93,8 @@ def keeper(config: Path, launcher: int) -> None:
         from asyncmoe.rollout.engines import keeper
 
     loaded = with_local_model(configuration.load(config, ()), download=False)
-    processes.record(loaded.run.dir, "keeper")
-    heartbeats.start(loaded.run.dir, "keeper", loaded.watch.beat_s)
-    keeper.run(loaded, loaded.run.dir, launcher)
-    heartbeats.beat(heartbeats.ENDED)
+    with _heard(loaded, "keeper"):
+        keeper.run(loaded, loaded.run.dir, launcher)
 
 
 def worker(config: Path, overrides: Sequence[str], number: int) -> None:
@@ -116,10 +113,16 @@ def worker(config: Path, overrides: Sequence[str], number: int) -> None:
 
     loaded = with_local_model(configuration.load(config, overrides))
     process.check_number(loaded, number)
-    name = process.process_name(number)
-    processes.record(loaded.run.dir, name)
-    heartbeats.start(loaded.run.dir, name, loaded.watch.beat_s)
-    process.run(loaded, loaded.run.dir, number)
+    with _heard(loaded, process.process_name(number)):
+        process.run(loaded, loaded.run.dir, number)
+
+
+@contextmanager
+def _heard(config: Config, role: str) -> Iterator[None]:
+    """Record this process within the block, and have the supervisor hear that it lives, until the block ends well."""
+    processes.record(config.run.dir, role)
+    heartbeats.start(config.run.dir, role, config.watch.beat_s)
+    yield
     heartbeats.beat(heartbeats.ENDED)
 
 

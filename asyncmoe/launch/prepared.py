@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process
 from asyncmoe.process import Child
 from asyncmoe.rpc import stand_by
-from asyncmoe.rpc.environment import STAND_BY
+from asyncmoe.rpc.environment import STAND_BY, TRAINER_EPOCH
 
 log = logging.getLogger(__name__)
 _MOST_LOST = 3
@@ -75,3 +76,39 @@ class Prepared:
         """Remove the file of the last process that went on, which has long read it."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+
+
+class LocalStarter:
+    """A `Starter` for this machine, of a part with one process. All starts append to one log.
+
+    Args:
+        start: as for `Prepared`.
+    """
+
+    def __init__(self, run_dir: Path, start: Callable[[Mapping[str, str]], Child]) -> None:
+        self._run_dir, self._start, self._next = run_dir, start, Prepared(run_dir, start)
+        self._child: Child | None = None
+
+    def start(self, epoch: int) -> tuple[Process, ...]:
+        """Start it, or have the one that stands by go on.
+
+        Raises:
+            StorageError: the log cannot be opened.
+            AsyncmoeError: the system cannot start the process.
+        """
+        self._child = self._next.take(epoch) or self._start({TRAINER_EPOCH: str(epoch)})
+        return (self._child,)
+
+    def prepare(self) -> None:
+        """Start the next one, which stands by, unless one does."""
+        self._next.prepare()
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """End it, after `grace_s` by SIGKILL: another takes its place, and one that hangs or is stopped must not wake up beside it."""
+        if self._child is not None:
+            self._child.end(grace_s)
+
+    def stop(self) -> None:
+        """Ask it to end, and the one that stands by, and kill what does not in time."""
+        self._next.end(STOP_GRACE_S)
+        self.end(STOP_GRACE_S)

@@ -4,17 +4,16 @@ decisions of `asyncmoe.launch.trainer_starts`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.newest_start import NewestStart, start_after
-from asyncmoe.launch.run_processes import Starter
+from asyncmoe.launch.run_processes import Process, Starter
 from asyncmoe.launch.trainer_starts import Allowance, EndRun, StartFailure, decide
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.telemetry.live import LiveView
 
-T = TypeVar("T")
 PREPARED_AFTER_S = {"trainer": 60.0, "controller": 20.0}
 """Seconds after the first step of reinforcement learning of a start in which the next one is not prepared: short runs do without, and
 starts take the cores."""
@@ -43,7 +42,7 @@ class PartRestarts:
         """How often the part was started again."""
         return len(self._history)
 
-    def prepare(self, starter: Starter[T]) -> None:
+    def prepare(self, starter: Starter) -> None:
         """Have the next start prepared, if it is time."""
         if self._prepares and self.newest.trains_for(PREPARED_AFTER_S[self._part]):
             starter.prepare()
@@ -51,12 +50,12 @@ class PartRestarts:
     def again(
         self,
         error: AsyncmoeError,
-        starter: Starter[T] | None,
+        starter: Starter | None,
         others: Callable[[], bool],
         stopping: Callable[[], bool],
         view: LiveView,
         epoch: int,
-    ) -> T | None:
+    ) -> tuple[Process, ...] | None:
         """Start the part again after a failure of the run.
 
         Args:
@@ -67,7 +66,7 @@ class PartRestarts:
             epoch: see `Starter.start`.
 
         Returns:
-            The part; None if it was not started after all, because the run began to stop or lost the others too.
+            The processes of the part; None if it was not started after all, because the run began to stop or lost the others too.
 
         Raises:
             AsyncmoeError: the run ends; names the root cause.

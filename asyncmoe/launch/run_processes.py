@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from signal import Signals
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from asyncmoe.launch.failures import Ended
 
-Started = TypeVar("Started", covariant=True)
 STOP_GRACE_S = 20.0
 """Seconds between asking a process to end and killing it."""
 
@@ -23,9 +23,8 @@ class Process(Ended, Protocol):
         """Wait for the process; true if it ended within `seconds`."""
 
 
-class Starter(Protocol[Started]):
-    """Starts the trainer or the controller of a run, again and again, while the others go on. `Started`: how the launcher presents a
-    start."""
+class Starter(Protocol):
+    """Starts the trainer or the controller of a run, again and again, while the others go on."""
 
     def prepare(self) -> None:
         """Be ready to start the next one quickly, if the launcher can; called again and again while the run goes on."""
@@ -33,12 +32,27 @@ class Starter(Protocol[Started]):
     def end(self) -> None:
         """End all of its processes: those of the trainer are asked, and killed if they do not end in time; a controller is killed."""
 
-    def start(self, epoch: int) -> Started:
-        """Start it. None of its earlier processes may run. `epoch`: how often the trainer was started before.
+    def start(self, epoch: int) -> tuple[Process, ...]:
+        """Start it, and return its processes; a controller is one. None of its earlier processes may run. `epoch`: how often the trainer
+        was started before.
 
         Raises:
             AsyncmoeError: it cannot be started.
         """
+
+
+class OnDemand:
+    """A `Starter` whose starts are made when they are needed.
+
+    Args:
+        start, end: as of a `Starter`.
+    """
+
+    def __init__(self, start: Callable[[int], tuple[Process, ...]], end: Callable[[], None]) -> None:
+        self.start, self.end = start, end
+
+    def prepare(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +63,15 @@ class Processes:
         engines: those that join, or the keeper of this machine's; empty if the controller starts the engines itself.
         starter: starts the trainer again; None: this launcher cannot.
         controllers: starts the controller again; None: engines would end with it.
+        settle_s: seconds to wait after a failure for what the launcher has yet to hear of it, even if its cause seems clear.
     """
 
     controller: Process
     trainers: tuple[Process, ...]
     engines: tuple[Process, ...] = ()
-    starter: Starter[tuple[Process, ...]] | None = None
-    controllers: Starter[Process] | None = None
+    starter: Starter | None = None
+    controllers: Starter | None = None
+    settle_s: float = 0.0
 
     @property
     def all(self) -> tuple[Process, ...]:

@@ -94,12 +94,8 @@ class Watcher:
 
     def _check_folder(self) -> None:
         if _inode(self._config.run.dir) != self._folder:
-            raise DataError(
-                f"run.dir {self._config.run.dir}",
-                got="moved or deleted while the run went on",
-                expected="the folder in which the run started",
-                hint="put it back and run the same command, or name its new place in run.dir",
-            )
+            what, hint = f"run.dir {self._config.run.dir}", "put it back and run the same command, or name its new place in run.dir"
+            raise DataError(what, got="moved or deleted while the run went on", expected="the folder in which the run started", hint=hint)
 
     def _listen(self, now: float) -> None:
         self._silences = self._listener.hear(heartbeats.read(self._config.run.dir), now)

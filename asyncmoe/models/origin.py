@@ -15,7 +15,9 @@ from typing import Any, cast
 
 from asyncmoe import checkpoints
 from asyncmoe.config import Config
-from asyncmoe.config.task import READ
+from asyncmoe.config.evaluation import EvaluationSection
+from asyncmoe.config.fields import Section, said
+from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models.hf_folder import texts
 from asyncmoe.models.hub import is_id
@@ -26,18 +28,28 @@ _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "
 _ASKED: dict[str, Any] = {"prompts": True, "overlap": True, "sets": {"__all__": _OF_SET}}
 """Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
 _NAME = re.compile(r".*, (?=\d+ bytes with digest \w{12}$)", re.DOTALL)
+_TEACHER = "scoring.teacher"
+_LATER = {_TEACHER, "warmup.batch", "warmup.wrong_share"}
+"""Keys that an older version did not write down, or that other ones decide on."""
+_SAME_TEACHER = "have the same model served under its name (--served-model-name), or "
 _WHOLE_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 4096, 4096
 
 
-def origin_of(config: Config) -> dict[str, str]:
+def origin_of(config: Config, teacher: str = "none") -> dict[str, str]:
     """Return the texts, by key. Values of `task` and `evaluation` that are the default have none.
+
+    Args:
+        teacher: its address, and if known " serves " and the name of its model.
 
     Raises:
         DataError: a file is not there, or cannot be read.
     """
     model, evaluation = config.model.path, config.evaluation
-    found: dict[str, Any] = {"warmup.steps": config.warmup.steps, "rollout.groups_per_step": config.rollout.groups_per_step}
+    warmup = config.warmup
+    found: dict[str, Any] = {"warmup.steps": warmup.steps, "rollout.groups_per_step": config.rollout.groups_per_step, _TEACHER: teacher}
+    if warmup.steps:
+        found |= {"warmup.batch": warmup.batch, "warmup.wrong_share": warmup.wrong_share}
     dumped = config.task.model_dump(mode="json", exclude_defaults=True, exclude={"path": True, "sources": {"__all__": {"path"}}})
     found |= {f"task.{key}": value for key, value in dumped.items()}
     if evaluation.every and (config.task.kind != "arithmetic" or evaluation.path or evaluation.sets):
@@ -53,26 +65,28 @@ def origin_of(config: Config) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
-def check(config: Config, newest: Path | None) -> None:
-    """Refuse to go on with anything that is not what it was. What an older version did not write down is not compared.
+def differing(config: Config, newest: Path | None, teacher: str = "none") -> Iterator[ConfigError]:
+    """Yield an error, which names the key, for each thing that is not what it was. What an older version did not write down is not
+    compared.
 
     Args:
         newest: the checkpoint from which the run goes on; None: the run has groups in its journal, but no checkpoint yet.
+        teacher: see `origin_of`.
 
     Raises:
-        ConfigError: names the key.
         DataError: see `origin_of`.
     """
     facts: dict[str, Any] = {"step": 0, "origin": read(config.run.dir)} if newest is None else checkpoints.facts(newest)
-    since, step, then, now = newest.name if newest else "the run", facts["step"], facts.get("origin", {}), origin_of(config)
+    since, step, then, now = newest.name if newest else "the run", facts["step"], facts.get("origin", {}), origin_of(config, teacher)
     if config.adapter is None and not config.objective.kl.coefficient:
         now[_WEIGHTS] = then.get(_WEIGHTS, "")  # all weights are in the checkpoint
-    for key in sorted(then.keys() | now.keys()) if then else ():
-        told, got, questions = then.get(key, "the default"), now.get(key, "the default"), key.startswith(("task.", "evaluation."))
-        if _NAME.sub("", told) != _NAME.sub("", got) and not (questions and config.run.new_data_at == step):
+    for key in sorted((then.keys() | now.keys()) - (_LATER - (then.keys() & now.keys()))) if then else ():
+        told, got = (one.get(key) or _default(key) for one in (then, now))
+        questions = key.startswith(("task.", "evaluation."))
+        if not (_same_teacher if key == _TEACHER else _same)(told, got) and not (questions and config.run.new_data_at == step):
             on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
-            hint = f"set it back, or {on if questions else 'choose another run.dir'}"
-            raise ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
+            hint = f"set it back, or {_SAME_TEACHER if key == _TEACHER else ''}{on if questions else 'choose another run.dir'}"
+            yield ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
 
 
 def check_weights(config: Config, checkpoint: Path) -> None:
@@ -87,6 +101,25 @@ def read(run_dir: Path) -> dict[str, str]:
     """Return what the newest start of a run wrote down; {} if an older version started it."""
     file = run_dir / FILE
     return cast(dict[str, str], json.loads(file.read_text())) if file.exists() else {}
+
+
+def _same(told: str, got: str) -> bool:
+    """Compare files by their content."""
+    return _NAME.sub("", told) == _NAME.sub("", got)
+
+
+def _same_teacher(told: str, got: str) -> bool:
+    """Compare the names of the models, or their addresses where one is not known."""
+    (there, _, before), (here, _, now) = told.partition(" serves "), got.partition(" serves ")
+    return before == now if before and now else there == here
+
+
+def _default(key: str) -> str:
+    """Return the value of a key that has no text."""
+    section, _, name = key.partition(".")
+    kinds: dict[str, type[Section]] = {"task": TaskSection, "evaluation": EvaluationSection}
+    field = kinds.get(section, Section).model_fields.get(name)
+    return "nothing" if field is None else f"{said(field.get_default())} (the default)"
 
 
 def _named(config: Config) -> Iterator[tuple[str, Path]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,30 +41,37 @@ def sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def check(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuse to resume another run, as far as a checkpoint tells: family, kind of training, sizes of the model, seed, dtype.
+def differing(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error for each value by which another run would be resumed, as far as a checkpoint tells: family, kind of training, sizes
+    of the model, seed, dtype, and the steps already taken.
 
     Facts that an older checkpoint lacks are not compared. The layout may change, and the dtype if the optimizer's state is sharded before
     and after.
 
     Raises:
-        ConfigError, DataError: names what differs, and what the checkpoint needs.
+        DataError: the checkpoint's facts cannot be read.
     """
-    checkpoints.check_family(checkpoint, family_of(hf).name)
-    checkpoints.check_kind(checkpoint, config.checkpoint_kind, recorded=True)
     saved, name = checkpoints.facts(checkpoint), checkpoint.name
-    sizes = saved.get("model", {})
-    for what, now in sizes_of(hf).items():
-        if (then := sizes.get(what, now)) != now:
-            hint = f"set model.path to the model that the run began with, {_ELSEWHERE}"
-            raise ConfigError("model.path", got=f"a model with {what} {now}", expected=f"{what} {then}, as {name} has", hint=hint)
+    try:
+        checkpoints.check_family(checkpoint, family_of(hf).name)
+    except ConfigError as error:
+        yield error
+    yield from checkpoints.kind_faults(checkpoint, config.checkpoint_kind, recorded=True)
+    sizes, here = saved.get("model", {}), sizes_of(hf)
+    if others := [what for what, now in here.items() if sizes.get(what, now) != now]:
+        got, then = (", ".join(f"{what} {of[what]}" for what in others) for of in (here, sizes))
+        hint = f"set model.path to the model that the run began with, {_ELSEWHERE}"
+        yield ConfigError("model.path", got=f"a model with {got}", expected=f"{then}, as {name} has", hint=hint)
     if (seed := saved.get("seed", config.run.seed)) != config.run.seed:
         hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
-        raise ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
+        yield ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
     dtype = saved.get("dtype", config.trainer.weights_dtype)
     # A sharded optimizer has float32 masters with every dtype; without, there are none with float32, and its weights would be rounded ones.
     sharded = saved.get("distributed_optimizer")
     if config.trainer.weights_dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
         shard = ", or trainer.optimizer.distributed=true, with which the dtype may change" if sharded else ""
         hint = f"set trainer.dtype={dtype}{shard}, {_ELSEWHERE}"
-        raise ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)
+        yield ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)
+    if (taken := int(saved["step"]) - config.warmup.steps) > config.run.steps:
+        hint = f"the run in {config.run.dir} has them, with {name}; set a higher number to go on, or another run.dir"
+        yield ConfigError("run.steps", got=config.run.steps, expected=f"at least {taken}, the steps already taken", hint=hint)

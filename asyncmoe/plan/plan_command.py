@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,6 +72,8 @@ def run(asked: PlanArguments, console: Console) -> dict[str, Any]:
         raise UserError("asyncmoe plan", got=" ".join(asked.overrides), expected="options only", hint=hint)
     if len(given) != 1:
         raise ConfigError("asyncmoe plan", got=" and ".join(given) or "none of them", expected=f"one of {'; '.join(ways)}")
+    if not 0 < asked.gb < math.inf:
+        raise ConfigError("--gpu-gb", got=asked.gb, expected="a positive number of GB")
     if asked.config is not None:
         return _of_run(asked, asked.config, console)
     if asked.model is None:
@@ -147,19 +150,10 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     models.check(config, hf)
     cpu = budget.for_cpu(config)
     found = budget.of_run(config, hf, budget.CPU_GB if cpu and asked.gpu_gb is None else asked.gb, cpu)
-    engine = EngineParallel(config.engines.tp, config.engines.ep)
+    sizes = models.trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep), config.engines.count
+    name, dtype, bucket = str(asked.model or config.model.path), models.engine_dtype(hf, config.engines), config.sync.bucket_bytes
     kind = budget.serving(config, hf, cpu).adapter
-    forecast = traffic.foresee(
-        str(asked.model or config.model.path),
-        hf,
-        models.trainer_parallel(config),
-        engine,
-        config.engines.count,
-        dtype=models.engine_dtype(hf, config.engines),
-        bucket_bytes=config.sync.bucket_bytes,
-        speeds=asked.speeds,
-        adapter=kind,
-    )
+    forecast = traffic.foresee(name, hf, *sizes, dtype=dtype, bucket_bytes=bucket, speeds=asked.speeds, adapter=kind)
     columns = {"trainer": found.trainer, "engine": found.engine}
     if found.shared:
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})
@@ -170,19 +164,13 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
     render_plan.show_memory(columns, found.gpu_gb, console)
     size = config.engines
     spread = f"An engine takes {size.ranks_per_node} GPUs on each of {size.nodes} machines." if size.nodes > 1 else ""
-    console.print(
-        "\n".join(filter(None, (*found.sums, spread, found.line, found.host_line))), markup=False, highlight=False, soft_wrap=True
-    )
+    lines = filter(None, (*found.sums, spread, found.line, found.host_line))
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if not (cpu or found.fits):
         beside = found.engine.total if found.shared else 0
         way = savings.cheapest(hf, models.trainer_parallel(config), budget.training(config, hf), found.gpu_gb, beside)
         console.print(_said(way), markup=False, highlight=False, soft_wrap=True)
-    host = {
-        "checkpoint copy": found.checkpoint_copy,
-        "delta base": found.delta_base,
-        "optimizer state": found.optimizer_state,
-        "reference": found.reference,
-    }
+    host = {name: getattr(found, name.replace(" ", "_")) for name in ("checkpoint copy", "delta base", "optimizer state", "reference")}
     return {**asdict(forecast), "memory": _values(columns), "host_memory": host}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,7 @@ def show(found: Forecast, console: Console, cp: int) -> None:
         cp: context-parallel ranks, which the forecast counts as data-parallel ones.
     """
     console.print(_title(found, cp), highlight=False)
-    grid = Grid(show_edge=False)
-    grid.add_column("")
-    grid.add_column("", justify="right")
+    grid = _grid("", [""])
     for line in _lines(found):
         grid.add_row(*line)
     console.print(grid)
@@ -44,6 +42,14 @@ def show_whole(found: Forecast, method: str, console: Console) -> None:
         "disk": f"writes {whole} to sync.directory; every engine reads all of it",
     }
     console.print(f"{found.model}: {whole} of {found.dtype}\nsync.method={method}: an update {moved[method]}", highlight=False)
+
+
+def _grid(first: str, columns: Iterable[str]) -> Grid:
+    grid = Grid(show_edge=False)
+    grid.add_column(first)
+    for name in columns:
+        grid.add_column(name, justify="right")
+    return grid
 
 
 def _title(found: Forecast, cp: int) -> str:
@@ -87,10 +93,7 @@ def _lines(found: Forecast) -> list[tuple[str, str]]:
 
 def show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Console) -> None:
     """Print the memory of GPUs in GB, a column each."""
-    grid = Grid(show_edge=False)
-    grid.add_column("GB each")
-    for name in columns:
-        grid.add_column(name, justify="right")
+    grid = _grid("GB each", columns)
     for part in dict.fromkeys(part for memory in columns.values() for part in memory.parts):
         grid.add_row(part, *(f"{memory.parts[part] / 1e9:.3g}" if part in memory.parts else "" for memory in columns.values()))
     grid.add_row("in all", *(f"{memory.total / 1e9:.3g}" for memory in columns.values()))
@@ -107,10 +110,8 @@ def show_updates(found: Forecast, staged: bool, console: Console) -> None:
     """
     if not found.updates:
         return
-    grid = Grid(show_edge=False)
-    grid.add_column("an update of which there is sent")
-    for one in found.updates:
-        grid.add_column("everything" if one.changed is None else f"{one.changed:.0%}, as a delta", justify="right")
+    sent = ["everything" if one.changed is None else f"{one.changed:.0%}, as a delta" for one in found.updates]
+    grid = _grid("an update of which there is sent", sent)
     grid.add_row("bytes on the wire", *(size(one.bytes_wire) for one in found.updates))
     grid.add_row("received by an engine rank, most", *(size(one.received) for one in found.updates))
     grid.add_row(f"expected at {found.speeds.nic:g} GB/s (NIC)", *(f"{one.seconds:.3g} s" for one in found.updates))
@@ -143,10 +144,7 @@ def _arrive(staged: bool) -> str:
 
 def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, console: Console) -> None:
     """Print the suggested splits, a column each, and the memory of the first."""
-    grid = Grid(show_edge=False)
-    grid.add_column("")
-    for number in range(len(found)):
-        grid.add_column(f"split {number + 1}", justify="right")
+    grid = _grid("", [f"split {number + 1}" for number in range(len(found))])
     for label, values in _split_lines(found, cluster):
         grid.add_row(label, *values)
     console.print(grid)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pydantic import ValidationError
-
+from asyncmoe.config.loading import section
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel
@@ -19,7 +18,7 @@ TRAINER = {key: key for key in ("tp", "pp", "ep", "etp", "dp", "vpp")} | {"first
 """Field of MegatronParallel by command-line key."""
 CONTEXT = "cp"
 """Command-line key of the context-parallel ranks, which MegatronParallel counts as data-parallel ones."""
-_ENGINES = re.compile(r"(?P<engines>\d+)xtp(?P<tp>\d+)(?:ep(?P<ep>\d+))?(?:dp(?P<dp>\d+))?(?:pp(?P<pp>\d+))?", re.ASCII)
+_ENGINES = re.compile(r"(?P<engines>\d{1,9})xtp(?P<tp>\d{1,9})(?:ep(?P<ep>\d{1,9}))?(?:dp(?P<dp>\d{1,9}))?(?:pp(?P<pp>\d{1,9}))?", re.ASCII)
 ENGINE = ("tp", "ep", "dp", "pp")
 """Fields of EngineParallel, in command-line order."""
 
@@ -54,7 +53,7 @@ def _parsed(text: str) -> tuple[dict[str, Any], bool]:
         key, _, value = part.strip().partition("=")
         if key == "te" and not value:
             te = True
-        elif key not in known or known[key] in sizes or not (value.isascii() and value.isdigit()):
+        elif key not in known or known[key] in sizes or not re.fullmatch("[0-9]{1,9}", value):
             raise ConfigError("--trainer", got=repr(part), expected=f"sizes like tp=2,pp=2,ep=8,dp=4 (each of {', '.join(known)} once)")
         else:
             sizes[known[key]] = int(value)
@@ -106,16 +105,12 @@ def parse_adapter(text: str, m: Shape) -> Kind:
     """Parse `rank=32` or `rank=32,experts=shared_outer,targets=q_proj+v_proj`; the default is all targets of the model.
 
     Raises:
-        ConfigError: any other syntax.
+        ConfigError: any other syntax, or a value that the section `lora` of a configuration refuses.
     """
     given = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    if not given.keys() <= {"rank", "experts", "targets"} or "rank" not in given:
+    if not given.keys() <= {"rank", "experts", "targets"} or "rank" not in given or len(given) <= text.count(","):
         raise ConfigError("--lora", got=repr(text), expected="rank=32, and experts=shared_outer or targets=q_proj+v_proj if wanted")
     values: dict[str, Any] = {**given, "targets": given["targets"].split("+")} if "targets" in given else given
-    try:
-        section = LoraSection.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("--lora", got=repr(text), expected=error.errors()[0]["msg"]) from None
-    kind = kind_of(section, m)
+    kind = kind_of(section(LoraSection, values, "lora"), m)
     halves.check(kind, m)
     return kind

@@ -37,7 +37,7 @@ _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _LEAST_ROWS = 8192
 """Rows of a context that a context-parallel rank has at least: with fewer, keys and values travel longer than a rank attends."""
-_MOST_NODES = 1 << 10
+_MOST_NODES, _MOST_GPUS = 1 << 10, 1 << 7
 _MAX_CTAS = SyncSection().nccl_max_ctas
 
 
@@ -62,14 +62,9 @@ class Cluster:
     bucket_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        least = {"--nodes": (self.nodes, 2), "--gpus-per-node": (self.gpus, 1), "--context": (self.context, 1)}
-        for name, (got, wanted) in least.items():
-            if got < wanted:
-                raise ConfigError(name, got=got, expected=f"at least {wanted}")
-        if self.nodes > _MOST_NODES:
-            raise ConfigError("--nodes", got=self.nodes, expected=f"at most {_MOST_NODES}")
-        if not self.gpu_gb > 0:
-            raise ConfigError("--gpu-gb", got=self.gpu_gb, expected="a positive number of GB")
+        for name, got, least, most in (("--nodes", self.nodes, 2, _MOST_NODES), ("--gpus-per-node", self.gpus, 1, _MOST_GPUS)):
+            if not least <= got <= most:
+                raise ConfigError(name, got=got, expected=f"at least {least} and at most {most}")
 
 
 @dataclass(frozen=True)

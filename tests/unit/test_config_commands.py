@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -20,6 +23,8 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
+from asyncmoe.launch.ray import driver
+from asyncmoe.launch.slurm import control, supervise
 from asyncmoe.launch.validate import validate
 from asyncmoe.simulate.plant import Plant
 
@@ -158,7 +163,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, path: st
     (tmp_path / "taken").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     config = demo(tmp_path, f"run.dir={tmp_path / path}")
-    for refuses in (local.check, lambda one: local.claim(one.run.dir)):
+    for refuses in (local.check, lambda one: local.claim(one.run.dir).__enter__()):
         with pytest.raises(AsyncmoeError, match=re.escape(told.format(tmp=tmp_path))) as refused:
             refuses(config)
         assert "\n" not in str(refused.value)
@@ -177,27 +182,42 @@ def test_an_output_that_cannot_be_written_is_one_line(arguments: str) -> None:
 
 
 @pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize(
-    ("facts", "overrides", "told"),
-    [
-        ({"train": "lora"}, (), "train: got full, expected lora, as step-00000003 has it; set train=lora, or choose another run.dir"),
-        ({"lora": {"rank": 4}}, ("train=lora",), "lora.rank: got 32, expected 4, as step-00000003 has it; set lora.rank=4, or choose "),
-        ({"lora": {"alpha": 4.0}}, ("train=lora",), "lora.alpha: got 32.0, expected 4.0, as step-00000003 has it; set lora.alpha=4.0, or"),
-    ],
-)
-def test_a_checkpoint_of_another_kind_is_refused_before_anything_starts(
-    tmp_path: Path, facts: dict[str, object], overrides: tuple[str, ...], told: str
+@pytest.mark.parametrize("fault", ["watch.alerts.webhook=env:NONE", "telemetry.prometheus_port=PORT", "train=lora"])
+@pytest.mark.parametrize("launcher", ["local", "slurm", "ray"])
+def test_a_run_that_is_refused_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, fault: str
 ) -> None:
-    config = demo(tmp_path, *overrides)
-    kept = tmp_path / "run" / "checkpoints" / "step-00000003"
-    kept.mkdir(parents=True)
-    (kept / "asyncmoe.json").write_text(json.dumps({"step": 3, "family": "qwen3_moe", **config.checkpoint_kind}))
-    local.check(config)
-    (kept / "asyncmoe.json").write_text(json.dumps({"step": 3, "family": "qwen3_moe", **config.checkpoint_kind, **facts}))
-    with pytest.raises(UserError) as refused:
-        local.check(config)
-    assert str(refused.value).startswith(told)
-    assert "\n" not in str(refused.value)
+    run_dir, file = tmp_path / "runs" / "a", ROOT / "examples" / "demo.yaml"
+    faults = r"^lora\.rank: got 32, expected 4, as .*\nlora\.alpha: got 32.0, expected 4.0, as .*\nrun\.seed: got 0, expected 7, "
+    begun = fault == "train=lora"
+    settings = [f"run.dir={run_dir}", f"model.path={run_dir / 'model'}", fault]
+    if begun:
+        with local.claim(run_dir):
+            checkpoints.start(run_dir, 3)
+            checkpoints.finish(run_dir, 3, {"step": 3, "train": "lora", "lora": {"rank": 4, "alpha": 4.0}, "seed": 7}, keep=2)
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(control, "hostnames", str.split)
+    monkeypatch.setattr(control, "address", str)
+    for name, stands_in in {"connected": nullcontext, "has_gpus": bool, "reserved": nullcontext}.items():
+        monkeypatch.setattr(driver.cluster, name, lambda *_, stands_in=stands_in: stands_in())
+    monkeypatch.setattr(driver, "_posts", lambda *_: [])
+
+    def there() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (run_dir, *run_dir.rglob("*")) if path.exists()}
+
+    before = there()
+    run = {
+        "local": lambda: local.run(configuration.load(file, settings)),
+        "slurm": lambda: supervise.run(file, settings, SimpleNamespace()),  # type: ignore[arg-type]  # it is not asked
+        "ray": lambda: driver.run(configuration.load(file, settings)),
+    }
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings[-1] = fault.replace("PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match=faults if begun else f"^{fault.partition('=')[0]}: "):
+            run[launcher]()
+    assert there() == before
+    assert begun or not [*tmp_path.iterdir()]
 
 
 @pytest.mark.usefixtures("no_engine")

@@ -40,11 +40,11 @@ class Controllers:
     def __init__(self, folder: Path, scripts: list[str]) -> None:
         self.folder, self.scripts, self.starts = folder, scripts, 0
 
-    def start(self, epoch: int) -> Process:
+    def start(self, epoch: int) -> tuple[Process, ...]:
         script = self.scripts[min(self.starts, len(self.scripts) - 1)].format(self.folder)
         self.starts += 1
         self.child = Child("controller", ["sh", "-c", script], self.folder / "controller.log")
-        return self.child
+        return (self.child,)
 
     def prepare(self) -> None:
         pass
@@ -59,7 +59,7 @@ def supervised(config: Config, folder: Path, scripts: list[str], keeper: str = S
     def start(ending: ExitStack) -> Processes:
         kept = Child("keeper", ["sh", "-c", keeper.format(folder)], folder / "keeper.log")
         trainer = Child("trainer", ["sh", "-c", trains.format(folder)], folder / "trainer.log")
-        controller = controllers.start(0)
+        (controller,) = controllers.start(0)
         for end in (kept, trainer):
             ending.callback(end.end, 1.0)
         ending.callback(controllers.end)

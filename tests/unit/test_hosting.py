@@ -66,8 +66,8 @@ def test_a_keeper_that_is_killed_is_missed() -> None:
 
 
 def test_only_the_owner_may_enter_the_directory_of_a_run(tmp_path: Path) -> None:
-    local.claim(tmp_path / "run").close()
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    with local.claim(tmp_path / "run"):
+        assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     (tmp_path / "shared").mkdir(0o755)
-    local.claim(tmp_path / "shared").close()
-    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755, "as its owner made it"
+    with local.claim(tmp_path / "shared"):
+        assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755, "as its owner made it"

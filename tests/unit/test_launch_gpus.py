@@ -16,7 +16,7 @@ from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, RunFacts
 from asyncmoe.doctor.probes import config_probe
 from asyncmoe.doctor.python_facts import PythonFacts, Shown, Torch
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch import gpus, local, preflight
+from asyncmoe.launch import gpus, preflight
 from asyncmoe.plan import budget
 from asyncmoe.rollout.engines.sglang import process as engine_process
 from asyncmoe.trainer.model import connections
@@ -349,20 +349,6 @@ def test_an_engine_is_bounded_by_the_smallest_gpu_it_takes(monkeypatch: pytest.M
     assert gpus.engine_arguments(config) != budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
     monkeypatch.setattr(gpus.nvidia, "look", Nvidia)
     assert gpus.engine_arguments(config) == ()
-
-
-def test_a_run_that_is_refused_has_written_and_started_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    refused = UserError("placement of node01", got="nothing", expected="a GPU")
-
-    def check(config: Config) -> tuple[str, ...]:
-        raise refused
-
-    monkeypatch.setattr(local.preflight, "check", check)
-    monkeypatch.setattr(local, "supervise", lambda *_: pytest.fail("it started"))
-    with pytest.raises(UserError) as caught:
-        local.run(configured("demo-gpu.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'run' / 'model'}")[0])
-    assert caught.value is refused
-    assert [path.name for path in tmp_path.rglob("*")] == ["run", ".lock"]
 
 
 def test_a_shared_gpu_holds_both_by_the_planner() -> None:

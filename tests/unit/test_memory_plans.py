@@ -175,11 +175,11 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
         ({"memory": {"optimizer_offload": 1}, "optimizer": {"distributed": False}}, "optimizer.distributed: got false, expected true"),
         (
             {"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"},
-            "exp_avg_sq_dtype: got bfloat16, expected the default because trainer.dtype is float32; it needs a GPU: leave it out",
+            "exp_avg_sq_dtype: got bfloat16, expected float32 because trainer.dtype is float32; it needs a GPU: leave it out",
         ),
         (
             {"memory": {"optimizer_offload": 0.5}, "dtype": "float32"},
-            "optimizer_offload: got 0.5, expected the default because trainer.dtype is float32; it needs a GPU: leave it out",
+            "optimizer_offload: got 0.5, expected 0.0 because trainer.dtype is float32; it needs a GPU: leave it out",
         ),
         (
             {"precision": "fp8", "dtype": "float32"},

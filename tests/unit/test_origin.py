@@ -65,12 +65,13 @@ WEIGHTS, HINT = write("model/model.safetensors", "Weights"), "run.new_data_at=4"
         ({}, lambda: Path("model").rename("renamed"), {"model": {"path": "renamed"}}, ""),
         ({}, lambda: Path("data").rename("d"), {"task": {"kind": "jsonl", "path": "d/rows.jsonl"}}, ""),
         ({}, lambda: None, {"task": {"kind": "jsonl", "path": "none/rows.jsonl"}}, "task.path: got none/rows.jsonl: No such file or dir"),
-        ({}, lambda: None, {"task": {"kind": "arithmetic", "difficulty": 3}}, "task.difficulty: got 3, expected the default, as "),
+        ({}, lambda: None, {"task": {"kind": "arithmetic", "difficulty": 3}}, "task.difficulty: got 3, expected 1 (the default), as "),
         ({"evaluation": SETS}, write("data/hard.jsonl", ANOTHER), {"evaluation": SETS}, "evaluation.sets.hard.path: got hard.jsonl, "),
         ({"evaluation": SETS}, lambda: None, {"evaluation": {**SETS, "temperature": 0.5, "every": 7}}, ""),
-        ({}, lambda: None, {"evaluation": {"every": 1}}, "evaluation.every: got above 0, expected the default, as step-00000004 has it; "),
+        ({}, lambda: None, {"evaluation": {"every": 1}}, "evaluation.every: got above 0, expected 0 (the default), as step-"),
         ({"evaluation": {"every": 1}}, lambda: None, {"evaluation": {"every": 1, "prompts": 5}}, "evaluation.prompts: got 5, expected "),
         ({}, lambda: None, {"warmup": {"steps": 2}}, "warmup.steps: got 2, expected 0, as step-00000004 has it; set it back, or choose an"),
+        ({"warmup": {"steps": 2}}, lambda: None, {"warmup": {"steps": 2, "batch": 8}}, "warmup.batch: got 8, expected 64, as step-0"),
         ({}, lambda: None, {"rollout": {"groups_per_step": 3}}, "rollout.groups_per_step: got 3, expected "),
         ({}, lambda: None, {"trainer": {"optimizer": {"lr": 1}}, "rollout": {"group_size": 3}}, ""),
     ],
@@ -82,12 +83,23 @@ def test_what_is_not_what_it_was_is_refused(
     newest = begun(tmp_path, **before).run.dir / "checkpoints" / "step-00000004"
     change()
     try:
-        origin.check(parsed(**after), newest)
-        said = ""
+        said = "\n".join(map(str, origin.differing(parsed(**after), newest)))
     except UserError as error:
         said = str(error)
     assert told in said
     assert bool(told) == bool(said)
+
+
+ANOTHER_TEACHER = [("a serves m", "b", True), ("a serves m", "a serves n", True), ("none", "a", True)]
+
+
+@pytest.mark.parametrize(("then", "now", "differs"), [("a serves m", "b serves m", False), ("a", "a serves m", False), *ANOTHER_TEACHER])
+def test_a_teacher_is_the_model_that_it_names(then: str, now: str, differs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = begun(tmp_path)
+    (config.run.dir / "origin.json").write_text(json.dumps(origin.origin_of(config, then)))
+    said = [str(error).startswith(f"scoring.teacher: got {now}, expected {then}, ") for error in origin.differing(config, None, now)]
+    assert said == [True] * differs
 
 
 def test_large_files_are_compared_by_samples_and_nothing_that_was_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,4 +112,4 @@ def test_large_files_are_compared_by_samples_and_nothing_that_was_not_written_do
     weights.write_bytes(bytes(50 << 20) + b"\1" * (50 << 20))
     assert origin.origin_of(config)["model.path weights"] != before["model.path weights"]
     (saved(config.run.dir, 5) / "asyncmoe.json").write_text('{"step": 5}')
-    origin.check(config, config.run.dir / "checkpoints" / "step-00000005")
+    assert not [*origin.differing(config, config.run.dir / "checkpoints" / "step-00000005")]

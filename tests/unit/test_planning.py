@@ -278,7 +278,10 @@ def test_the_simulator_takes_its_seconds_from_a_plan(tmp_path: Path) -> None:
         sync_seconds(plan_file)
 
 
-@pytest.mark.parametrize("text", ["", "32", "rank=x", "rank=4,alpha=3", "rank=4,targets=lm_head", "rank=4,experts=all", "rank=4096"])
+ODD = ["", "32", "rank=x", "rank=4,alpha=3", "rank=4,targets=lm_head", "rank=4,experts=all", "rank=4096", "rank=0", "rank=2,rank=4"]
+
+
+@pytest.mark.parametrize("text", ODD)
 def test_an_adapter_that_cannot_be_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--lora|lora\.rank"):
+    with pytest.raises(ConfigError, match=r"^--lora: |^lora\.(rank|targets|experts): got "):
         of(config(tmp_path), "tp=1", "1xtp1", lora=text)

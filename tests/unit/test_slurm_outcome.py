@@ -67,10 +67,10 @@ def test_a_time_limit_that_leaves_no_step_is_named_instead_of_tried_for_ever(job
 
 
 def test_a_user_who_stops_it_is_told_where(job: Job) -> None:
-    with pytest.raises(Interrupted, match="stopped at no checkpoint; the same command starts over"):
+    with pytest.raises(Interrupted, match="stopped before the first step; the same command starts over"):
         job.conclude(Asked(save=True))
     job.save(7)
-    with pytest.raises(Interrupted, match="stopped at step-00000007; the same command resumes from there"):
+    with pytest.raises(Interrupted, match=r"stopped at step 7 of 12, which is saved; the same command resumes from .*step-00000007"):
         job.conclude(Asked(save=True))
     assert job.requeued == []
 

@@ -39,14 +39,10 @@ def connected() -> Iterator[Any]:
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
+        if where == "auto":
+            raise UserError("Ray cluster", got="none on this machine", expected="one to run on", hint=_START) from error
         hint = "run this on a node of the cluster, with the Python and the Ray that its nodes have"
-        found = where != "auto"
-        raise UserError(
-            f"Ray cluster at {where}" if found else "Ray cluster",
-            got=_in_one_line(error) if found else "none on this machine",
-            expected="one to run on",
-            hint=hint if found else _START,
-        ) from error
+        raise UserError(f"Ray cluster at {where}", got=_in_one_line(error), expected="one to run on", hint=hint) from error
     try:
         yield ray
     finally:

@@ -8,16 +8,17 @@ group, with a bundle for every engine node (the controller runs on the first) an
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncmoe import storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
@@ -25,10 +26,11 @@ from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
 from asyncmoe.launch.ray.planning import Bundle, Launch
 from asyncmoe.launch.ray.post import Post, Remote
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
+from asyncmoe.launch.run_processes import STOP_GRACE_S, OnDemand, Process, Processes
 from asyncmoe.launch.watch import supervise
 from asyncmoe.rpc.environment import TRAINER_EPOCH
 
+_say = partial(print, flush=True)
 _END_S = STOP_GRACE_S + 15.0
 """Seconds for a node to end all its processes."""
 
@@ -44,10 +46,12 @@ def run(config: Config) -> dict[str, object]:
     with cluster.connected() as ray:
         wanted = planning.bundles(config, cluster.has_gpus(ray))
         with local.claim(config.run.dir):
-            local.prepare(planning.joining(config))
+            local.check(planning.joining(config))
             with cluster.reserved(ray, wanted, config.engines.start_timeout_s, _say) as group:
                 posts = _posts(ray, group, wanted, config)
-                return _supervise(ray, config, posts)
+                _check_shared(posts, config.run.dir.absolute())
+                file = local.prepare(planning.joining(config, [post.place.address for post in posts])).absolute()
+                return _supervise(ray, config, posts, file)
 
 
 def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> list[Post]:
@@ -72,9 +76,9 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
     return posts
 
 
-def _supervise(ray: Any, config: Config, posts: Sequence[Post]) -> dict[str, object]:
+def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> dict[str, object]:
     try:
-        return supervise(config, partial(_start, ray, config, posts))
+        return supervise(config, partial(_start, ray, config, posts, file))
     except AsyncmoeError:
         # Processes notice a lost node before Ray does, and fail because of it: report the node as the root cause.
         for post in posts:
@@ -82,10 +86,8 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post]) -> dict[str, obj
         raise
 
 
-def _start(ray: Any, config: Config, posts: Sequence[Post], ending: ExitStack) -> Processes:
+def _start(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: ExitStack) -> Processes:
     addresses = [post.place.address for post in posts]
-    file = local.prepare(planning.joining(config, addresses)).absolute()
-    _check_shared(posts, file)
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
     ending.callback(_end, ray, posts)
 
@@ -96,11 +98,24 @@ def _start(ray: Any, config: Config, posts: Sequence[Post], ending: ExitStack) -
     def launched(post: Post, master: tuple[str, int], epoch: int) -> tuple[Remote, ...]:
         return _started(post, planned(post, master, epoch))
 
-    trainer = _RayTrainer(ray, [post for post in posts if post.bundle.part == "trainer"], launched)
-    others = [post for post in posts if post.bundle.part != "trainer"]
-    controller, *engines = (remote for post in others for remote in launched(post, trainer.master, 0))
-    again = _RayController(controller, lambda epoch: _started(others[0], planned(others[0], trainer.master, epoch)[:1]))
-    return Processes(controller, trainer.start(0), tuple(engines), trainer, again if config.survives_controller else None)
+    trainers, others = ([post for post in posts if (post.bundle.part == "trainer") is trains] for trains in (True, False))
+    first = trainers[0].place
+
+    def trainer(epoch: int) -> tuple[Process, ...]:
+        master = first.address, trainers[0].call("port") if epoch else first.port  # later starts meet at another port
+        return tuple(remote for post in trainers for remote in launched(post, master, epoch))
+
+    controller, *engines = (remote for post in others for remote in launched(post, (first.address, first.port), 0))
+
+    def again(epoch: int) -> tuple[Process, ...]:
+        return _started(others[0], planned(others[0], (first.address, first.port), epoch)[:1])
+
+    def end() -> None:
+        controller.signal(signal.SIGKILL)
+        controller.wait(STOP_GRACE_S)
+
+    controllers = OnDemand(again, end) if config.survives_controller else None
+    return Processes(controller, trainer(0), tuple(engines), OnDemand(trainer, lambda: _end(ray, trainers)), controllers)
 
 
 def _started(post: Post, launches: tuple[Launch, ...]) -> tuple[Remote, ...]:
@@ -108,72 +123,16 @@ def _started(post: Post, launches: tuple[Launch, ...]) -> tuple[Remote, ...]:
     return tuple(Remote(post, launch) for launch in launches)
 
 
-class _RayController:
-    """A `Starter`: the controller on its node.
-
-    Args:
-        first: as it was started.
-        again: starts it there again.
-    """
-
-    def __init__(self, first: Process, again: Callable[[int], tuple[Process, ...]]) -> None:
-        self._now, self._again = first, again
-
-    def prepare(self) -> None:
-        """Do nothing: each start is made when it is needed."""
-
-    def end(self) -> None:
-        """Kill it, if it still runs. Raises AsyncmoeError if its node is lost."""
-        self._now.signal(signal.SIGKILL)
-        self._now.wait(STOP_GRACE_S)
-
-    def start(self, epoch: int) -> Process:
-        """Start it again. Raises AsyncmoeError if its node is lost."""
-        (self._now,) = self._again(epoch)
-        return self._now
-
-
-class _RayTrainer:
-    """A `Starter`: the trainer's processes on their nodes. `master`: where its ranks meet first."""
-
-    def __init__(self, ray: Any, posts: Sequence[Post], launched: Callable[[Post, tuple[str, int], int], tuple[Remote, ...]]) -> None:
-        self._ray, self._posts, self._launched = ray, posts, launched
-        self.master = posts[0].place.address, posts[0].place.port
-
-    def prepare(self) -> None:
-        """Do nothing: each start is made when it is needed."""
-
-    def end(self) -> None:
-        """End the processes of all trainer nodes."""
-        _end(self._ray, self._posts)
-
-    def start(self, epoch: int) -> tuple[Process, ...]:
-        """Start the ranks of every node; later starts meet at another port.
-
-        Raises:
-            AsyncmoeError: a node is lost.
-        """
-        master = (self.master[0], self._posts[0].call("port")) if epoch else self.master
-        return tuple(remote for post in self._posts for remote in self._launched(post, master, epoch))
-
-
-def _check_shared(posts: Sequence[Post], file: Path) -> None:
-    """Check that every node has this working directory and reads the configuration file that this process wrote."""
-    here = hashlib.sha256(file.read_bytes()).hexdigest()
-    for post in posts:
-        if post.call("seen", os.getcwd(), str(file)) != here:
-            raise UserError(
-                "run.dir",
-                got=f"{file.parent}, which is missing or a different directory for {post.title}",
-                expected=f"a directory that all nodes share, and {os.getcwd()} on each",
-                hint="put both on a shared file system",
-            )
+def _check_shared(posts: Sequence[Post], run_dir: Path) -> None:
+    """Check that every node has this working directory and this run directory."""
+    with storage.writing("run directory", run_dir), tempfile.NamedTemporaryFile(prefix=".shared-", dir=run_dir) as probe:
+        for post in posts:
+            if not post.call("sees", os.getcwd(), probe.name):
+                got = f"{run_dir}, which is missing or a different directory for {post.title}"
+                expected = f"a directory that all nodes share, and {os.getcwd()} on each"
+                raise UserError("run.dir", got=got, expected=expected, hint="put both on a shared file system")
 
 
 def _end(ray: Any, posts: Sequence[Post]) -> None:
     """End the processes of all nodes concurrently. A lost node needs nothing: its processes end with its actor."""
     ray.wait([post.tell("end", STOP_GRACE_S) for post in posts], num_returns=len(posts), timeout=_END_S)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -6,7 +6,6 @@ processes when the thread that started them ends; every call except `end` is sho
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import socket
@@ -39,9 +38,9 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a process: exit status or negative signal number, and the reason that the process gave."""
+    """The end of a process: exit status or negative signal number, None if it runs, and the reason that the process gave."""
 
-    status: int
+    status: int | None
     reason: str | None
 
 
@@ -61,13 +60,13 @@ class Node:
         """Return a free TCP port."""
         return free_port("")
 
-    def seen(self, directory: str, file: str) -> str:
-        """Change to `directory` and return the SHA-256 of `file` in hex; empty if the node lacks either."""
+    def sees(self, directory: str, file: str) -> bool:
+        """Change to `directory`, and return whether it and `file` are here."""
         try:
             os.chdir(directory)
-            return hashlib.sha256(Path(file).read_bytes()).hexdigest()
         except OSError:
-            return ""
+            return False
+        return Path(file).exists()
 
     def start(self, launches: Sequence[Launch]) -> None:
         """Start the processes in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -70,7 +70,7 @@ class Launch:
     arguments: tuple[str, ...]
     log: Path
     environment: Mapping[str, str]
-    bounds: LogBounds = field(default_factory=LogBounds)
+    bounds: LogBounds
 
 
 def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
@@ -142,29 +142,24 @@ def launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int]
         master: rendezvous address and port of the trainer's ranks.
         variables: result of `environment`.
     """
-    planned = _launches(config, file, bundle, master, variables)
-    return tuple(replace(launch, bounds=config.telemetry.logs.bounds) for launch in planned)
 
+    def launch(name: str, arguments: Sequence[str], suffix: str = "", **more: str) -> Launch:
+        # The suffix keeps this log apart from engine-0.log, which the server writes.
+        log = config.run.dir.absolute() / "logs" / f"{name.replace('.', '-')}{suffix}.log"
+        return Launch(name, tuple(arguments), log, {**variables, **more}, config.telemetry.logs.bounds)
 
-def _launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int], variables: Mapping[str, str]) -> tuple[Launch, ...]:
-    logs = config.run.dir.absolute() / "logs"
     if bundle.part == "trainer":
         nodes = config.cluster.trainer_nodes
         arguments = torchrun(len(bundle.numbers), master, "asyncmoe.trainer", str(file), node=bundle.node, nodes=nodes)
         name = "trainer" if nodes == 1 else f"trainer.{bundle.node}"
-        return (_launch(name, arguments, logs, {**variables, **trainer_environment(variables)}),)
-    controller = [_launch(CONTROLLER, ["-m", "asyncmoe", "rollout", str(file)], logs, variables)] if bundle.node == 0 else []
+        return (launch(name, arguments, **trainer_environment(variables)),)
+    controller = [launch(CONTROLLER, ["-m", "asyncmoe", "rollout", str(file)])] if bundle.node == 0 else []
     engines, part = [], bundle.engine_node
     for index, number in enumerate(bundle.numbers):
         arguments = ["-m", "asyncmoe", "engine", str(file), "--name", f"engine.{number}", "--index", str(index)]
         arguments += ["--node", str(part)] if part else []
-        engines.append(_launch(process_name(f"engine.{number}", part), arguments, logs, variables, "-joins"))
+        engines.append(launch(process_name(f"engine.{number}", part), arguments, "-joins"))
     return (*controller, *engines)
-
-
-def _launch(name: str, arguments: Sequence[str], logs: Path, variables: Mapping[str, str], suffix: str = "") -> Launch:
-    # The suffix keeps this log apart from engine-0.log, which the server writes.
-    return Launch(name, tuple(arguments), logs / f"{name.replace('.', '-')}{suffix}.log", variables)
 
 
 def wanted_words(wanted: Sequence[Bundle]) -> str:

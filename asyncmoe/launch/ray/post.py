@@ -108,14 +108,16 @@ class Remote:
         Raises:
             AsyncmoeError: the node is lost.
         """
-        end = self._post.ended().get(self._launch.name)
-        return None if end is None else end.status
+        return self._end.status
 
     @property
     def reason(self) -> str | None:
         """The reason that the process gave for its end; None if it gave none."""
-        end = self._post.ended().get(self._launch.name)
-        return None if end is None else end.reason
+        return self._end.reason
+
+    @property
+    def _end(self) -> End:
+        return self._post.ended().get(self._launch.name, End(None, None))
 
     def signal(self, number: Signals) -> None:
         """Send the process a signal; do nothing if it has ended."""

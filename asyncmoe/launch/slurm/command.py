@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -10,9 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from asyncmoe import surroundings
-from asyncmoe.errors import AsyncmoeError
-from asyncmoe.process import say, unbroken_output
+from asyncmoe.launch import part
+from asyncmoe.process import unbroken_output
 
 _READ_BY_SRUN = re.compile(
     r"SRUN_\w+|SLURM_(BCAST\w*|CLUSTERS|COMPRESS|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU|DEBUG|DELAY_BOOT|DEPENDENCY|DISABLE_STATUS|DIST\w+"
@@ -45,18 +43,9 @@ class Stop:
 
 
 def main(run: Callable[[Sequence[str], Stop], None]) -> None:
-    """Install the signal handlers, then call `run` with the arguments of the command.
-
-    The exit status of a failure tells a user error from others.
-    """
+    """Install the signal handlers, then call `run` with the arguments of the command, as `part.main` does."""
     stop = Stop()
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     unbroken_output()
     for name in filter(_READ_BY_SRUN.fullmatch, [*os.environ]):
         del os.environ[name]  # `steps.srun` says all that there is to say
-    try:
-        surroundings.settle()
-        run(sys.argv[1:], stop)
-    except AsyncmoeError as error:
-        say(error)
-        sys.exit(error.exit_code)
+    part.main(lambda: run(sys.argv[1:], stop))

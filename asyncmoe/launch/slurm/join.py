@@ -6,6 +6,7 @@ and end by themselves when the run is over. An engine that fails does not affect
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -15,16 +16,17 @@ from pathlib import Path
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
+from asyncmoe.launch import failures
 from asyncmoe.launch.slurm import allocation, control, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop, main
 from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.process import wait_until
 from asyncmoe.rollout.engines.nodes import process_name
 
 _POLL_S = 0.5
 _LEAVE_S = 90.0
 """Seconds for engines to finish their work before they are killed; slurm/rollout.sbatch has its signal sent 120 s before the limit."""
-_ASK_AGAIN_S = 2.0
 _APPEARS_S = 180.0
 """Seconds to wait for the run's configuration if only the run directory is given."""
 
@@ -47,12 +49,14 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
     print(f"job {where.name}: {each} engine(s) on each of {', '.join(where.nodes)} join {config.run.dir}", flush=True)
     started: list[Part] = []
     try:
-        parts.start(planned, started)
+        for step in planned:
+            started.append(Part(step))
         _watch(started, stop)
     finally:
         parts.end_all(started)
-    if any(part.failed for part in started):
-        raise parts.first_cause(started)
+    if failed := [part for part in started if part.returncode]:
+        time.sleep(parts.SETTLE_S)
+        raise failures.failure(failed)
 
 
 def plan(where: Allocation, config: Config, resolved: Path, each: int, program: steps.Container) -> list[steps.JobStep]:
@@ -115,16 +119,13 @@ def _resolved(given: Path, stop: Stop) -> tuple[Config, Path]:
 
 
 def _watch(started: Sequence[Part], stop: Stop) -> None:
-    leave_by, asked, ask_at = float("inf"), False, 0.0
-    while any(part.status is None for part in started):
-        now = time.monotonic()
-        if now > leave_by:
-            return
-        if stop.save or stop.now:
-            leave_by = min(leave_by, now + _LEAVE_S)
-            if not asked and now > ask_at:
-                asked, ask_at = parts.ask_to_stop([part for part in started if part.status is None]), now + _ASK_AGAIN_S
-        time.sleep(_POLL_S)
+    def over() -> bool:
+        return all(part.returncode is not None for part in started)
+
+    wait_until(lambda: over() or stop.save or stop.now, math.inf)
+    running = [part for part in started if part.returncode is None]
+    wait_until(lambda: over() or parts.ask_to_stop(running), _LEAVE_S)
+    wait_until(over, _LEAVE_S)
 
 
 if __name__ == "__main__":

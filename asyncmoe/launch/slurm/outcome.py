@@ -11,11 +11,10 @@ import msgspec
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import RECURRING, AsyncmoeError, Interrupted
+from asyncmoe.launch import watch
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.telemetry.report import command
-from asyncmoe.telemetry.summary import write_summary
 
 Action = Literal["requeue", "fail"]
 _LOST = "slurm-lost.json"
@@ -42,7 +41,8 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     if stop.now or (cause is not None and not _says(control.running, where, otherwise=True)):
         raise told_to_end(where)
     newest = checkpoints.newest(config.run.dir)
-    finished, recurs = _is_finished(config, newest), cause is not None and cause.exit_code in RECURRING
+    finished = newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
+    recurs = cause is not None and cause.exit_code in RECURRING
     # Steps that SLURM warns of a preemption save and end by themselves; nothing was lost that `cluster.requeues` would count.
     warned = cause is None and not stop.save
     if not finished and not recurs and (warned or _says(control.preempted, where, otherwise=False)):
@@ -51,19 +51,16 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     elif cause is not None:
         _lost(where, config, cause)
     elif stop.save and not finished:
-        _stopped(where, before, newest, stop)
+        _stopped(where, config, before, newest, stop)
     else:
-        with storage.writing("summary and report of the run", config.run.dir):
-            write_summary(config.run.dir)
-            written = command.write_or_explain(config.run.dir)
-        _say("finished" if written is None else f"finished; the report is {written}")
+        watch.conclude(config.run.dir)
+        print("finished", *watch.written(config), sep="\n", flush=True)
 
 
-def _stopped(where: Allocation, before: Path | None, newest: Path | None, stop: Stop) -> None:
+def _stopped(where: Allocation, config: Config, before: Path | None, newest: Path | None, stop: Stop) -> None:
     at = _at(newest)
     if not stop.requeue:
-        then = "starts over" if newest is None else "resumes from there"
-        raise Interrupted(f"stopped at {at}; the same command {then}")
+        raise Interrupted(watch.saved("stopped", config))
     if newest == before:
         hint = "raise sbatch --time, or lower SECONDS, the time before that limit, in --signal=B:USR1@SECONDS"
         raise AsyncmoeError(f"job {where.name} made no step before its time limit, at {at}; a requeue would repeat this; {hint}")
@@ -87,10 +84,6 @@ def told_to_end(where: Allocation) -> AsyncmoeError:
     """Return the error of a cancelled job, or of one that was preempted without time to save."""
     how = "preempted" if _says(control.preempted, where, otherwise=False) else "cancelled"
     return AsyncmoeError(f"job {where.name} was {how}; progress since the last checkpoint is lost")
-
-
-def _is_finished(config: Config, newest: Path | None) -> bool:
-    return newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
 
 
 def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:

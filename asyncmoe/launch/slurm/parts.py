@@ -6,15 +6,14 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch import failures
 from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.steps import JobStep
-from asyncmoe.process import ERROR_PREFIX, KILLED, Child, wait_until
+from asyncmoe.process import Child, root_cause, wait_until
 
 log = logging.getLogger(__name__)
 STOP = "URG"
@@ -24,8 +23,9 @@ SLURM sends a signal to every process of a step, and srun turns its own SIGTERM 
 engine's server must not receive the stop before the process that leads it. Processes ignore SIGURG by default, and only `task`,
 in the process that must stop first, handles it.
 """
-_SETTLE_S = 2.0
+SETTLE_S = 2.0
 """Seconds to wait after the first failure for the reasons of other parts."""
+_ASK_AGAIN_S = 2.0
 _POLITE_S = 15.0
 _FORCED_S = 45.0
 """Seconds for srun to end; it waits KillWait + 2 s (32 s by default) for its tasks before it gives up."""
@@ -65,42 +65,43 @@ class EndedStep:
         return f"{self.name} on {self.node}: ended with status {self.returncode}; its log is {self.log}"
 
 
-class Part:
-    """A step and the `srun` that runs it."""
+class Part(Child):
+    """A step and the `srun` that runs it, as a `Process` of the run."""
 
     def __init__(self, step: JobStep) -> None:
         self.step = step
-        self._sizes = {path: _size(path) for path in (step.output, *step.logs.values())}
-        self._child = Child(step.name, step.command, step.output)
+        self._sizes = {path: path.stat().st_size if path.exists() else 0 for path in (step.output, *step.logs.values())}
+        self._first: tuple[str, int] | None = None
+        super().__init__(step.name, step.command, step.output)
+        self.log = step.logs[step.nodes[0]]
 
     @property
-    def status(self) -> int | None:
-        """Exit status of srun, or None while it runs."""
-        return self._child.returncode
+    def returncode(self) -> int | None:
+        """Status of its first task that failed, negative if a signal ended it; None while srun runs."""
+        if not (status := super().returncode):
+            return status
+        self._first = self._first or first_end(self._since_start(self.step.output), self.step.nodes, status)
+        return self._first[1]
 
     @property
-    def failed(self) -> bool:
-        return self.status not in (None, 0)
-
-    @property
-    def killed(self) -> bool:
-        """Whether a signal ended its first task that failed."""
-        return self.failed and self.ended().returncode < 0
-
     def ended(self) -> EndedStep:
-        """Return how the step ended. Requires that it has failed."""
-        assert self.status is not None
-        output = self._since_start(self.step.output)
-        nodes, status = first_end(output, self.step.nodes, self.status)
+        """How the step ended. Requires that it has failed."""
+        assert self.returncode is not None
+        assert self._first is not None
+        nodes, status = self._first
         first = sorted(self.step.logs, key=lambda node: node != nodes)
         written = {node: self._since_start(self.step.logs[node]) for node in first}
-        files = [self.step.logs.get(nodes), *self.step.logs.values(), self.step.output]
-        file = next((file for file in files if file is not None and file.exists()), self.step.output)
-        return EndedStep(self.step.name, nodes, status, reason(written, output), file)
+        file = next((self.step.logs[node] for node in first if self.step.logs[node].exists()), self.step.output)
+        return EndedStep(self.step.name, nodes, status, reason(written, self._since_start(self.step.output)), file)
 
-    def end(self) -> None:
-        """End srun, which ends its tasks."""
-        self._child.end(_FORCED_S)
+    @property
+    def reason(self) -> str | None:
+        """The reason that the process gave for its end; None if it gave none."""
+        return self.ended.reason
+
+    def why(self) -> str:
+        """See `EndedStep.why`."""
+        return self.ended.why()
 
     def _since_start(self, path: Path) -> str:
         if not path.exists():
@@ -110,67 +111,32 @@ class Part:
             return file.read().decode(errors="replace")
 
 
-class StepStarter:
-    """A `Starter`: the controller's or the trainer's step of a job.
-
-    Attributes:
-        part: of the newest start.
-
-    Args:
-        planned: returns the step of a start.
-        started: parts to be ended with the run, of which each start becomes one.
-    """
-
-    part: Part
-
-    def __init__(self, planned: Callable[[int], JobStep], started: list[Part]) -> None:
-        self._planned, self._started = planned, started
-
-    def prepare(self) -> None:
-        """Do nothing: each start is made when it is needed."""
-
-    def end(self) -> None:
-        """End the step on all its nodes."""
-        end_all([self.part])
-
-    def start(self, epoch: int) -> Part:
-        """Start the step, and append it to the parts of the run."""
-        self.part = Part(self._planned(epoch))
-        self._started.append(self.part)
-        return self.part
-
-
-def start(steps: Sequence[JobStep], into: list[Part]) -> None:
-    """Start steps one after the other, and append each to `into` so that the started ones are known if a later one fails."""
-    for step in steps:
-        into.append(Part(step))
-
-
 def ask_to_stop(parts: Sequence[Part]) -> bool:
-    """Ask steps to stop by themselves; return false if SLURM does not know all of them yet."""
-    known = _numbers(parts)
-    for number in known.values():
-        control.signal_step(number, STOP)
-    return len(known) == len(parts)
-
-
-def first_cause(parts: Sequence[Part]) -> AsyncmoeError:
-    """Return the root cause. Requires that at least one part has failed."""
-    time.sleep(_SETTLE_S)
-    return failures.failure([part.ended() for part in parts if part.failed])
+    """Ask steps to stop by themselves; return false, after a while, if SLURM does not know all of them yet or does not answer."""
+    try:
+        known = _numbers(parts)
+        for number in known.values():
+            control.signal_step(number, STOP)
+    except AsyncmoeError as error:
+        print(f"retrying the stop request in {_ASK_AGAIN_S:.0f} s: {error}", flush=True)
+        known = {}
+    if told := len(known) == len(parts):
+        return told
+    time.sleep(_ASK_AGAIN_S)
+    return False
 
 
 def end_all(parts: Sequence[Part]) -> None:
     """End the steps that still run, with SIGHUP first; other steps of the job are left alone."""
-    running = [part for part in parts if part.status is None]
+    running = [part for part in parts if part.returncode is None]
     try:
         for number in _numbers(running).values():
             control.signal_step(number, "HUP")
     except AsyncmoeError as error:
         log.warning("steps are ended by their srun alone: %s", error)
-    wait_until(lambda: all(part.status is not None for part in running), _POLITE_S)
+    wait_until(lambda: all(part.returncode is not None for part in running), _POLITE_S)
     for part in running:
-        part.end()
+        part.end(_FORCED_S)
 
 
 def first_end(output: str, nodes: Sequence[str], status: int) -> tuple[str, int]:
@@ -200,10 +166,8 @@ def reason(logs: Mapping[str, str], output: str) -> str | None:
         logs: log of each node's task, the node that failed first at the front.
         output: output of srun, and of tasks that could not open their log.
     """
-    lines = [line for text in (*logs.values(), output) for line in text.splitlines()]
-    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-    if errors:
-        return next((error for error in errors if error.startswith(KILLED)), errors[0])
+    if (error := root_cause(line for text in (*logs.values(), output) for line in text.splitlines())) is not None:
+        return error
     complaints = [line for line in output.splitlines() if _complaint(line)]
     return complaints[-1] if complaints else None
 
@@ -212,10 +176,6 @@ def _numbers(parts: Sequence[Part]) -> dict[str, str]:
     """Return SLURM's step numbers by part name, for the parts that SLURM knows."""
     known = {job: control.steps(job) for job in {part.step.job for part in parts}}
     return {part.step.name: known[part.step.job][part.step.name] for part in parts if part.step.name in known[part.step.job]}
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _complaint(line: str) -> bool:

@@ -34,13 +34,13 @@ def main() -> None:
     node = os.environ["SLURMD_NODENAME"]
     try:
         _write_to(log_of(Path(logs), step, node), step)
+        roles: dict[str, Callable[[str, list[str]], None]] = {"rollout": _rollout, "engine": _engine, "trainer": _trainer}
+        if role != "joining":  # an engine of another job than the run's, which leaves
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        roles.get(role, _engine)(node, arguments)
     except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)
-    roles: dict[str, Callable[[str, list[str]], None]] = {"rollout": _rollout, "engine": _engine, "trainer": _trainer}
-    if role != "joining":  # an engine of another job than the run's, which leaves
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    roles.get(role, _engine)(node, arguments)
 
 
 def _rollout(node: str, arguments: list[str]) -> None:
@@ -73,14 +73,13 @@ def run_ranks(node: int, nodes: int, ranks: int, address: str, port: int, config
     Args:
         node: index of this node among `nodes`; node 0 hosts the rendezvous at `address` and `port`.
         ranks: number of ranks on this node.
+
+    Raises:
+        AsyncmoeError: see `check_free`.
     """
     os.environ.update(torchrun.trainer_environment(os.environ))
-    try:
-        if node == 0:
-            check_free(port)
-    except AsyncmoeError as error:
-        say(error)
-        sys.exit(error.exit_code)
+    if node == 0:
+        check_free(port)
     torchrun.run(torchrun.arguments_of(ranks, (address, port), "asyncmoe.trainer", config, node=node, nodes=nodes))
 
 

@@ -127,7 +127,8 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
     checkpoints.check_family(checkpoint, family_of(model.hf).name)
     facts = checkpoints.facts(checkpoint)
     if optimizer is not None:
-        checkpoints.check_kind(checkpoint, config.checkpoint_kind)
+        for fault in checkpoints.kind_faults(checkpoint, config.checkpoint_kind):
+            raise fault
     state, asked = _read(checkpoint, sharded_state(model, optimizer, loading=True), optimizer)
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         trained(chunk).load_state_dict(state[name])

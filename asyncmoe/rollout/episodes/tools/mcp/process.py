@@ -38,7 +38,7 @@ class ServerProcess:
         rubbish: the number of its lines that were no message.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], directory: str | None = None) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], directory: Path | None = None) -> None:
         self.name = name
         self.fault: tuple[str, str] | None = None
         self.rubbish = 0

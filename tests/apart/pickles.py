@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from tests.hostile import Hostile
 
 Load = Callable[[Path], int]
 
@@ -35,14 +34,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Load
     adam = optimizer.build(config, built)
     yield checkpoint.save(config, 1, built, adam), lambda folder: checkpoint.load(folder, config, built, None)
     mesh.stop()
-
-
-class Hostile:
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._mark}",)
 
 
 def _metadata(folder: Path, hostile: object) -> None:

@@ -188,6 +188,13 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [record for record in records if "step" in record]
 
 
+def generated(directory: Path) -> set[str]:
+    """Engines of a run that have generated."""
+    path = directory / "spans-controller.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {json.loads(line)["who"] for line in lines if line.endswith("}")}
+
+
 def logs(directory: Path) -> str:
     """The ends of all logs of a run."""
     return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted((directory / "logs").glob("*.log")))

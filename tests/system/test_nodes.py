@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,19 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.launch.torchrun import trainer_environment
-from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, provide, wait_for
+from asyncmoe.launch.torchrun import free_port, trainer_environment
+from tests.system.runs import SMALL, Command, generated, logs, marked_pids, metrics, provide, wait_for
 
 pytestmark = pytest.mark.system
 ROOM = 'engines.args=["--mem-fraction-static","0.9"]'
 """SGLang takes for its weights what other programs take of the machine's memory while it loads them."""
 OVERRIDES = ("run.steps=2000", "engines.join=true", "trainer.timeout_s=120", "cluster.heartbeat_timeout_s=4")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Nodes:
@@ -54,12 +47,6 @@ class Nodes:
         torchrun = ("--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
         return self.start(f"trainer{rank}", *torchrun, "-m", "asyncmoe.trainer", module="torch.distributed.run")
 
-    def generated(self) -> set[str]:
-        """Engines that have generated."""
-        path = self.run / "spans-controller.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {json.loads(line)["who"] for line in lines if line.endswith("}")}
-
     def wait(self, what: str, seconds: float, done: Callable[[], bool]) -> None:
         """Until something has come; no process may fail meanwhile but by a signal of ours."""
 
@@ -87,7 +74,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 @pytest.mark.parametrize("third", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes, third: bool) -> None:
     """`third`: one more engine joins, and dies while the trainer meets it, or soon after."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     # In an order that no launcher would choose: everybody waits for who is not there yet.
     agents = [nodes.agent(1, port), nodes.agent(0, port)]
     first = nodes.start("a", "engine", options=("--name", "engine.a"))
@@ -116,7 +103,7 @@ def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes, thi
         assert command.gone(), command.alive()
     steps = len(metrics(nodes.run))
     assert [record["step"] for record in metrics(nodes.run)] == list(range(1, steps + 1))
-    assert {"engine.a", "engine.b"} <= nodes.generated() <= {"engine.a", "engine.b", "engine.c"}
+    assert {"engine.a", "engine.b"} <= generated(nodes.run) <= {"engine.a", "engine.b", "engine.c"}
 
 
 @pytest.mark.thorough  # engines that do not come: tests/unit/test_membership.py
@@ -143,9 +130,16 @@ def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes
     head = nodes.start("a0", "engine", options=(*options, *named))
     plain = nodes.start("b", "engine", options=(*options, "engines.nodes=1", "--name", "engine.b"))
     controller = nodes.start("controller", "rollout", options=options)
-    torchrun = ("--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "asyncmoe.trainer")
+    torchrun = (
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port('127.0.0.1')}",
+        "-m",
+        "asyncmoe.trainer",
+    )
     trainer = nodes.start("trainer", *torchrun, module="torch.distributed.run", options=options)
-    nodes.wait("a step with both engines", 600, lambda: len(metrics(nodes.run)) > 4 and nodes.generated() == {"engine.a", "engine.b"})
+    nodes.wait("a step with both engines", 600, lambda: len(metrics(nodes.run)) > 4 and generated(nodes.run) == {"engine.a", "engine.b"})
 
     (server,) = marked_pids(other.mark, "-m asyncmoe.platform.sglang")[:1]
     os.kill(server, signal.SIGKILL)

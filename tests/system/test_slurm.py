@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import checkpoints
-from tests.system.runs import MARK, REPOSITORY, SMALL, logs, marked, metrics, nccl_settings, provide, silent_engines, wait_for
+from tests.system.runs import MARK, REPOSITORY, SMALL, generated, logs, marked, metrics, nccl_settings, provide, silent_engines, wait_for
 from tests.system.slurm_cluster import Cluster, cluster, missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -73,12 +73,6 @@ class Jobs:
         """All logs."""
         stories = "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.tmp.glob("*.log")))
         return f"{stories}\n{logs(self.run)}"
-
-    def generated(self) -> set[str]:
-        """Engines that have generated."""
-        path = self.run / "spans-controller.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {json.loads(line)["who"] for line in lines if line.endswith("}")}
 
     def sessions(self) -> list[tuple[int, list[int]]]:
         """For each start of the trainer: the step it began at, and the steps it recorded."""
@@ -150,7 +144,7 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     assert after == list(range(again + 1, steps + 5))
     assert json.loads((jobs.run / "summary.json").read_text())["trainer_restarts"] == 1
     assert (jobs.run / "report.html").exists()
-    assert jobs.generated() == {"engine.0"}
+    assert generated(jobs.run) == {"engine.0"}
     found = {path.name for path in (jobs.run / "logs").glob("*.n?.log")}
     assert found == {"controller.n1.log", "engine.0.n1.log", "trainer.n2.log", "trainer.n3.log"}
     assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
@@ -161,7 +155,7 @@ def test_engines_of_another_job_join_and_leave_and_time_limit_and_preemption_req
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 4)
     more = jobs.submit(1, "slurm/rollout.sbatch", str(jobs.run))
     name = f"engine.job{more}.n3.0"
-    jobs.wait(more, "the other engine", START_S, lambda: name in jobs.generated())
+    jobs.wait(more, "the other engine", START_S, lambda: name in generated(jobs.run))
     jobs.slurm.call("scancel", "--batch", "--signal=TERM", str(more))
     assert jobs.slurm.ended(more, 60) == "COMPLETED", jobs.everything()
     assert f"{name} has left" in (jobs.run / "logs" / "controller.n1.log").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
 import json
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
-from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -76,16 +74,6 @@ def test_every_key_and_every_section_is_described() -> None:
         assert group.text or len(group.keys) == 1, group.path
         assert not group.text.startswith("!!! abstract"), f"{group.path}: the docstring is pydantic's, not ours"
         groups += group.inner
-
-
-def test_bounds_are_in_words() -> None:
-    words = {path: generator().kind(field.annotation, field.metadata) for path, field in keys().items()}
-    assert words["run.steps"] == "whole number, at least 1"
-    assert words["engines.port"] == "whole number, at least 0 and at most 65535"
-    assert words["rollout.top_p"] == "number, above 0 and at most 1"
-    assert words["rollout.top_k"] == "whole number, at least 2, or `null`"
-    assert words["objective.correction.veto"] == "list of 2: number, at least 0; number, above 0, or `null`"
-    assert words["task.operations"] == "list of: one of `+`, `-`, `*`"
 
 
 def accepts(key: str, value: Any, schema: type[BaseModel] = Config) -> None:
@@ -211,55 +199,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(generator().anchor, headings), target
 
 
-def test_the_picture_is_one() -> None:
-    picture = ElementTree.parse(ROOT / "docs" / "architecture.svg").getroot()
-    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
-    used = {name for element in picture.iter() for name in element.get("class", "").split()}
-    light, dark = (set(re.findall(r"\.([\w-]+) \{", part)) for part in picture.find("{*}style").text.split("@media"))  # type: ignore[union-attr]
-    assert used <= light
-    assert used - {"name"} <= dark, "every colour has one for the dark"
-
-
-# ---------------------------------------------------------------- messages and figures
-
-
-@functools.cache
-def said() -> str:
-    """Every text in the code, one a line, with "…" for what is filled in; and the sources in C++ and of the shell as they are."""
-    found = [path.read_text() for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "requirements").glob("*.sh")]]
-    for path in [*(ROOT / "asyncmoe").rglob("*.py"), *(ROOT / "requirements").glob("*.py")]:
-        tree = ast.parse(path.read_text())
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                found.append(node.value)
-    return "\n".join(found)
-
-
-def pieces(message: str) -> list[str]:
-    """What of a message the code must hold: the parts between those that `UserError` and `WaitTimeout` put there."""
-    return [piece.strip("… ") for piece in re.split(r": got |, expected |; |: | s for ", message) if piece.strip("… .,()")]
-
-
-def is_said(piece: str) -> bool:
-    return re.search(".*?".join(map(re.escape, piece.split("…"))), said()) is not None
-
-
-def test_messages_are_those_of_the_code() -> None:
-    messages = [line for block in blocks(read("troubleshooting.md"), "message") for line in block.text.splitlines()]
-    assert len(messages) > 40
-    unknown = {piece: message for message in messages for piece in pieces(message) if piece not in keys() and not is_said(piece)}
-    assert not unknown, "nothing in the code says this any more"
-    assert not is_said("took … bytes of /dev/shm")
-
-
-def test_reasons_are_those_of_the_code() -> None:
-    reasons = re.findall(r"`((?:scorer|environment|tool|agent|engine|token|bad|empty|episode)_\w+)`", read("troubleshooting.md"))
-    assert {"scorer_timeout", "tool_flood", "engine_died"} <= set(reasons)
-    for reason in reasons:
-        assert f"\n{reason}\n" in f"\n{said()}\n", reason
+# ---------------------------------------------------------------- figures
 
 
 def at(document: Any, place: str) -> float:

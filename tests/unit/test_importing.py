@@ -27,6 +27,7 @@ from asyncmoe.models.importing.tensors import CheckpointTensors
 from asyncmoe.platform.megatron.reader import Unreadable
 from asyncmoe.reshard.layout import Box
 from tests import plain_megatron
+from tests.hostile import Hostile
 
 ITERATION = f"iter_{plain_megatron.ITERATION:07d}"
 MODELS = ("dense", "moe", "mla", "moe-singleton")
@@ -243,14 +244,6 @@ def test_without_arguments_shapes_alone_are_compared(copy: Path, tmp_path: Path)
     (copy / "hf/config.json").write_text(json.dumps({**plain_megatron.hf_of("mla"), "kv_lora_rank": 16}))
     with pytest.raises(DataError, match=r"linear_kv_down_proj.weight: got shape \[28, 64\], expected shape \[24, 64\], as the model"):
         command.import_checkpoint(copy / "megatron", tmp_path / "more", copy / "hf")
-
-
-class Hostile:
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._mark}",)
 
 
 class Reaching:

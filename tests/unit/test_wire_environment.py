@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from asyncmoe.errors import UserError, WaitTimeout
+from asyncmoe.launch.torchrun import free_port
 from asyncmoe.rpc import environment, keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import CONTROLLER, KEYS, RendezvousVariables
@@ -54,13 +55,6 @@ async def _done(request: Request) -> Reply:
     return Done()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def controller(run_dir: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A controller in a process of its own, and the first line it says."""
@@ -77,7 +71,7 @@ def controller(run_dir: Path, **variables: str) -> Iterator[tuple[subprocess.Pop
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Set both variables, for this process too."""
-    values = {CONTROLLER: f"tcp://127.0.0.1:{free_port()}", KEYS: SECRET}
+    values = {CONTROLLER: f"tcp://127.0.0.1:{free_port('127.0.0.1')}", KEYS: SECRET}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     return values

@@ -134,9 +134,7 @@ class RedisStates:
                 return
 
     def _page(self, first: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        found: list[tuple[bytes, dict[bytes, bytes]]]
-        found = self._server.call(lambda redis: redis.xrange(self._keys.entries, f"{first}-0", "+", _PAGE))
-        return found
+        return self._server.call(lambda redis: redis.xrange(self._keys.entries, f"{first}-0", "+", _PAGE))
 
     def _bounded(self) -> bytes | None:
         """Return the snapshot's bytes."""

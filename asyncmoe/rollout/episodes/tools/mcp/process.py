@@ -10,6 +10,7 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from asyncmoe.rollout import reaped
 from asyncmoe.rollout.episodes.tools.tool import FLOOD

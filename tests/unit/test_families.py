@@ -29,7 +29,7 @@ def test_nothing_asks_for_a_family_by_its_name() -> None:
     """Only its own file has it, what makes models, and what knows SGLang's parsers, one of which is named like a family."""
     package = Path(asyncmoe.__file__).parent
     made = [package / "models" / "make.py", package / "config" / "tool_parsers.py"]
-    made.append(package / "rollout" / "episodes" / "openai_endpoint" / "answers.py")
+    made.append(package / "rollout" / "episodes" / "tools" / "calls.py")
     said = {
         (path.name, node.value)
         for path in package.rglob("*.py")

@@ -69,7 +69,7 @@ def test_sections_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_versions_is_absolute_and_only_for_disk() -> None:
-    for sync in ({"directory": "/shared"}, *({"method": "disk", "directory": one} for one in ("", "w", "~/w", "s3://bucket/w"))):
+    for sync in ({"directory": "/shared"}, *({"method": "disk", "directory": one} for one in ("", "w", "s3://bucket/w"))):
         with pytest.raises(ConfigError, match=r"sync\.directory: got"):
             configuration.parse(NEEDED | {"sync": sync})
 

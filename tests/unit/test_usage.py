@@ -41,7 +41,10 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         ),
         (["stacks", "a", "b"], "asyncmoe stacks: got b, expected no further arguments; see asyncmoe stacks --help"),
         (["report", "a", "b"], "asyncmoe report RUN: got a, which is no directory, expected the run.dir of a run"),
-        (["run"], "asyncmoe run: got no CONFIG, expected YAML file that describes the run; see asyncmoe run --help"),
+        (
+            ["run"],
+            "asyncmoe run: got no CONFIG, expected YAML file that describes the run, or the directory of a run; see asyncmoe run --help",
+        ),
         (["plan", "--gpu-gb", "much"], "asyncmoe plan: --gpu-gb: got "),
         (["plan", "--json"], "--json: got no value, expected one after it"),
         (["doctor", "--json=x"], "--json: got a value, expected none"),

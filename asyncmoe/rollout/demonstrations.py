@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from asyncmoe.errors import DataError
+from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import Teaching
 from asyncmoe.rollout.tasks import Task
@@ -20,8 +20,8 @@ TRIES = 100
 class Demonstrations:
     """The demonstrations of a warm-up, by number.
 
-    A question whose demonstration is too long is replaced by a later question, which the numbers alone choose: a resumed warm-up takes
-    the same.
+    A question whose demonstration is too long or fails is replaced by a later question, which the numbers alone choose: a resumed warm-up
+    takes the same.
 
     Args:
         teaching: runs the environment with its teacher; None: the task's own solutions are the demonstrations.
@@ -37,34 +37,30 @@ class Demonstrations:
         """Return the demonstration with this number.
 
         Raises:
-            DataError: `TRIES` questions in a row are too long, or see `Task.demonstration`.
-            TrajectoryRejected: see `Teaching.episode`.
+            DataError: `TRIES` questions in a row are too long or fail, or see `Task.demonstration`.
         """
-        where, size = "", 0
+        why = ""
         for question in range(index, index + TRIES * self._total, self._total):
             where, made = await self._demonstration(index, question)
-            size = max((len(one.tokens) for one in made), default=0)
-            if size <= self._most:
-                return made
-            self._note(where, size)
+            if not isinstance(made, TrajectoryRejected):
+                if (size := max((len(one.tokens) for one in made), default=0)) <= self._most:
+                    return made
+                made = f"{size} tokens, more than the {self._most} that the model's context and environment.max_tokens allow"
+            why = f"{where}: {made}"
+            if where not in self._replaced:
+                self._replaced.add(where)
+                log.warning("%s; a later question takes the place of this demonstration", why)
             await asyncio.sleep(0)  # long texts take long to encode, and the trainer's requests wait meanwhile
-        raise DataError(
-            f"demonstration {index} of the warm-up",
-            got=f"{TRIES} questions that are too long, the last of them {where} with {size} tokens",
-            expected=f"one of at most {self._most}, which the model's context and environment.max_tokens allow",
-            hint="leave long rows out by task.filter",
-        )
+        got, hint = f"{TRIES} questions that give none, the last of them {why}", "leave long rows out by task.filter"
+        raise DataError(f"demonstration {index} of the warm-up", got=got, expected="one that can be trained on", hint=hint)
 
-    async def _demonstration(self, index: int, question: int) -> tuple[str, Sequence[Trajectory]]:
-        """Return the name of a question, for messages, and its demonstration as that of number `index`."""
+    async def _demonstration(self, index: int, question: int) -> tuple[str, Sequence[Trajectory] | TrajectoryRejected]:
+        """Return the name of a question, for messages, and its demonstration as that of number `index`, or why there is none."""
         if self._teaching is None:
             made = self._task.demonstration(question)
             return made.where, (episode.demonstration(index, made),)
         prompt = self._task.prompt(question, "demonstration")
-        return prompt.where, await self._teaching.episode(index, prompt)
-
-    def _note(self, where: str, size: int) -> None:
-        if where not in self._replaced:
-            self._replaced.add(where)
-            limit = f"the {self._most} that the model's context and environment.max_tokens allow"
-            log.warning("%s: a demonstration of %d tokens, more than %s; a later question takes its place", where, size, limit)
+        try:
+            return prompt.where, await self._teaching.episode(index, prompt)
+        except TrajectoryRejected as rejected:
+            return prompt.where, rejected

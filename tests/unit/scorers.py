@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from dataclasses import dataclass
 
@@ -128,3 +129,9 @@ class NoScore:
 
 
 not_a_function = 3
+
+
+def forks_and_reads(prompt: str, response: str, answer: str) -> float:
+    if os.fork() == 0:
+        raise SystemExit(0)
+    return 0.5 if subprocess.run(["cat"], capture_output=True, check=True, timeout=4).stdout == b"" else 0.0

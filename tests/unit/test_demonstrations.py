@@ -11,7 +11,7 @@ import pytest
 
 from asyncmoe.config import parse
 from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import DataError, TrajectoryRejected
+from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.demonstrations import TRIES, Demonstrations
@@ -51,10 +51,12 @@ class Rows:
 class Answers:
     """An environment with a teacher, which returns `rewards`."""
 
-    def __init__(self, rewards: float | Mapping[str, float] | None = 1.0) -> None:
-        self.rewards = rewards
+    def __init__(self, rewards: float | Mapping[str, float] | None = 1.0, failing: str = "") -> None:
+        self.rewards, self.failing = rewards, failing
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
+        if episode.prompt.text == self.failing:
+            raise ConnectionError("a tool's server was away")
         agent = episode.agent()
         agent.see(episode.prompt.tokens)
         await agent.respond()
@@ -111,9 +113,13 @@ def test_the_first_demonstration_tells_of_a_wrong_return_value(
     rewards: float | Mapping[str, float], expected: str, tokenizer: Tokenizer
 ) -> None:
     demonstrations = Demonstrations(Rows([]), teaching(tokenizer, Answers(rewards)), TOTAL, MOST)
-    with pytest.raises(TrajectoryRejected) as refused:
+    with pytest.raises(DataError, match=expected):
         asyncio.run(demonstrations(0))
-    assert refused.value.reason == expected
+
+
+def test_a_demonstration_that_fails_gives_its_place_to_a_later_question(tokenizer: Tokenizer) -> None:
+    demonstrations = Demonstrations(Rows([]), teaching(tokenizer, Answers(failing="1")), TOTAL, MOST)
+    assert rows_of([asyncio.run(demonstrations(1))]) == [4]
 
 
 def test_a_scorer_may_give_the_rewards_of_an_environment_that_demonstrates(tokenizer: Tokenizer) -> None:

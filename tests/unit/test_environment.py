@@ -257,14 +257,18 @@ def test_tokens_of_any_kind_are_seen_after_others(what: Any, tokenizer: Tokenize
     assert play(SimpleNamespace(run=run), tokenizer)[0].reward == 1.0
 
 
-@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), [True], np.array([True]), torch.tensor(3), [[1]], b"1", 1, None])
+@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), [True], np.array([True]), torch.tensor(3), [[1]], b"1", 1, None, [-1], [1 << 32]])
 def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
+    agents: list[Agent] = []
+
     async def run(made: Episode) -> float:
+        agents.append(made.agent())
         with suppress(TrajectoryRejected):
-            made.agent().see(what)
+            agents[0].see(what)
         return 1.0
 
-    assert reason(SimpleNamespace(run=run), tokenizer) == "environment_error"
+    assert reason(SimpleNamespace(run=run), tokenizer) in ("environment_error", "token_out_of_vocabulary")
+    assert agents[0].unanswered == ()
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,10 @@ def test_a_function_that_hangs_or_dies_is_replaced() -> None:
     assert score_all(f"{SCORERS}:bad", responses, timeout_s=2.0) == ["scorer_timeout", 1.0, "scorer_error", 1.0]
 
 
+def test_nothing_but_the_function_itself_takes_requests_and_answers() -> None:
+    assert score_all(f"{SCORERS}:forks_and_reads", ["a", "b", "c"], timeout_s=5.0) == [0.5] * 3
+
+
 def test_a_coroutine_that_hangs_is_cancelled() -> None:
     assert score_all(f"{SCORERS}:bad_coroutine", ["hang", "its own timeout"], timeout_s=0.3) == [
         "scorer_timeout",

@@ -201,14 +201,17 @@ class Agent:
         """Give the agent text or tokens, also as an array; they are not trained on."""
         if self._speaking:
             raise self._failed(ERROR, "see() while a response is in progress")
-        given: Any = self._tokenizer.encode(what) if isinstance(what, str) else what
-        listed = given.tolist() if hasattr(given, "tolist") else given
+        said: Any = self._tokenizer.encode(what) if isinstance(what, str) else what
+        listed = said.tolist() if hasattr(said, "tolist") else said
         if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray):
             raise self._failed(ERROR, f"see: got {type(what).__name__}, expected text or a sequence of token ids")
         odd = [one for one in listed if isinstance(one, bool | np.bool_) or not hasattr(one, "__index__")]
         if odd:
             raise self._failed(ERROR, f"see: got {odd[0]!r:.100} among token ids, expected whole numbers")
-        self._given += map(index, listed)
+        given = [*map(index, listed)]
+        if outside := [token for token in given if not 0 <= token < self._tokenizer.vocabulary]:
+            raise self._failed("token_out_of_vocabulary", f"token {outside[0]} of vocabulary {self._tokenizer.vocabulary} was given")
+        self._given += given
 
     def note_call(self, name: str | None, argument: str, observation: str, seconds: float) -> None:
         """Note a tool call for readers of samples (docs/guides/samples.md); `name`: None if it was no valid call."""
@@ -291,9 +294,6 @@ class Agent:
             raise self._failed(ERROR, "respond() while a response is in progress")
         if not self._given and not self.turns:
             raise self._failed(ERROR, "asked for a response before it has seen anything")
-        outside = [t for t in self._given if not 0 <= t < self._tokenizer.vocabulary]
-        if outside:
-            raise self._failed("token_out_of_vocabulary", f"token {outside[0]} of vocabulary {self._tokenizer.vocabulary} was given")
         if len(self.responses) >= self._bounds.turns:
             raise self._failed(TOO_LONG, f"more than environment.max_turns = {self._bounds.turns} responses")
         size = len(self._said) + len(self._given)

@@ -69,5 +69,6 @@ def kind_faults(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = Fa
             both = {f"{name}.{key}": (told[key], value[key]) for key in value if key in told}
         for key, (then, got) in both.items():
             if then != got and not (recorded and name not in saved):
-                hint = f"set {key}={then}, or choose another run.dir"
-                yield ConfigError(key, got=got, expected=f"{then}, as {checkpoint.name} has it", hint=hint)
+                here, there = (one if isinstance(one, str) else json.dumps(one) for one in (got, then))
+                hint = f"set {key}={there}, or choose another run.dir"
+                yield ConfigError(key, got=here, expected=f"{there}, as {checkpoint.name} has it", hint=hint)

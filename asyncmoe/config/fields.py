@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
@@ -110,10 +119,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
-    @field_validator("*", mode="after")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _at_home(cls, value: Any) -> Any:
+    def _at_home(cls, value: Any, made: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(path := made(value), Path):
+            return path
+        if not str(value) or "\0" in str(value):
+            raise PydanticCustomError("path", "Input should be the name of a file or directory")
         try:
-            return value.expanduser() if isinstance(value, Path) else value
+            return path.expanduser()
         except RuntimeError:
             raise PydanticCustomError("home", "Input should be a path below a home directory that there is") from None

@@ -64,6 +64,9 @@ def test_a_home_directory_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPa
     assert [shown.count(part) for part in ("'/home/me", "'/home/me/$A'", "'b~/~.jsonl'")] == [8, 1, 1]
     with pytest.raises(ConfigError, match=r"run\.dir: got '~no-such-user/r', expected a path below a home directory that there is"):
         configuration.parse({**paths, **rows, "run": {"dir": "~no-such-user/r", "steps": 9}})
+    for name in ("", "a\0b"):
+        with pytest.raises(ConfigError, match=r"run\.dir: got .*expected the name of a file or directory"):
+            configuration.parse({**paths, **rows, "run": {"dir": name, "steps": 9}})
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Exchanger:
         bucket_bytes, self._buffers = whole_number(bucket_bytes, "bucket_bytes", 1), whole_number(buffers, "buffers", 1, _MOST_BUFFERS)
         self._threads, self._stream = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream")
         self._timeout_s = seconds(timeout_s)
-        self.rank, self._plan = transport.rank, plan
+        self.rank, self._plan, self._of_plan = transport.rank, plan, int(plan.digest[:16], 16)
         cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
         cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
@@ -242,8 +242,9 @@ class Exchanger:
         return max(0.001, min(self._timeout_s, self._until - time.monotonic()))
 
     def _sealed(self, digest: int, number: int) -> int:
-        """Make a digest specific to its message and run, so that a stale message is not mistaken for a new one."""
-        return digest ^ (((self._runs << 32 | number) + 1) * _RUN_MIX & _WORD)
+        """Make a digest specific to its plan, message and run, so that a stale message is not mistaken for a new one, nor one of other
+        layouts for one of these."""
+        return digest ^ self._of_plan ^ (((self._runs << 32 | number) + 1) * _RUN_MIX & _WORD)
 
     def _copy(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray) -> int | None:
         """Run copies; return their digest, or None on a GPU, where the kernel handles the trailer."""
@@ -314,7 +315,7 @@ def _trailer(message: np.ndarray, nbytes: int) -> ctypes.c_uint64:
 
 
 def _damaged(chunks: Chunks, number: int) -> TransferError:
-    what = f"message {number + 1} of {len(chunks)} arrived with another digest than it was sent with"
+    what = f"message {number + 1} of {len(chunks)} arrived with another digest than it was sent with, or is of another plan"
     return TransferError(chunks.source, chunks.destination, what)
 
 

@@ -265,6 +265,24 @@ def test_a_message_of_an_earlier_run_is_not_taken_for_a_new_one() -> None:
     assert isinstance(error, TransferError)
 
 
+def test_a_message_of_another_plan_is_not_taken_for_one_of_this() -> None:
+    wires = Wires()
+
+    def play(rank: int) -> None:
+        builders = [LayoutBuilder(one, "int32" if rank else "float32") for one in range(2)]
+        for builder in builders:
+            builder.place("t", (8,), [("t", Box((0,), (8,)), (0,))])
+        source, destination = (builder.build() for builder in builders)
+        arrays = {"t": np.arange(8, dtype=np.int32 if rank else np.float32)}
+        with Exchanger(plan({"t": (8,)}, [source], [destination]), ThreadTransport(rank, wires), timeout_s=5, threads=1) as exchanger:
+            exchanger.bind(*((None, arrays) if rank else (arrays, None)))
+            exchanger.run()
+
+    (error,) = on_ranks(range(2), play)
+    assert isinstance(error, TransferError)
+    assert "of another plan" in str(error)
+
+
 def test_a_run_does_nothing_in_python_for_a_tensor() -> None:
     calls = {}
     for tensors in (5, 500):

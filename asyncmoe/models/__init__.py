@@ -9,9 +9,9 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.config.engines import EngineSection
-from asyncmoe.errors import ConfigError, DataError, LayoutError, together
+from asyncmoe.errors import ConfigError, DataError, LayoutError, UserError, together
 from asyncmoe.models import checks, headers, hf_folder
-from asyncmoe.models.config_keys import FAMILY
+from asyncmoe.models.config_keys import FAMILY, ends, misfits
 from asyncmoe.models.families import FAMILIES, family_of, try_family, with_family
 from asyncmoe.models.family import Family
 from asyncmoe.models.hub import is_id
@@ -54,17 +54,23 @@ def load_hf_config(path: Path) -> dict[str, Any]:
         fetch = f"put one there: hf download ORG/NAME --local-dir {path}; or give ORG/NAME as model.path"
         hint = "asyncmoe run downloads a model of this id from the hub" if is_id(path) else fetch
         raise DataError(str(path), got=found, expected="a Hugging Face model directory", hint=hint)
-    try:
-        values = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        broken = DataError(str(file), got=str(error), expected="valid JSON")
-        raise next(iter(hf_folder.pointers(file.parent)), broken) from error
-    if not isinstance(values, dict):
-        raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
+    values = _read(file)
     if FAMILY in values:
         raise DataError(str(file), got=f"the key {FAMILY}", expected="none: model.family alone names the code of a family")
     family = FAMILIES.get(str(values.get("model_type")))
     return values if family is None else family.completed(values)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Raises DataError if the file is not a JSON object."""
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        broken = DataError(str(file), got=str(error), expected="valid JSON")
+        raise next(iter(hf_folder.pointers(file.parent)), broken) from error
+    if not isinstance(values, dict):
+        raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
+    return values
 
 
 def hf_config_of(config: Config) -> dict[str, Any]:
@@ -85,10 +91,14 @@ def check(config: Config, hf: Mapping[str, Any], *, cpu_engines: bool = False, w
     """
     family = family_of(hf)
     try_family(hf)
-    faults = [*family.faults(hf), *checks.untrained_layers(hf)]
+    named = {} if weights is None else {"architectures": hf.get("architectures") or []}
+    faults = [*family.faults({**hf, **named}), *checks.untrained_layers(hf)]
+    generation = config.model.path / "generation_config.json"
     try:
-        faults += headers.faults(weights, hf) if weights is not None else []
-    except ConfigError as error:
+        if not misfits(hf):  # nothing can be concluded from them
+            faults += ends(hf, _read(generation), generation.name) if generation.is_file() else []
+            faults += headers.faults(weights, hf) if weights is not None else []
+    except UserError as error:
         faults += [error] if str(error) not in map(str, faults) else []
     if faults:
         raise together(faults)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import gcd
 
 from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.models.config_keys import FAMILY
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.sglang import VOCAB_MULTIPLE, EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, rope
@@ -23,10 +24,8 @@ Wanted = tuple[str, object, tuple[object, ...]]
 
 def common_features(hf: HfConfig) -> list[Wanted]:
     """Return the features that no family supports: each would make the trained model differ from the served one."""
-    turned, eos = rope(hf), hf.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    turned = rope(hf)
     return [
-        ("ids of eos_token_id outside vocab_size", [one for one in ids if not 0 <= one < hf.get("vocab_size", one + 1)], ([],)),
         ("length of layer_types", len(hf.get("layer_types") or ()), (0, hf.get("num_hidden_layers"))),
         *((f"{key} beside rope_parameters", hf.get(key), (None, turned.get(key, hf.get(key)))) for key in ("rope_theta", _ROTARY)),
         ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
@@ -39,6 +38,12 @@ def common_features(hf: HfConfig) -> list[Wanted]:
     ]
 
 
+def architecture(hf: HfConfig, family: str) -> list[Wanted]:
+    """Return the class by which SGLang chooses its own, if the configuration names one; a user's own family may have any."""
+    name = "".join(part.capitalize() for part in family.split("_")) + "ForCausalLM"
+    return [("architectures", hf["architectures"], ([name],))] if hf.get("architectures") is not None and FAMILY not in hf else []
+
+
 def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
     """Return an error for each unsupported feature.
 
@@ -46,8 +51,12 @@ def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
         wanted: of two entries for a key, the later one applies.
     """
     last = {one[0]: one for one in wanted}.values()
-    found = [(f"{key} in config.json", repr(got), " or ".join(map(repr, carried))) for key, got, carried in last if got not in carried]
-    why = f"({family} is supported only without this feature)"
+    found = [
+        (f"{key} in config.json", repr(got), " or ".join(repr(one) if one != [] else "none" for one in carried))
+        for key, got, carried in last
+        if got not in carried
+    ]
+    why = f"({family} is supported only so)"
     return [ConfigError(what, got=got, expected=f"{carried} {why}") for what, got, carried in found]
 
 

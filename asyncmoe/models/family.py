@@ -64,7 +64,8 @@ class Family:
         if wrong := config_keys.misfits(hf):
             return [*found, *wrong]  # nothing can be concluded from them
         try:
-            found += checks.unsupported(self.name, checks.common_features(hf) + self.features(hf))
+            found += config_keys.ends(hf, hf, "config.json")
+            found += checks.unsupported(self.name, [*checks.architecture(hf, self.name), *checks.common_features(hf), *self.features(hf)])
             checks.check_shape(self.shape_of(hf))
         except ConfigError as error:
             found.append(error)

@@ -11,7 +11,7 @@ from asyncmoe.config import Config
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError, UserError, together
 from asyncmoe.models import checks, headers, hf_folder
-from asyncmoe.models.config_keys import FAMILY, ends, misfits
+from asyncmoe.models.config_keys import FAMILY, misfits
 from asyncmoe.models.families import FAMILIES, family_of, try_family, with_family
 from asyncmoe.models.family import Family
 from asyncmoe.models.hub import is_id
@@ -54,15 +54,6 @@ def load_hf_config(path: Path) -> dict[str, Any]:
         fetch = f"put one there: hf download ORG/NAME --local-dir {path}; or give ORG/NAME as model.path"
         hint = "asyncmoe run downloads a model of this id from the hub" if is_id(path) else fetch
         raise DataError(str(path), got=found, expected="a Hugging Face model directory", hint=hint)
-    values = _read(file)
-    if FAMILY in values:
-        raise DataError(str(file), got=f"the key {FAMILY}", expected="none: model.family alone names the code of a family")
-    family = FAMILIES.get(str(values.get("model_type")))
-    return values if family is None else family.completed(values)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Raises DataError if the file is not a JSON object."""
     try:
         values = json.loads(file.read_text())
     except ValueError as error:
@@ -70,7 +61,10 @@ def _read(file: Path) -> dict[str, Any]:
         raise next(iter(hf_folder.pointers(file.parent)), broken) from error
     if not isinstance(values, dict):
         raise DataError(str(file), got=type(values).__name__, expected="a JSON object")
-    return values
+    if FAMILY in values:
+        raise DataError(str(file), got=f"the key {FAMILY}", expected="none: model.family alone names the code of a family")
+    family = FAMILIES.get(str(values.get("model_type")))
+    return values if family is None else family.completed(values)
 
 
 def hf_config_of(config: Config) -> dict[str, Any]:
@@ -91,12 +85,11 @@ def check(config: Config, hf: Mapping[str, Any], *, cpu_engines: bool = False, w
     """
     family = family_of(hf)
     try_family(hf)
-    named = {} if weights is None else {"architectures": hf.get("architectures") or []}
-    faults = [*family.faults({**hf, **named}), *checks.untrained_layers(hf)]
-    generation = config.model.path / "generation_config.json"
+    faults = [*family.faults({**hf, "architectures": hf.get("architectures") or (weights and "none")}), *checks.untrained_layers(hf)]
+    ends = config.model.path / "generation_config.json"
     try:
         if not misfits(hf):  # nothing can be concluded from them
-            faults += ends(hf, _read(generation), generation.name) if generation.is_file() else []
+            faults += misfits({**hf, "eos_token_id": load_hf_config(ends).get("eos_token_id")}, ends.name) if ends.is_file() else []
             faults += headers.faults(weights, hf) if weights is not None else []
     except UserError as error:
         faults += [error] if str(error) not in map(str, faults) else []
@@ -174,12 +167,9 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
     if routing is None and config.keep.routing == "on":
         raise ConfigError("keep.routing", got="on", expected="off or auto because the model has no experts")
     if routing is not None and config.keep.routing != "off" and config.rollout.interruption == "retract":
-        raise ConfigError(
-            "rollout.interruption",
-            got="retract",
-            expected="another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)",
-            hint="set rollout.interruption to in_place, or keep.routing to off",
-        )
+        expected = "another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)"
+        hint = "set rollout.interruption to in_place, or keep.routing to off"
+        raise ConfigError("rollout.interruption", got="retract", expected=expected, hint=hint)
     return None if config.keep.routing == "off" else routing
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import gcd
 
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.models.config_keys import FAMILY
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.sglang import VOCAB_MULTIPLE, EngineClass
 from asyncmoe.models.shape import HfConfig, Shape, rope
@@ -38,12 +37,6 @@ def common_features(hf: HfConfig) -> list[Wanted]:
     ]
 
 
-def architecture(hf: HfConfig, family: str) -> list[Wanted]:
-    """Return the class by which SGLang chooses its own, if the configuration names one; a user's own family may have any."""
-    name = "".join(part.capitalize() for part in family.split("_")) + "ForCausalLM"
-    return [("architectures", hf["architectures"], ([name],))] if hf.get("architectures") is not None and FAMILY not in hf else []
-
-
 def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
     """Return an error for each unsupported feature.
 
@@ -51,13 +44,9 @@ def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
         wanted: of two entries for a key, the later one applies.
     """
     last = {one[0]: one for one in wanted}.values()
-    found = [
-        (f"{key} in config.json", repr(got), " or ".join(repr(one) if one != [] else "none" for one in carried))
-        for key, got, carried in last
-        if got not in carried
-    ]
+    found = [(f"{key} in config.json", repr(got), " or ".join(map(repr, carried))) for key, got, carried in last if got not in carried]
     why = f"({family} is supported only so)"
-    return [ConfigError(what, got=got, expected=f"{carried} {why}") for what, got, carried in found]
+    return [ConfigError(what, got=got, expected=f"{carried} {why}".replace("[]", "none")) for what, got, carried in found]
 
 
 def several_experts(hf: HfConfig) -> Wanted:
@@ -126,9 +115,8 @@ def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EnginePar
     if parallel.dp > 1 and not engine.dp_attention:
         raise ConfigError("engines.dp", got=parallel.dp, expected=f"1, as SGLang's {family} does not support data-parallel attention")
     if parallel.redundant and not engine.redundant:
-        raise ConfigError(
-            "engines.redundant", got=parallel.redundant, expected=f"0, as SGLang's {family} does not support redundant experts"
-        )
+        expected = f"0, as SGLang's {family} does not support redundant experts"
+        raise ConfigError("engines.redundant", got=parallel.redundant, expected=expected)
     if m.experts:
         slots = "num_experts" + (" + redundant experts" if parallel.redundant else "")
         check_divides("engines.ep", parallel.ep, slots, m.experts + parallel.redundant)
@@ -164,12 +152,9 @@ def check_cpu_engine(m: Shape, tp: int, block: int | None = None) -> None:
     ):
         if width % multiple:
             most = max((size for size in _divisors(tp) if width % (multiple // tp * size) == 0), default=0)
-            raise ConfigError(
-                f"{name} of the model",
-                got=width,
-                expected=f"a multiple of {multiple // tp} * engines.tp = {multiple} on a CPU, where SGLang pads other widths",
-                hint=f"set engines.tp to {most}" if most else "choose another model, or a machine with GPUs",
-            )
+            expected = f"a multiple of {multiple // tp} * engines.tp = {multiple} on a CPU, where SGLang pads other widths"
+            hint = f"set engines.tp to {most}" if most else "choose another model, or a machine with GPUs"
+            raise ConfigError(f"{name} of the model", got=width, expected=expected, hint=hint)
 
 
 def check_divides(key: str, size: int, name: str, total: int) -> None:

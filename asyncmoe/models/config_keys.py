@@ -44,10 +44,10 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _SIZE, _COUNT = Field(gt=0, lt=1 << 31), Field(lt=1 << 16)
 """Layers and experts are counted through, so that a count that no model has would not end."""
 _KINDS: Mapping[str, Any] = {
-    "max_position_embeddings": Annotated[int, _SIZE],
+    "max_position_embeddings|decoder_sparse_step": Annotated[int, _SIZE],
     "num_hidden_layers|num_(local_)?experts|n_routed_experts": Annotated[int, _SIZE, _COUNT] | None,
     r"(vocab|hidden|(moe_)?intermediate)_size|num_((attention|key_value)_heads|experts_per_tok)|(q|kv)_lora_rank|n_group|topk_group|"
-    r"(qk_|v_)?(rope_|nope_)?head_dim|decoder_sparse_step|moe_layer_freq|sliding_window|.*\.original_max\w+": Annotated[int, _SIZE] | None,
+    r"(qk_|v_)?(rope_|nope_)?head_dim|moe_layer_freq|sliding_window|.*\.original_max\w+": Annotated[int, _SIZE] | None,
     "n_shared_experts|first_k_dense_replace|num_(nextn_predict|mtp)_layers": Annotated[int, Field(ge=0), _COUNT] | None,
     r"rms_norm_eps|routed_scaling_factor|(.*\.)?rope_theta": PositiveFloat,
     r"(.*\.)?partial_rotary_factor|.*\.((low_freq_|high_freq_|attention_)?factor|beta_\w+)": PositiveFloat | None,
@@ -64,37 +64,31 @@ _TWINS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_nextn_
 """Names of one value: `attribute_map` of transformers' classes."""
 
 
-def misfits(hf: Mapping[str, Any]) -> list[UserError]:
-    """Return an error for each value of another kind than its key has, and for names of one value that have several."""
+def misfits(hf: Mapping[str, Any], file: str = "config.json") -> list[UserError]:
+    """Return an error for each value of another kind than its key has, and for names of one value that have several.
+
+    Args:
+        file: where they are.
+    """
     found: list[UserError] = []
+    token: Any = Annotated[int, Field(ge=0, lt=hf["vocab_size"] if isinstance(hf.get("vocab_size"), int) else None)]
+    kinds = {"eos_token_id": token | list[token] | None, **_KINDS}
     for key, value in _flat(hf).items():
-        kind = next((kind for pattern, kind in _KINDS.items() if re.fullmatch(pattern, key)), Any)
-        found += _misfit(f"{key} in config.json", value, kind)
+        kind = next((kind for pattern, kind in kinds.items() if re.fullmatch(pattern, key)), Any)
+        try:
+            TypeAdapter(kind, config=_STRICT).validate_python(value)
+        except ValidationError as error:
+            expected = " or ".join(one["msg"].removeprefix("Input should be ") for one in error.errors())
+            found.append(ConfigError(f"{key} in {file}", got=repr(value)[:120], expected=expected))
     for given in ({name: hf[name] for name in names if hf.get(name) is not None} for names in _TWINS):
         if len({*map(repr, given.values())}) > 1:
             found.append(ConfigError(f"{' and '.join(given)} in config.json", got=[*given.values()], expected="one value of both"))
     return found
 
 
-def ends(hf: Mapping[str, Any], given: Mapping[str, Any], file: str) -> list[UserError]:
-    """Return an error if the eos_token_id that a file gives is outside the vocabulary."""
-    token: Any = Annotated[int, Field(ge=0, lt=hf.get("vocab_size"))]
-    return _misfit(f"eos_token_id in {file}", given.get("eos_token_id"), token | list[token] | None)
-
-
-def _misfit(what: str, value: object, kind: Any) -> list[UserError]:
-    try:
-        TypeAdapter(kind, config=_STRICT).validate_python(value)
-    except ValidationError as error:
-        expected = " or ".join(one["msg"].removeprefix("Input should be ") for one in error.errors())
-        return [ConfigError(what, got=repr(value)[:120], expected=expected)]
-    return []
-
-
 def _flat(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a configuration, those of rotary parameters and of quantisation too."""
-    within = ("rope_parameters", "rope_scaling", "quantization_config")
-    inner = {key: value for key, value in hf.items() if key in within and isinstance(value, Mapping)}
+    inner = {key: value for key, value in hf.items() if re.match("rope_|quant", key) and isinstance(value, Mapping)}
     return {**hf, **{f"{key}.{name}": value for key, values in inner.items() for name, value in values.items()}}
 
 

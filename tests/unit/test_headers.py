@@ -161,7 +161,7 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "a window": ("llama qwen3", said(layer_types=["sliding_attention"] * 3), "layer_types in config.json: got ['sliding_attention']"),
     "float8 said": ("qwen3_moe", said(quantization_config=float8.CONFIG), "dtype F32, expected F8_E4M3, as config.json has a quantization"),
     "no class": ("llama deepseek", unsaid("architectures"), "architectures in config.json: got 'none', expected ['"),
-    "stop tokens beyond": ("llama made", lambda one: (one.path / ENDS).write_text('{"eos_token_id": [2, 9999]}'), f"eos_token_id in {ENDS}: got"),
+    "an end beyond": ("llama made", lambda one: (one.path / ENDS).write_text('{"eos_token_id": 999}'), f"eos_token_id in {ENDS}: got"),
     "stop tokens of nothing": ("glm made", lambda one: (one.path / ENDS).write_text("[]"), f"{ENDS}: got list, expected a JSON object"),
     "one expert": ("qwen3_moe mixtral glm", said(num_experts_per_tok=1), "num_experts_per_tok with routing weights divided by their"),
     "no file": ("llama made", written(1, lambda folder: (folder.path / SINGLE).unlink()), f"got no {SINGLE}, {NO_WHOLE}"),

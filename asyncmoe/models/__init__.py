@@ -9,9 +9,9 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.config.engines import EngineSection
-from asyncmoe.errors import ConfigError, DataError, LayoutError, together
+from asyncmoe.errors import ConfigError, DataError, LayoutError, UserError, together
 from asyncmoe.models import checks, headers, hf_folder
-from asyncmoe.models.config_keys import FAMILY
+from asyncmoe.models.config_keys import FAMILY, misfits
 from asyncmoe.models.families import FAMILIES, family_of, try_family, with_family
 from asyncmoe.models.family import Family
 from asyncmoe.models.hub import is_id
@@ -56,7 +56,7 @@ def load_hf_config(path: Path) -> dict[str, Any]:
         raise DataError(str(path), got=found, expected="a Hugging Face model directory", hint=hint)
     try:
         values = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         broken = DataError(str(file), got=str(error), expected="valid JSON")
         raise next(iter(hf_folder.pointers(file.parent)), broken) from error
     if not isinstance(values, dict):
@@ -85,10 +85,13 @@ def check(config: Config, hf: Mapping[str, Any], *, cpu_engines: bool = False, w
     """
     family = family_of(hf)
     try_family(hf)
-    faults = [*family.faults(hf), *checks.untrained_layers(hf)]
+    faults = [*family.faults({**hf, "architectures": hf.get("architectures") or (weights and "none")}), *checks.untrained_layers(hf)]
+    ends = config.model.path / "generation_config.json"
     try:
-        faults += headers.faults(weights, hf) if weights is not None else []
-    except ConfigError as error:
+        if not misfits(hf):  # nothing can be concluded from them
+            faults += misfits({**hf, "eos_token_id": load_hf_config(ends).get("eos_token_id")}, ends.name) if ends.is_file() else []
+            faults += headers.faults(weights, hf) if weights is not None else []
+    except UserError as error:
         faults += [error] if str(error) not in map(str, faults) else []
     if faults:
         raise together(faults)
@@ -164,12 +167,9 @@ def kept_routing(config: Config, hf: Mapping[str, Any]) -> Routing | None:
     if routing is None and config.keep.routing == "on":
         raise ConfigError("keep.routing", got="on", expected="off or auto because the model has no experts")
     if routing is not None and config.keep.routing != "off" and config.rollout.interruption == "retract":
-        raise ConfigError(
-            "rollout.interruption",
-            got="retract",
-            expected="another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)",
-            hint="set rollout.interruption to in_place, or keep.routing to off",
-        )
+        expected = "another because routing is kept (SGLang then reports the new weights' routes for tokens that the old ones sampled)"
+        hint = "set rollout.interruption to in_place, or keep.routing to off"
+        raise ConfigError("rollout.interruption", got="retract", expected=expected, hint=hint)
     return None if config.keep.routing == "off" else routing
 
 

@@ -47,9 +47,8 @@ class Grouped:
 
     def check(self, m: Shape) -> None:
         if m.heads % m.kv_heads:
-            raise ConfigError(
-                "num_attention_heads in config.json", got=m.heads, expected=f"a multiple of num_key_value_heads = {m.kv_heads}"
-            )
+            expected = f"a multiple of num_key_value_heads = {m.kv_heads}"
+            raise ConfigError("num_attention_heads in config.json", got=m.heads, expected=expected)
         turning = m.head_dim * self.rotary
         if turning % 2:
             share = f", of which {self.rotary:g} rotate" if self.rotary != 1 else ""

@@ -23,10 +23,8 @@ Wanted = tuple[str, object, tuple[object, ...]]
 
 def common_features(hf: HfConfig) -> list[Wanted]:
     """Return the features that no family supports: each would make the trained model differ from the served one."""
-    turned, eos = rope(hf), hf.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    turned = rope(hf)
     return [
-        ("ids of eos_token_id outside vocab_size", [one for one in ids if not 0 <= one < hf.get("vocab_size", one + 1)], ([],)),
         ("length of layer_types", len(hf.get("layer_types") or ()), (0, hf.get("num_hidden_layers"))),
         *((f"{key} beside rope_parameters", hf.get(key), (None, turned.get(key, hf.get(key)))) for key in ("rope_theta", _ROTARY)),
         ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
@@ -47,8 +45,8 @@ def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
     """
     last = {one[0]: one for one in wanted}.values()
     found = [(f"{key} in config.json", repr(got), " or ".join(map(repr, carried))) for key, got, carried in last if got not in carried]
-    why = f"({family} is supported only without this feature)"
-    return [ConfigError(what, got=got, expected=f"{carried} {why}") for what, got, carried in found]
+    why = f"({family} is supported only so)"
+    return [ConfigError(what, got=got, expected=f"{carried} {why}".replace("[]", "none")) for what, got, carried in found]
 
 
 def several_experts(hf: HfConfig) -> Wanted:
@@ -117,9 +115,8 @@ def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EnginePar
     if parallel.dp > 1 and not engine.dp_attention:
         raise ConfigError("engines.dp", got=parallel.dp, expected=f"1, as SGLang's {family} does not support data-parallel attention")
     if parallel.redundant and not engine.redundant:
-        raise ConfigError(
-            "engines.redundant", got=parallel.redundant, expected=f"0, as SGLang's {family} does not support redundant experts"
-        )
+        expected = f"0, as SGLang's {family} does not support redundant experts"
+        raise ConfigError("engines.redundant", got=parallel.redundant, expected=expected)
     if m.experts:
         slots = "num_experts" + (" + redundant experts" if parallel.redundant else "")
         check_divides("engines.ep", parallel.ep, slots, m.experts + parallel.redundant)
@@ -155,12 +152,9 @@ def check_cpu_engine(m: Shape, tp: int, block: int | None = None) -> None:
     ):
         if width % multiple:
             most = max((size for size in _divisors(tp) if width % (multiple // tp * size) == 0), default=0)
-            raise ConfigError(
-                f"{name} of the model",
-                got=width,
-                expected=f"a multiple of {multiple // tp} * engines.tp = {multiple} on a CPU, where SGLang pads other widths",
-                hint=f"set engines.tp to {most}" if most else "choose another model, or a machine with GPUs",
-            )
+            expected = f"a multiple of {multiple // tp} * engines.tp = {multiple} on a CPU, where SGLang pads other widths"
+            hint = f"set engines.tp to {most}" if most else "choose another model, or a machine with GPUs"
+            raise ConfigError(f"{name} of the model", got=width, expected=expected, hint=hint)
 
 
 def check_divides(key: str, size: int, name: str, total: int) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
 
 from asyncmoe.errors import ConfigError, UserError
 
@@ -24,7 +24,7 @@ ALL: dict[str, Any] = {
 }  # fmt: skip
 """Keys of every family; see `Family.keys`."""
 _READ = re.compile(
-    rf"{FAMILY}|model_type|(torch_)?dtype|quantization_config|rope_theta|partial_rotary_factor|layer_types|(vocab|hidden|"
+    rf"{FAMILY}|model_type|(torch_)?dtype|quantization_config(\..*)?|rope_theta|partial_rotary_factor|layer_types|(vocab|hidden|"
     r"(moe_)?intermediate)_size|num_(hidden_layers|(attention|key_value)_heads|(local_)?experts(_per_tok)?|nextn_predict_layers|"
     r"mtp_layers)|n_routed_experts|kv_lora_rank|(qk_|v_)?(rope_|nope_)?head_dim|rope_(parameters|scaling)(\.((rope_)?type|rope_theta|"
     r"factor|original_max\w+|(low|high)_freq_factor|beta_(fast|slow)|mscale(_all_dim)?|attention_factor|truncate|partial_rotary_factor))?"
@@ -41,40 +41,54 @@ _NOTHING = re.compile(
 """Keys that change nothing of what a model computes: notes, settings of training, and of generation, which each request states itself."""
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_SIZE, _COUNT = Field(gt=0, lt=1 << 31), Field(lt=1 << 16)
+"""Layers and experts are counted through, so that a count that no model has would not end."""
 _KINDS: Mapping[str, Any] = {
-    "max_position_embeddings": PositiveInt,
-    r"(vocab|hidden|(moe_)?intermediate)_size|num_(hidden_layers|(attention|key_value)_heads|(local_)?experts(_per_tok)?)|n_routed_experts|"
-    r"(q|kv)_lora_rank|(qk_|v_)?(rope_|nope_)?head_dim|n_group|topk_group|decoder_sparse_step|moe_layer_freq|sliding_window|"
-    r".*\.original_max\w+": PositiveInt | None,
-    "n_shared_experts|first_k_dense_replace|num_(nextn_predict|mtp)_layers": NonNegativeInt | None,
+    "max_position_embeddings|decoder_sparse_step": Annotated[int, _SIZE],
+    "num_hidden_layers|num_(local_)?experts|n_routed_experts": Annotated[int, _SIZE, _COUNT] | None,
+    r"(vocab|hidden|(moe_)?intermediate)_size|num_((attention|key_value)_heads|experts_per_tok)|(q|kv)_lora_rank|n_group|topk_group|"
+    r"(qk_|v_)?(rope_|nope_)?head_dim|moe_layer_freq|sliding_window|.*\.original_max\w+": Annotated[int, _SIZE] | None,
+    "n_shared_experts|first_k_dense_replace|num_(nextn_predict|mtp)_layers": Annotated[int, Field(ge=0), _COUNT] | None,
     r"rms_norm_eps|routed_scaling_factor|(.*\.)?rope_theta": PositiveFloat,
     r"(.*\.)?partial_rotary_factor|.*\.((low_freq_|high_freq_|attention_)?factor|beta_\w+)": PositiveFloat | None,
     r".*\.mscale\w*": NonNegativeFloat | None,
     r"\w+_bias|use_(sliding_window|qk_norm)|tie_word_embeddings|norm_topk_prob|rope_interleave|.*\.truncate": bool | None,
     "(torch_)?dtype": Literal["bfloat16", "float16", "float32"] | None,
     "rope_parameters|rope_scaling|quantization_config": dict[str, Any] | None,
-    "layer_types|mlp_only_layers": list[str] | list[int] | None,
+    r"layer_types|quantization_config\.(ignored_layers|modules_to_not_convert)": list[str] | None,
+    "mlp_only_layers": list[int] | None,
     r"\w+_token_id": int | list[int] | None,
 }  # fmt: skip
 """The kinds of the values that are read here, by Megatron or by engines."""
+_TWINS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_nextn_predict_layers", "num_mtp_layers"))
+"""Names of one value: `attribute_map` of transformers' classes."""
 
 
-def misfits(hf: Mapping[str, Any]) -> list[UserError]:
-    """Return an error for each value of another kind than its key has."""
+def misfits(hf: Mapping[str, Any], file: str = "config.json") -> list[UserError]:
+    """Return an error for each value of another kind than its key has, and for names of one value that have several.
+
+    Args:
+        file: where they are.
+    """
     found: list[UserError] = []
+    token: Any = Annotated[int, Field(ge=0, lt=hf["vocab_size"] if isinstance(hf.get("vocab_size"), int) else None)]
+    kinds = {"eos_token_id": token | list[token] | None, **_KINDS}
     for key, value in _flat(hf).items():
-        kind = next((kind for pattern, kind in _KINDS.items() if re.fullmatch(pattern, key)), Any)
+        kind = next((kind for pattern, kind in kinds.items() if re.fullmatch(pattern, key)), Any)
         try:
             TypeAdapter(kind, config=_STRICT).validate_python(value)
         except ValidationError as error:
             expected = " or ".join(one["msg"].removeprefix("Input should be ") for one in error.errors())
-            found.append(ConfigError(f"{key} in config.json", got=repr(value)[:120], expected=expected))
+            found.append(ConfigError(f"{key} in {file}", got=repr(value)[:120], expected=expected))
+    for given in ({name: hf[name] for name in names if hf.get(name) is not None} for names in _TWINS):
+        if len({*map(repr, given.values())}) > 1:
+            found.append(ConfigError(f"{' and '.join(given)} in config.json", got=[*given.values()], expected="one value of both"))
     return found
 
 
 def _flat(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a configuration, those of rotary parameters too."""
-    inner = {key: value for key, value in hf.items() if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping)}
+    """Return the keys of a configuration, those of rotary parameters and of quantisation too."""
+    inner = {key: value for key, value in hf.items() if re.match("rope_|quant", key) and isinstance(value, Mapping)}
     return {**hf, **{f"{key}.{name}": value for key, values in inner.items() for name, value in values.items()}}
 
 

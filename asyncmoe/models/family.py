@@ -63,8 +63,10 @@ class Family:
         found = config_keys.unknown(hf, self.keys)
         if wrong := config_keys.misfits(hf):
             return [*found, *wrong]  # nothing can be concluded from them
+        wanted = ["".join(part.capitalize() for part in self.name.split("_")) + "ForCausalLM"]  # by which SGLang chooses its class
+        given = (config_keys.FAMILY not in hf and hf.get("architectures")) or wanted
         try:
-            found += checks.unsupported(self.name, checks.common_features(hf) + self.features(hf))
+            found += checks.unsupported(self.name, [("architectures", given, (wanted,)), *checks.common_features(hf), *self.features(hf)])
             checks.check_shape(self.shape_of(hf))
         except ConfigError as error:
             found.append(error)

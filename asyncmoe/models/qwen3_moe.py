@@ -26,9 +26,8 @@ def _shape_of(hf: HfConfig) -> Shape:
 def _dense_layers(hf: HfConfig) -> frozenset[int]:
     """Return the layers without experts, as Qwen3MoeDecoderLayer.__init__ of transformers determines them."""
     layers = positive(hf, "num_hidden_layers")
-    step = positive({"decoder_sparse_step": 1, **hf}, "decoder_sparse_step")
     only_dense = set(hf.get("mlp_only_layers") or ())
-    return frozenset(i for i in range(layers) if i in only_dense or (i + 1) % step)
+    return frozenset(i for i in range(layers) if i in only_dense or (i + 1) % hf.get("decoder_sparse_step", 1))
 
 
 def _features(hf: HfConfig) -> list[Wanted]:

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncmoe.errors import UserError
 from asyncmoe.models import FAMILIES, EngineParallel, MegatronParallel
-from asyncmoe.models.config_keys import unknown
+from asyncmoe.models.config_keys import misfits, unknown
 from benchmarks.published import REAL
 from tests import families
 
@@ -27,6 +27,8 @@ def test_absent_keys_have_the_values_of_transformers_class(kind: str) -> None:
     assert {key: fields[key] for key in keys if key in fields} == {key: value for key, value in keys.items() if key in fields}
     assert unknown(dict.fromkeys(fields, 7), keys) == [], "a field of the class that nobody has looked at"
     assert "odd = 7" in str(unknown({"odd": 7, "_note": 7, "none": None}, keys)[0])
+    for name, same in CONFIG_MAPPING[kind].attribute_map.items():
+        assert {name, same} <= set(str(misfits({name: 0, same: 1})[-1]).split()), "two names of one value differ"
 
 
 @pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind in KINDS for key in FAMILIES[kind].keys])
@@ -50,15 +52,14 @@ ODD: dict[str, list[Any]] = {
     "rope_theta": [0, -5, "10000", None, 5e3],  # the last differs from rope_parameters.rope_theta
     "rope_parameters": [{**_TURNED, "rope_theta": "1e4"}, {**_TURNED, "partial_rotary_factor": -1}, {**_TURNED, "factor": "8"}, "default"],
     "max_position_embeddings": ["2048", 0, 1.5, None],
-    "num_hidden_layers": [True, 3.0, -3],
+    "num_hidden_layers": [True, 3.0, -3, 1 << 70],
     "vocab_size": [True, "320"],
     "tie_word_embeddings": ["false", 0],
     "attention_dropout": ["0", float("nan")],
     "dtype": ["banana", 16, "float64"],
-    "torch_dtype": ["auto"],
     "layer_types": [["full_attention"], "full_attention"],
+    "architectures": [["Qwen2ForCausalLM"], ["Qwen3ForCausalLM", "LlamaForCausalLM"], "LlamaForCausalLM", {"a": 1}],
     "eos_token_id": [5000, [2, 5000], -1, "</s>", True, 2.0],
-    "pad_token_id": ["<pad>"],
 }  # fmt: skip
 MOE: dict[str, list[Any]] = {"norm_topk_prob": ["true", 1], "num_experts_per_tok": ["2", True], "num_experts": [8.0]}
 

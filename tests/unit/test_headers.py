@@ -129,6 +129,7 @@ def twice(folder: Folder) -> None:
     save_file({**load_file(file), OUT: folder.tensors[OUT]}, file)
 
 
+ENDS = "generation_config.json"
 PAIR = {"rope_type": "default", "mrope_section": [1]}
 NOT_SAID, NO_WHOLE = f"index.json: got {OUT} in another file", "expected a whole safetensors file; download it again"
 LIES: dict[str, tuple[str, Act, str]] = {
@@ -148,7 +149,7 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "fused experts": ("qwen3_moe deepseek", fused, "save it with save_pretrained(..., save_original_format=True)"),
     "a layer more": ("llama qwen3_moe deepseek", another_layer, "model.layers.3.input_layernorm.weight"),
     "layers fewer": ("mixtral glm", said(num_hidden_layers=5), "model.layers.3."),
-    "experts fewer": ("qwen3_moe", said(num_experts=16), "model.layers.0.mlp.experts.8.down_proj.weight and 23 like it"),
+    "experts fewer": ("qwen3_moe", said(num_local_experts=16), "model.layers.0.mlp.experts.8.down_proj.weight and 23 like it"),
     "shared experts": ("glm deepseek", said(n_shared_experts=2), "shared_experts.down_proj.weight and 1 like it: got shape"),
     "head sizes": ("qwen3 qwen3_moe", said(head_dim=16), "self_attn.q_norm.weight and 2 like it: got shape [32], expected [16]"),
     "tied": ("llama qwen3", said(tie_word_embeddings=True), "lm_head.weight: got a tensor, expected nothing, as config.json has it; set"),
@@ -159,6 +160,9 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "unknown rotary keys": ("qwen3 mixtral", said(rope_parameters=PAIR), "rope_parameters.mrope_section = [1]"),
     "a window": ("llama qwen3", said(layer_types=["sliding_attention"] * 3), "layer_types in config.json: got ['sliding_attention']"),
     "float8 said": ("qwen3_moe", said(quantization_config=float8.CONFIG), "dtype F32, expected F8_E4M3, as config.json has a quantization"),
+    "no class": ("llama deepseek", unsaid("architectures"), "architectures in config.json: got 'none', expected ['"),
+    "an end beyond": ("llama made", lambda one: (one.path / ENDS).write_text('{"eos_token_id": 999}'), f"eos_token_id in {ENDS}: got"),
+    "stop tokens of nothing": ("glm made", lambda one: (one.path / ENDS).write_text("[]"), f"{ENDS}: got list, expected a JSON object"),
     "one expert": ("qwen3_moe mixtral glm", said(num_experts_per_tok=1), "num_experts_per_tok with routing weights divided by their"),
     "no file": ("llama made", written(1, lambda folder: (folder.path / SINGLE).unlink()), f"got no {SINGLE}, {NO_WHOLE}"),
     "cut short": ("llama made", bytes_of(lambda x: x[:-1]), NO_WHOLE),
@@ -245,3 +249,16 @@ def test_healthy_checkpoints_pass(copied: Callable[[str], Folder], kind: str, fa
     HEALTHY[kind][1](folder)
     folder.write(2)
     models.check(config(folder.path), models.load_hf_config(folder.path), weights=folder.path)
+
+
+@pytest.mark.parametrize("family", families.MODELS)
+def test_no_value_of_a_key_is_an_error_of_ours(copied: Callable[[str], Folder], family: str) -> None:
+    folder, unnamed, values = copied(family), [], [True, "8", 8.5, 64.0, -1, 0, 1 << 70, [], {}, "x", [1], float("nan")]
+    folder.write()
+    for key in sorted(models.load_hf_config(folder.path).keys() | {"quantization_config", "torch_dtype", "num_experts"}):
+        for value in values:
+            try:
+                models.check(config(folder.path), {**models.load_hf_config(folder.path), key: value}, weights=folder.path)
+            except UserError as error:
+                unnamed += [] if key in str(error) or "config.json has it" in str(error) else [(key, value)]
+    assert unnamed == []

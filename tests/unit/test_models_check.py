@@ -67,14 +67,12 @@ def test_possible_sizes(trainer: dict[str, int], engines: dict[str, int]) -> Non
         ({}, {}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_type", "'linear'"]),
         ({}, {}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["rope_type", "'linear'"]),
         ({}, {}, {"tie_word_embeddings": True}, ["tie_word_embeddings"]),
-        ({}, {}, {"mlp_only_layers": [1]}, ["mlp_only_layers", "got [1]", "expected []"]),
-        ({}, {}, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "got [0, 2]", "expected []"]),
+        ({}, {}, {"mlp_only_layers": [1]}, ["mlp_only_layers", "got [1]", "expected none"]),
+        ({}, {}, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "got [0, 2]", "expected none"]),
         ({}, {}, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         ({}, {}, {"num_key_value_heads": 3}, ["num_attention_heads", "got 8", "num_key_value_heads = 3"]),
         ({}, {}, {"num_experts_per_tok": 9}, ["num_experts_per_tok", "got 9", "num_experts = 8"]),
         ({}, {}, {"hidden_size": None}, ["hidden_size", "nothing"]),
-        ({}, {}, {"num_experts": "many"}, ["num_experts", "'many'", "integer"]),
-        ({}, {}, {"decoder_sparse_step": 0}, ["decoder_sparse_step", "got 0"]),
     ],
 )
 def test_impossible(trainer: dict[str, int], engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:

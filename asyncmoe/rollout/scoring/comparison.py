@@ -82,11 +82,7 @@ def _same_values(gold: Term, given: Term, at: At) -> bool:
     factors, others = ({one.text for one in walk(node) if one.op == "factor"} for node in (gold, given))
     one_sided = {"unit"} if has_units(gold) != has_units(given) else set()
     left_out = {"factor"} if factors == {"%"} and not others else set()
-    return any(
-        _same_at(gold, given, replace(at, ignored=ignored, base=base))
-        for ignored in {frozenset[str](), frozenset(one_sided | left_out)}
-        for base in (mp.e, mp.mpf(10))
-    )
+    return any(_same_at(gold, given, replace(at, ignored=ignored)) for ignored in {frozenset[str](), frozenset(one_sided | left_out)})
 
 
 def _same_at(gold: Term, given: Term, at: At) -> bool:

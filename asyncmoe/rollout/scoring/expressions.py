@@ -48,6 +48,8 @@ class Term:
 
 
 MINUS = Term("number", text="-1")
+_BASE = Term("variable", text=r"\log")
+"""Of a logarithm without one: it is not known, but the same on both sides."""
 
 
 def negative(node: Term) -> Term:
@@ -193,6 +195,7 @@ class _Reader:
         index = [self._factor(alone=True)] if self._take("_") else []
         power = [self._factor(alone=True)] if self._take("^") else []
         argument = self._factor(alone=True) if self.rest[-1] == "(" else self._product(("*", "/", *TURNS))
+        index = index or [_BASE] * (name == "log")
         node = Term(name, (argument, *index))
         return Term("^", (node, *power)) if power else node
 

@@ -32,14 +32,12 @@ class At:
         number: that of the point.
         given: values of variables.
         ignored: "unit", "factor": what is 1, but for arguments of functions.
-        base: of logarithms without one.
         work: counts the operations.
     """
 
     number: int = 0
     given: Mapping[str, Number] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
-    base: Number = mp.e
     work: Iterator[int] = field(default_factory=count)
 
 
@@ -64,7 +62,7 @@ def value(node: Term, at: At) -> Number:
         return at.given[node.text] if node.text in at.given else CONSTANTS.get(node.text, _any_number(node.text, at.number))
     need(node.op in FUNCTIONS and not (node.op == "brackets" and len(node.args) > 1), Undefined)
     inside = replace(at, ignored=frozenset()) if node.op in TURNS else at
-    values = [value(one, inside) for one in node.args] + [at.base] * (node.op == "log" and len(node.args) == 1)
+    values = [value(one, inside) for one in node.args]
     try:
         found = reduce(FUNCTIONS[node.op], values) if node.op in "+*" else FUNCTIONS[node.op](*values)
     except (ArithmeticError, ValueError) as error:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from asyncmoe.rollout.scoring.bounded import Number, TooLarge, Undefined, equal, integer, mp, need
-from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
+from asyncmoe.rollout.scoring.expressions import NO_BASE, SETS, Term, negative
 from asyncmoe.rollout.scoring.meaning import MOST, POINTS, At, defined, has_units, members, named, plain, value, variables, walk
 
 _NEAR = mp.mpf(10) ** -30
@@ -97,7 +97,12 @@ def _same_at(gold: Term, given: Term, at: At) -> bool:
 def _rounds(a: Number, gold: Term, b: Number, given: Term) -> bool:
     """Return whether the reference is a decimal number that rounds an exact one."""
     decimals = [one.text for one in walk(gold) if "." in one.text]
-    exact = not any("." in one.text for one in walk(given)) and {one.op for one in walk(given)} - {"*", "number", "unit", "factor"}
+    exact = not any("." in one.text or one.text == NO_BASE for one in walk(given)) and {one.op for one in walk(given)} - {
+        "*",
+        "number",
+        "unit",
+        "factor",
+    }
     if gold.op not in ("number", "*") or len(decimals) != 1 or not exact or mp.im(b) != 0 or a * b <= 0:
         return False
     places = len(decimals[0].partition(".")[2])

@@ -14,6 +14,8 @@ _TOKENS, _NESTED, _DIGITS = 2000, 40, 800
 _ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
 _GREEK = "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
 _NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS, "infty"}
+NO_BASE = r"\log"
+"""The base of logarithms without one: a constant of which nothing is known."""
 SETS = ("∅", r"\R", r"\Z", r"\N")
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
 _PARTS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}
@@ -48,8 +50,6 @@ class Term:
 
 
 MINUS = Term("number", text="-1")
-_BASE = Term("variable", text=r"\log")
-"""Of a logarithm without one: it is not known, but the same on both sides."""
 
 
 def negative(node: Term) -> Term:
@@ -195,7 +195,7 @@ class _Reader:
         index = [self._factor(alone=True)] if self._take("_") else []
         power = [self._factor(alone=True)] if self._take("^") else []
         argument = self._factor(alone=True) if self.rest[-1] == "(" else self._product(("*", "/", *TURNS))
-        index = index or [_BASE] * (name == "log")
+        index = index or [Term("variable", text=NO_BASE)] * (name == "log")
         node = Term(name, (argument, *index))
         return Term("^", (node, *power)) if power else node
 

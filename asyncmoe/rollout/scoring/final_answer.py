@@ -51,7 +51,7 @@ def _is_sure(mark: re.Match[str], text: str) -> bool:
 
 
 def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[str]:
-    """Return a text, its first clause if it is marked, and its last expression in LaTeX or bold, or in prose its last number with a unit."""
+    """Return a text, its first clause if it is marked, and its last expression in LaTeX or bold, or in prose its last number."""
     clauses = PATTERNS["clause"].split(text, maxsplit=1)[:marked]
     whole = [text, *(one for one in clauses if not _denied(text, 0, len(one)))] if len(text) <= ANSWER_CHARS else []
     latex = [one for one in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", one[0]))]

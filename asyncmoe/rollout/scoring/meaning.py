@@ -12,9 +12,9 @@ from random import Random
 
 from asyncmoe.rollout.scoring import units
 from asyncmoe.rollout.scoring.bounded import FUNCTIONS, TURNS, Number, TooLarge, Undefined, mp, need
-from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
+from asyncmoe.rollout.scoring.expressions import NO_BASE, SETS, Term, negative
 
-CONSTANTS: Mapping[str, Number] = {"pi": +mp.pi, "e": +mp.e, "i": mp.j, "infty": mp.inf}
+CONSTANTS: Mapping[str, Number] = {"pi": +mp.pi, "e": +mp.e, "i": mp.j, "infty": mp.inf, NO_BASE: mp.e * mp.sqrt(mp.pi)}
 _RANGES = ((0.0, 1.0), (1.0, 4.0), (-1.0, 0.0), (-5.0, -1.0), (0.0, 1.0), (1.0, 4.0))
 """Where variables are, point after point; at as many later points they are natural numbers."""
 POINTS = range(2 * len(_RANGES))
@@ -87,7 +87,7 @@ def walk(node: Term) -> Sequence[Term]:
 
 
 def variables(*nodes: Term) -> set[str]:
-    return {one.text for node in nodes for one in walk(node) if one.op == "variable"} - {"pi", "e", "infty", *SETS}
+    return {one.text for node in nodes for one in walk(node) if one.op == "variable"} - {"pi", "e", "infty", NO_BASE, *SETS}
 
 
 def has_units(node: Term) -> bool:

@@ -97,12 +97,8 @@ def _same_at(gold: Term, given: Term, at: At) -> bool:
 def _rounds(a: Number, gold: Term, b: Number, given: Term) -> bool:
     """Return whether the reference is a decimal number that rounds an exact one."""
     decimals = [one.text for one in walk(gold) if "." in one.text]
-    exact = not any("." in one.text or one.text == NO_BASE for one in walk(given)) and {one.op for one in walk(given)} - {
-        "*",
-        "number",
-        "unit",
-        "factor",
-    }
+    inexact = any("." in one.text or one.text == NO_BASE for one in walk(given))
+    exact = not inexact and {one.op for one in walk(given)} - {"*", "number", "unit", "factor"}
     if gold.op not in ("number", "*") or len(decimals) != 1 or not exact or mp.im(b) != 0 or a * b <= 0:
         return False
     places = len(decimals[0].partition(".")[2])

@@ -192,10 +192,9 @@ class _Reader:
 
     def _function(self, name: str) -> Term:
         """The argument of a function is one in brackets, else the factors up to the next function or sign."""
-        index = [self._factor(alone=True)] if self._take("_") else []
+        index = [self._factor(alone=True)] if self._take("_") else [Term("variable", text=NO_BASE)] * (name == "log")
         power = [self._factor(alone=True)] if self._take("^") else []
         argument = self._factor(alone=True) if self.rest[-1] == "(" else self._product(("*", "/", *TURNS))
-        index = index or [Term("variable", text=NO_BASE)] * (name == "log")
         node = Term(name, (argument, *index))
         return Term("^", (node, *power)) if power else node
 

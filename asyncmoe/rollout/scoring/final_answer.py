@@ -21,14 +21,10 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
     text = re.sub(r"[^\S\n]+", " ", PATTERNS["thought"].split(PATTERNS["unseen"].sub("", response))[-1]).strip()
     if PATTERNS["thinking"].search(text):
         return []
-    explicit, weak = _marks(text, "box", "line", "tag"), _marks(text, "letter", "bold", "code")
+    explicit, weak = _marks(text, "box", "line", "tag", "phrase"), _marks(text, "letter", "bold", "code")
     sure, likely = ([found for found in marks if _is_sure(found, text)] for marks in (explicit, weak))
-    *_, phrase = None, *(found for found in PATTERNS["phrase"].finditer(text) if not _denied(text, found.start(), len(text)))
-    if phrase and (not sure or phrase.start() > sure[-1].start()):
-        rest = text[phrase.end() : phrase.end() + ANSWER_CHARS]
-        latex = PATTERNS["latex"].match(rest)
-        line = rest if latex and "\n" in latex[0] else rest.partition("\n")[0]
-        first = line.partition(". ")[0]
+    if sure and sure[-1].re == PATTERNS["phrase"]:
+        first = (line := sure[-1][1]).partition(". ")[0]
         return [*_sentence(first, marked=True), *(found[1] for found in _marks(first, "letter")[:1]), *_sentence(line, marked=True)]
     return [_joined(text, sure or likely)] if sure or likely else [found[1] for found in weak[-1:]] or _sentence(text, False, not reference)
 
@@ -36,11 +32,11 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
 def _marks(text: str, *names: str) -> Sequence[re.Match[str]]:
     """Return the marks of these kinds in a text, but for those of which it says that they are no answer."""
     found = sorted((one for name in names for one in PATTERNS[name].finditer(text)), key=re.Match.start)
-    return [one for one in found if not _denied(text, one.start(), one.end(one.re.groups))]
+    return [one for one in found if not _beside("denied", text, one.start(), one.end(one.re.groups))]
 
 
-def _denied(text: str, start: int, end: int) -> bool:
-    return bool(PATTERNS["denied"].search(f"{text[max(0, start - 40) : start]}⋯{text[end : end + 40]}"))
+def _beside(name: str, text: str, start: int, end: int) -> bool:
+    return bool(PATTERNS[name].search(f"{text[max(0, start - 40) : start]}⋯{text[end : end + 40]}"))
 
 
 def _is_sure(mark: re.Match[str], text: str) -> bool:
@@ -53,14 +49,13 @@ def _is_sure(mark: re.Match[str], text: str) -> bool:
 def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[str]:
     """Return a text, its first clause if it is marked, and its last expression in LaTeX or bold, or in prose its last number."""
     clauses = PATTERNS["clause"].split(text, maxsplit=1)[:marked]
-    whole = [text, *(one for one in clauses if not _denied(text, 0, len(one)))] if len(text) <= ANSWER_CHARS else []
-    latex = [one for one in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", one[0]))]
+    whole = [text, *(one for one in clauses if not _beside("denied", text, 0, len(one)))] if len(text) <= ANSWER_CHARS else []
+    latex = [one for one in _marks(text, "latex") if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", one[0]))]
     parts = latex or [one for one in _marks(text, "bold") if _is_sure(one, text)]
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
-        parts = [*PATTERNS["number"].finditer(text)]
-    parts = [one for one in parts if not _denied(text, one.start(), one.end())]
-    if parts and PATTERNS["changed"].search(f"{text[: parts[-1].start()][-40:]}⋯{text[parts[-1].end() :][:40]}"):
+        parts = _marks(text, "number")
+    if parts and _beside("changed", text, parts[-1].start(), parts[-1].end()):
         return [text]
     return [*whole, _joined(text, parts)] if parts else whole
 

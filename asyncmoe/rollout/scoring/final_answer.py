@@ -36,14 +36,17 @@ def _marks(text: str, *names: str) -> Sequence[re.Match[str]]:
 
 
 def _beside(name: str, text: str, start: int, end: int) -> bool:
+    """Return whether a pattern with "⋯" in the place of a part of a text matches what is around that part."""
     return bool(PATTERNS[name].search(f"{text[max(0, start - 40) : start]}⋯{text[end : end + 40]}"))
 
 
 def _is_sure(mark: re.Match[str], text: str) -> bool:
     """The signs of GSM8K, bold and code are also those of Markdown for headings and stress."""
     content, sign = mark[1] or "", mark[0][0]
-    valued = re.search(r"^[^A-Za-z]*\d|\\|\$", content) or (sign == "#" and mark.end() == len(text))
-    return sign not in "*`#" or bool((valued or notation.choices(content.strip())) and not PATTERNS["prose"].search(content[:1000]))
+    if sign not in "*`#":
+        return True
+    valued = (sign == "#" and mark.end() == len(text)) or PATTERNS["valued"].search(content) or notation.choices(content.strip())
+    return bool(valued and not PATTERNS["prose"].search(content[:1000]))
 
 
 def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[str]:
@@ -55,9 +58,8 @@ def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[st
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
         parts = _marks(text, "number")
-    if parts and _beside("changed", text, parts[-1].start(), parts[-1].end()):
-        return [text]
-    return [*whole, _joined(text, parts)] if parts else whole
+    meant = parts and not _beside("changed", text, parts[-1].start(), parts[-1].end())
+    return [*whole, _joined(text, parts)] if meant else whole
 
 
 def _joined(text: str, parts: Sequence[re.Match[str]]) -> str:

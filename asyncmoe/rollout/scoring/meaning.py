@@ -61,8 +61,7 @@ def value(node: Term, at: At) -> Number:
         need(node.text not in SETS, Undefined)
         return at.given[node.text] if node.text in at.given else CONSTANTS.get(node.text, _any_number(node.text, at.number))
     need(node.op in FUNCTIONS and not (node.op == "brackets" and len(node.args) > 1), Undefined)
-    inside = replace(at, ignored=frozenset()) if node.op in TURNS else at
-    values = [value(one, inside) for one in node.args]
+    values = [value(one, replace(at, ignored=frozenset()) if node.op in TURNS else at) for one in node.args]
     try:
         found = reduce(FUNCTIONS[node.op], values) if node.op in "+*" else FUNCTIONS[node.op](*values)
     except (ArithmeticError, ValueError) as error:

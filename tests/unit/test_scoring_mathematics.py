@@ -77,6 +77,11 @@ def test_judged_pairs_are_scored_as_judged() -> None:
     assert [row for row in wrong if not row["equal"]] == []
 
 
+@pytest.mark.parametrize("row", rows("explained"), ids=lambda row: f"{row['answer']!a:.60} {row['gold']!a}")
+def test_an_answer_stands_whatever_is_said_beside_it(row: dict[str, Any]) -> None:
+    assert score("", row["answer"], row["gold"]) == float(row["equal"])
+
+
 def test_answers_that_do_not_end_are_wrong_within_bounds() -> None:
     """The real process, whose limit is the configured time-out: it takes 2 s for none of them, on a busy machine less than 20."""
     judge = InWorkers(loading.MATH_VERIFY, {}, False, 20.0, 1)

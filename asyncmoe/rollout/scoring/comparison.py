@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from asyncmoe.rollout.scoring.bounded import Number, TooLarge, Undefined, equal, integer, mp, need
-from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
+from asyncmoe.rollout.scoring.expressions import NO_BASE, SETS, Term, negative
 from asyncmoe.rollout.scoring.meaning import MOST, POINTS, At, defined, has_units, members, named, plain, value, variables, walk
 
 _NEAR = mp.mpf(10) ** -30
@@ -82,11 +82,7 @@ def _same_values(gold: Term, given: Term, at: At) -> bool:
     factors, others = ({one.text for one in walk(node) if one.op == "factor"} for node in (gold, given))
     one_sided = {"unit"} if has_units(gold) != has_units(given) else set()
     left_out = {"factor"} if factors == {"%"} and not others else set()
-    return any(
-        _same_at(gold, given, replace(at, ignored=ignored, base=base))
-        for ignored in {frozenset[str](), frozenset(one_sided | left_out)}
-        for base in (mp.e, mp.mpf(10))
-    )
+    return any(_same_at(gold, given, replace(at, ignored=ignored)) for ignored in {frozenset[str](), frozenset(one_sided | left_out)})
 
 
 def _same_at(gold: Term, given: Term, at: At) -> bool:
@@ -101,7 +97,8 @@ def _same_at(gold: Term, given: Term, at: At) -> bool:
 def _rounds(a: Number, gold: Term, b: Number, given: Term) -> bool:
     """Return whether the reference is a decimal number that rounds an exact one."""
     decimals = [one.text for one in walk(gold) if "." in one.text]
-    exact = not any("." in one.text for one in walk(given)) and {one.op for one in walk(given)} - {"*", "number", "unit", "factor"}
+    inexact = any("." in one.text or one.text == NO_BASE for one in walk(given))
+    exact = not inexact and {one.op for one in walk(given)} - {"*", "number", "unit", "factor"}
     if gold.op not in ("number", "*") or len(decimals) != 1 or not exact or mp.im(b) != 0 or a * b <= 0:
         return False
     places = len(decimals[0].partition(".")[2])

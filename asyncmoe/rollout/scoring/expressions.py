@@ -14,6 +14,8 @@ _TOKENS, _NESTED, _DIGITS = 2000, 40, 800
 _ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
 _GREEK = "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
 _NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS, "infty"}
+NO_BASE = r"\log"
+"""The base of logarithms without one: a constant of which nothing is known."""
 SETS = ("∅", r"\R", r"\Z", r"\N")
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
 _PARTS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}
@@ -190,7 +192,7 @@ class _Reader:
 
     def _function(self, name: str) -> Term:
         """The argument of a function is one in brackets, else the factors up to the next function or sign."""
-        index = [self._factor(alone=True)] if self._take("_") else []
+        index = [self._factor(alone=True)] if self._take("_") else [Term("variable", text=NO_BASE)] * (name == "log")
         power = [self._factor(alone=True)] if self._take("^") else []
         argument = self._factor(alone=True) if self.rest[-1] == "(" else self._product(("*", "/", *TURNS))
         node = Term(name, (argument, *index))

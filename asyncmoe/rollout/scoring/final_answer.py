@@ -1,4 +1,4 @@
-"""Where the final answer of a response stands: the last of the marks that `docs/guides/reward.md` lists."""
+"""Where the final answer of a response stands: at the last of the marks of the highest rank, as `docs/guides/reward.md` lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from asyncmoe.rollout.scoring.notation import PATTERNS
 
 ANSWER_CHARS = 8000
 """A longer text is not one answer."""
-_MARKS = [PATTERNS[name] for name in ("box", "line", "tag", "letter", "bold", "code")]
 
 
 def find(response: str, reference: bool = False) -> Sequence[str]:
@@ -19,37 +18,48 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
     Args:
         reference: it is a reference, which is an answer, or a whole solution with marks.
     """
-    text = re.sub(r"[^\S\n]+", " ", PATTERNS["thought"].split(response)[-1]).strip()
-    if "<think>" in text:
+    text = re.sub(r"[^\S\n]+", " ", PATTERNS["thought"].split(PATTERNS["unseen"].sub("", response))[-1]).strip()
+    if PATTERNS["thinking"].search(text):
         return []
-    marks = sorted((found for pattern in _MARKS for found in pattern.finditer(text)), key=re.Match.start)
-    sure = [found for found in marks if _is_sure(found, text)]
-    *_, phrase = None, *PATTERNS["phrase"].finditer(text)
-    if phrase and (not sure or phrase.start() > sure[-1].start()):
-        rest = text[phrase.end() : phrase.end() + ANSWER_CHARS]
-        latex = PATTERNS["latex"].match(rest)
-        return _sentence(rest if latex and "\n" in latex[0] else rest.partition("\n")[0], marked=True)
-    unsure = [found[1] for found in marks if found[0][0] != "#"]
-    return [_joined(text, sure)] if sure else unsure[-1:] or _sentence(text, False, not reference)
+    explicit, weak = _marks(text, "box", "line", "tag", "phrase"), _marks(text, "letter", "bold", "code")
+    sure, likely = ([found for found in marks if _is_sure(found, text)] for marks in (explicit, weak))
+    if sure and sure[-1].re == PATTERNS["phrase"]:
+        first = (line := sure[-1][1]).partition(". ")[0]
+        return [*_sentence(first, marked=True), *(found[1] for found in _marks(first, "letter")[:1]), *_sentence(line, marked=True)]
+    return [_joined(text, sure or likely)] if sure or likely else [found[1] for found in weak[-1:]] or _sentence(text, False, not reference)
+
+
+def _marks(text: str, *names: str) -> Sequence[re.Match[str]]:
+    """Return the marks of these kinds in a text, but for those of which it says that they are no answer."""
+    found = sorted((one for name in names for one in PATTERNS[name].finditer(text)), key=re.Match.start)
+    return [one for one in found if not _beside("denied", text, one.start(), one.end(one.re.groups))]
+
+
+def _beside(name: str, text: str, start: int, end: int) -> bool:
+    """Return whether a pattern with "⋯" in the place of a part of a text matches what is around that part."""
+    return bool(PATTERNS[name].search(f"{text[max(0, start - 40) : start]}⋯{text[end : end + 40]}"))
 
 
 def _is_sure(mark: re.Match[str], text: str) -> bool:
     """The signs of GSM8K, bold and code are also those of Markdown for headings and stress."""
     content, sign = mark[1] or "", mark[0][0]
-    valued = re.search(r"^[^A-Za-z]*\d|\\|\$", content) or (sign == "#" and not text[mark.end() :].strip())
-    return sign not in "*`#" or bool((valued or notation.choices(content.strip())) and not PATTERNS["prose"].search(content[:1000]))
+    if sign not in "*`#":
+        return True
+    valued = (sign == "#" and mark.end() == len(text)) or PATTERNS["valued"].search(content) or notation.choices(content.strip())
+    return bool(valued and not PATTERNS["prose"].search(content[:1000]))
 
 
 def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[str]:
-    """Return a text, its first clause if it is marked, and its last expression in LaTeX, or in prose its last number with a unit."""
-    whole = [text, *PATTERNS["clause"].split(text, maxsplit=1)[:marked]] if len(text) <= ANSWER_CHARS else []
-    parts = [found for found in PATTERNS["latex"].finditer(text) if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", found[0]))]
+    """Return a text, its first clause if it is marked, and its last expression in LaTeX or bold, or in prose its last number."""
+    clauses = PATTERNS["clause"].split(text, maxsplit=1)[:marked]
+    whole = [text, *(one for one in clauses if not _beside("denied", text, 0, len(one)))] if len(text) <= ANSWER_CHARS else []
+    latex = [one for one in _marks(text, "latex") if not PATTERNS["prose"].search(PATTERNS["wrapped"].sub("", one[0]))]
+    parts = latex or [one for one in _marks(text, "bold") if _is_sure(one, text)]
     if not parts and with_numbers and re.search(r"[^\W\d_]{2}", text) and not re.search(r"\\[A-Za-z]", text):
         text = re.sub(r"(?<=\d)(?!e[-+\d])(?=[A-Za-z])", " ", text)  # a unit stands apart
-        parts = [*PATTERNS["number"].finditer(text)]
-    if parts and PATTERNS["changed"].search(f"{text[: parts[-1].start()][-40:]}⋯{text[parts[-1].end() :][:40]}"):
-        return [text]
-    return [*whole, _joined(text, parts)] if parts else whole
+        parts = _marks(text, "number")
+    meant = parts and not _beside("changed", text, parts[-1].start(), parts[-1].end())
+    return [*whole, _joined(text, parts)] if meant else whole
 
 
 def _joined(text: str, parts: Sequence[re.Match[str]]) -> str:

@@ -12,9 +12,9 @@ from random import Random
 
 from asyncmoe.rollout.scoring import units
 from asyncmoe.rollout.scoring.bounded import FUNCTIONS, TURNS, Number, TooLarge, Undefined, mp, need
-from asyncmoe.rollout.scoring.expressions import SETS, Term, negative
+from asyncmoe.rollout.scoring.expressions import NO_BASE, SETS, Term, negative
 
-CONSTANTS: Mapping[str, Number] = {"pi": +mp.pi, "e": +mp.e, "i": mp.j, "infty": mp.inf}
+CONSTANTS: Mapping[str, Number] = {"pi": +mp.pi, "e": +mp.e, "i": mp.j, "infty": mp.inf, NO_BASE: mp.e * mp.sqrt(mp.pi)}
 _RANGES = ((0.0, 1.0), (1.0, 4.0), (-1.0, 0.0), (-5.0, -1.0), (0.0, 1.0), (1.0, 4.0))
 """Where variables are, point after point; at as many later points they are natural numbers."""
 POINTS = range(2 * len(_RANGES))
@@ -32,14 +32,12 @@ class At:
         number: that of the point.
         given: values of variables.
         ignored: "unit", "factor": what is 1, but for arguments of functions.
-        base: of logarithms without one.
         work: counts the operations.
     """
 
     number: int = 0
     given: Mapping[str, Number] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
-    base: Number = mp.e
     work: Iterator[int] = field(default_factory=count)
 
 
@@ -63,8 +61,7 @@ def value(node: Term, at: At) -> Number:
         need(node.text not in SETS, Undefined)
         return at.given[node.text] if node.text in at.given else CONSTANTS.get(node.text, _any_number(node.text, at.number))
     need(node.op in FUNCTIONS and not (node.op == "brackets" and len(node.args) > 1), Undefined)
-    inside = replace(at, ignored=frozenset()) if node.op in TURNS else at
-    values = [value(one, inside) for one in node.args] + [at.base] * (node.op == "log" and len(node.args) == 1)
+    values = [value(one, replace(at, ignored=frozenset()) if node.op in TURNS else at) for one in node.args]
     try:
         found = reduce(FUNCTIONS[node.op], values) if node.op in "+*" else FUNCTIONS[node.op](*values)
     except (ArithmeticError, ValueError) as error:
@@ -89,7 +86,7 @@ def walk(node: Term) -> Sequence[Term]:
 
 
 def variables(*nodes: Term) -> set[str]:
-    return {one.text for node in nodes for one in walk(node) if one.op == "variable"} - {"pi", "e", "infty", *SETS}
+    return {one.text for node in nodes for one in walk(node) if one.op == "variable"} - {"pi", "e", "infty", NO_BASE, *SETS}
 
 
 def has_units(node: Term) -> bool:

@@ -33,7 +33,7 @@ def plain(text: str) -> str:
     text = PATTERNS["delimiter"].sub(" ", text.translate(_NARROW))
     if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0:
         text = re.sub(r"(?<!\\)\$", " ", text)
-    return re.sub(r"(?<![.,\sm\\])\s*[.,;:。]$", "", text.strip())
+    return re.sub(r"(?<![.,\sm\\])\s*[.,;:。?]$", "", text.strip())
 
 
 def unwrapped(text: str, word: str = r"\g<0>") -> str:

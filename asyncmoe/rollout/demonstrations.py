@@ -42,11 +42,12 @@ class Demonstrations:
         why = ""
         for question in range(index, index + TRIES * self._total, self._total):
             where, made = await self._demonstration(index, question)
-            if not isinstance(made, TrajectoryRejected):
-                if (size := max((len(one.tokens) for one in made), default=0)) <= self._most:
-                    return made
-                made = f"{size} tokens, more than the {self._most} that the model's context and environment.max_tokens allow"
-            why = f"{where}: {made}"
+            if isinstance(made, TrajectoryRejected):
+                why = f"{where}: {made}"
+            elif (size := max((len(one.tokens) for one in made), default=0)) <= self._most:
+                return made
+            else:
+                why = f"{where}: {size} tokens, more than the {self._most} that the model's context and environment.max_tokens allow"
             if where not in self._replaced:
                 self._replaced.add(where)
                 log.warning("%s; a later question takes the place of this demonstration", why)

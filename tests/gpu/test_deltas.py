@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+from asyncmoe.reshard.delta_gpu import BaseMemory  # noqa: E402
 from delta_ranks import change  # noqa: E402
 from test_reshard_delta import DENSITIES, large  # noqa: E402
 from test_reshard_delta_float8 import Quantised, stepped  # noqa: E402
@@ -19,7 +20,6 @@ from test_reshard_delta_float8 import Quantised, stepped  # noqa: E402
 import asyncmoe.reshard._C as _C  # noqa: E402
 from asyncmoe.errors import TransferError  # noqa: E402
 from asyncmoe.reshard import DeltaReceiver, DeltaSender  # noqa: E402
-from asyncmoe.reshard.delta_gpu import BaseMemory  # noqa: E402
 
 if _C.cuda_device_count() == 0 or not torch.cuda.is_available():
     pytest.skip("no GPU, or no CUDA kernels built", allow_module_level=True)

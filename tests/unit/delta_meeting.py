@@ -236,7 +236,7 @@ def meet(
     stores[0].put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
     terms = MeetingOutcome(in_place=in_place).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
-    sync = SimpleNamespace(timeout_s=timeout_s, delta_base="device")
+    sync = SimpleNamespace(timeout_s=timeout_s)
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
     for rank, store in enumerate(stores):
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})

@@ -12,7 +12,7 @@ import torch
 from delta_meeting import Rig, meetings
 from device_standin import Machine, OnDevice1, build
 
-import asyncmoe.reshard.delta_gpu as delta_gpu
+import asyncmoe.reshard.delta_work as delta_work
 from asyncmoe.receiver import protocol, worker
 from asyncmoe.reshard import ipc_transport
 
@@ -38,11 +38,11 @@ def rig(library: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rig", [{}], indirect=True)
 def test_a_card_counts_what_deltas_take(rig: Rig) -> None:
-    """CUDA IPC has no buffers at the receiver: one coded message, of at most the shard."""
+    """CUDA IPC has no buffers at the receiver; coded bytes take the place of a second copy."""
     for rank, model in rig.workers.items():
         card = rig.senders[0].met.store.get(protocol.ready(rank), 1.0).card
         assert card is not None
-        assert (card.wanted, card.copy) == (card.copy, sum(one.nbytes for one in model.parameters()))
+        assert (card.wanted, card.copy) == (0, sum(one.nbytes for one in model.parameters()))
 
 
 def each(in_place: bool) -> Any:
@@ -56,13 +56,13 @@ def test_versions_in_a_row_are_what_the_trainer_has(rig: Rig, monkeypatch: pytes
     wait_idle = worker.wait_idle
     monkeypatch.setattr(worker, "wait_idle", lambda device, seconds: waited.append(device) or wait_idle(device, seconds))
     coded: list[bool] = []
-    run = delta_gpu.DeviceElements.apply
+    run = delta_work.GpuWork.apply
 
     def apply(self: Any, *args: Any, write: bool) -> int:
         coded.append(write)
         return run(self, *args, write=write)
 
-    monkeypatch.setattr(delta_gpu.DeviceElements, "apply", apply)
+    monkeypatch.setattr(delta_work.GpuWork, "apply", apply)
     for version, share in ((1, 0.0), (2, 0.01), (3, 0.0), (4, 0.1), (5, 1.0), (6, 0.01)):
         rig.change(share, version)
         found = rig.send(version)

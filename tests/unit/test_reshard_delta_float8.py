@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from delta_ranks import Ranks, Where, here
 from reshard_ranks import Arrays, run_ranks
 from test_reshard_float8 import RAW, Shapes, chosen, empty, filled, random
 
-from asyncmoe.reshard import DeltaReceiver, DeltaSender, LayoutBuilder, RankLayout, expected_digest, plan, shard_digest
+from asyncmoe.reshard import LayoutBuilder, RankLayout, plan
 from asyncmoe.reshard.float8 import BLOCK, SCALES, Scaler, with_scale_tensors, with_scales
 from asyncmoe.reshard.layout import columns, rows, whole
 
@@ -37,7 +38,7 @@ def sides(dtype: str) -> tuple[list[RankLayout], list[RankLayout]]:
 class Quantised:
     """Both sides, and what dense exchanges bring."""
 
-    def __init__(self, dtype: str, float8: bool) -> None:
+    def __init__(self, dtype: str, float8: bool, there: Where = here) -> None:
         source, destination = sides(dtype)
         self.shapes = with_scale_tensors(SHAPES, chosen) if float8 else SHAPES
         if float8:
@@ -48,12 +49,7 @@ class Quantised:
         self.values = {name: random((*shape, 1)[:2], 7, dtype).reshape(shape) for name, shape in SHAPES.items()}
         self.held: dict[int, Arrays] = {layout.rank: filled(layout, self.values) for layout in source}
         self.got: dict[int, Arrays] = {layout.rank: empty(layout) for layout in destination}
-        self.senders = {rank: DeltaSender(self.plan, rank, message_bytes=1 << 16) for rank in self.held}
-        self.receivers = {rank: DeltaReceiver(self.plan, rank, message_bytes=1 << 16) for rank in self.got}
-        for rank, sender in self.senders.items():
-            sender.bind(self.held[rank])
-        for rank, receiver in self.receivers.items():
-            receiver.bind(self.got[rank])
+        self.ranks = Ranks(self.plan, self.held, self.got, there, bucket_bytes=1 << 17)
 
     def load(self) -> None:
         """Bring the tensors into the sources, and compute their scales."""
@@ -66,36 +62,25 @@ class Quantised:
 
     def full(self, version: int) -> None:
         self.load()
-        for sender in self.senders.values():
+        for sender in self.ranks.senders.values():
             sender.full(version)
         run_ranks(self.plan, self.held, self.got)
-        for rank, receiver in self.receivers.items():
-            receiver.adopt(version, expected_digest(self.plan, rank, [s.contribution(rank) for s in self.senders.values()]))
-        for sender in self.senders.values():
-            sender.commit()
+        for rank, receiver in self.ranks.receivers.items():
+            receiver.adopt(version, self.ranks.digests(rank))
 
     def delta(self, version: int) -> tuple[int, int]:
         """Send a delta; return its changed elements and all, after comparing with a dense exchange."""
         self.load()
-        changed = elements = 0
-        for sender in self.senders.values():
-            size = sender.encode(version)
-            assert size is not None
-            changed, elements = changed + size.changed, elements + size.elements
-        for rank, receiver in self.receivers.items():
-            for source, sender in self.senders.items():
-                for message in sender.messages(rank):
-                    receiver.stage(source, message)
+        sizes = self.ranks.encode(version)
+        for rank, receiver in self.ranks.receivers.items():
+            self.ranks.receive(rank, self.ranks.messages(rank))
             receiver.commit(version)
-        for sender in self.senders.values():
-            sender.commit()
         dense = {layout.rank: empty(layout) for layout in self.destination}
         run_ranks(self.plan, self.held, dense)
         for layout in self.destination:
             for name, expected in dense[layout.rank].items():
                 np.testing.assert_array_equal(self.got[layout.rank][name].view(np.uint8), expected.view(np.uint8))
-            assert shard_digest(self.shapes, layout, self.got[layout.rank]) == self.receivers[layout.rank].digest
-        return changed, elements
+        return sum(size.changed for size in sizes), sum(size.elements for size in sizes)
 
 
 def stepped(values: dict[str, torch.Tensor], size: float, share: float, seed: int) -> None:

@@ -10,7 +10,7 @@ from model_cases import MODELS, of_every_family
 from reshard_ranks import Arrays, blank, filled, numbered
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.reshard import DeltaReceiver, DeltaSender, plan, shard_digest
+from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, plan
 
 GRIDS = {
     "1 -> 1": (MegatronParallel(), EngineParallel()),
@@ -28,7 +28,9 @@ def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronPara
     destination = family.sglang_layouts(hf, engine, "float32", 2, first=trainer.world)
     values = numbered(shapes, np.float32)
     sources = {layout.rank: filled(layout, values, np.float32) for layout in source}
-    ranks = Ranks(plan(shapes, source, destination), sources, {one.rank: blank(one, np.float32) for one in destination}, message_bytes=8192)
+    ranks = Ranks(
+        plan(shapes, source, destination), sources, {one.rank: blank(one, np.float32) for one in destination}, bucket_bytes=1 << 17
+    )
     ranks.full(1)
     generator = np.random.default_rng(0)
     for version, density in enumerate((0.01, 0.001, 0.5, 0.0, 1.0), 2):
@@ -37,12 +39,8 @@ def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronPara
         for layout in source:
             for name, array in filled(layout, values, np.float32).items():
                 ranks.sources[layout.rank][name][...] = array
-        ranks.encode(version)
-        ranks.commit(version)
+        ranks.update(version)
         ranks.check(shapes, destination)
-    first, second = destination[: engine.world], destination[engine.world :]
-    for one, other in zip(first, second, strict=True):
-        assert ranks.receivers[one.rank].digest == ranks.receivers[other.rank].digest
 
 
 def bits(arrays: Arrays) -> Arrays:
@@ -59,27 +57,30 @@ def test_every_rank_plans_its_own_part() -> None:
     destination = family.sglang_layouts(hf, engine, "bfloat16", first=trainer.world)
     values = {name: array.astype(np.int16) for name, array in numbered(shapes).items()}
     parts = {layout.rank: plan(shapes, source, destination, ranks=[layout.rank]) for layout in (*source, *destination)}
-    senders = {one.rank: DeltaSender(parts[one.rank], one.rank) for one in source}
-    for layout in source:
-        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
-        senders[layout.rank].full(1)
-        senders[layout.rank].commit()
-    held = {layout.rank: bits(filled(layout, values, np.int16)) for layout in destination}
-    receivers = {one.rank: DeltaReceiver(parts[one.rank], one.rank) for one in destination}
-    for layout in destination:
-        receivers[layout.rank].bind(held[layout.rank])
-        receivers[layout.rank].adopt(1)
+    held = {layout.rank: bits(filled(layout, values, np.int16)) for layout in (*source, *destination)}
+    senders = {one.rank: DeltaEncoder(parts[one.rank], one.rank) for one in source}
+    receivers = {one.rank: DeltaDecoder(parts[one.rank], one.rank, limit_bytes=1 << 40) for one in destination}
+    for rank, sender in senders.items():
+        sender.bind(held[rank])
+        sender.full(1)
+    for rank, receiver in receivers.items():
+        receiver.bind(held[rank])
+        receiver.adopt(1, {source: sender.digest(rank) for source, sender in senders.items()})
     for tensor in values.values():
         change(tensor, 0.02, np.random.default_rng(1))
-    for layout in source:
-        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
-        assert senders[layout.rank].encode(2) is not None
+    for rank, sender in senders.items():
+        fresh = bits(filled(next(layout for layout in source if layout.rank == rank), values, np.int16))
+        sender.bind(fresh)
+        assert sender.encode(2, limit_bytes=1 << 40) is not None
     for layout in destination:
         receiver = receivers[layout.rank]
+        receiver.expect({rank: sender.sizes(layout.rank) for rank, sender in senders.items() if sender.sizes(layout.rank)})
         for rank, sender in senders.items():
-            for message in sender.messages(layout.rank):
-                receiver.stage(rank, message)
+            for number, size in enumerate(sender.sizes(layout.rank)):
+                message = np.empty(size, np.uint8)
+                sender.put(layout.rank, number, int(message.ctypes.data))
+                receiver.take(rank, number, int(message.ctypes.data))
+        receiver.prove({rank: sender.digest(layout.rank) for rank, sender in senders.items()})
         receiver.commit(2)
         for name, expected in bits(filled(layout, values, np.int16)).items():
             np.testing.assert_array_equal(held[layout.rank][name], expected)
-        assert receiver.digest == shard_digest(shapes, layout, held[layout.rank])

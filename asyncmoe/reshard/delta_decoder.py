@@ -12,6 +12,7 @@ from asyncmoe.reshard.chunks import BUCKET_BYTES
 from asyncmoe.reshard.delta_lanes import WORD, DeltaLane, lanes_of
 from asyncmoe.reshard.delta_work import Work, work_on
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
+from asyncmoe.reshard.layout import MOST_THREADS, whole_number
 from asyncmoe.reshard.memory import Array, addresses_of, check_apart, device_of, memories_of
 from asyncmoe.reshard.plan import Plan
 
@@ -61,7 +62,9 @@ class DeltaDecoder:
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
     ) -> None:
-        self.rank, self._limit_bytes, self._how = rank, limit_bytes, (threads, stream, relieve)
+        self.rank = whole_number(rank, "rank")
+        self._how = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream"), relieve
+        self._limit_bytes = whole_number(limit_bytes, "limit_bytes")
         self._storages = plan.destinations.get(rank, {})
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, bucket_bytes)
         self._sources = {lane.source: _Source(lane) for lane in lanes}

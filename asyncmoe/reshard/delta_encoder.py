@@ -13,6 +13,7 @@ from asyncmoe.reshard.chunks import BUCKET_BYTES, TRAILER_BYTES, trailer_offset
 from asyncmoe.reshard.delta_lanes import WORD, DeltaLane, lanes_of
 from asyncmoe.reshard.delta_work import PAYLOAD, Work, work_on
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
+from asyncmoe.reshard.layout import MOST_THREADS, whole_number
 from asyncmoe.reshard.memory import Array, addresses_of, device_of, memories_of
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import message_program, scales_of
@@ -77,7 +78,8 @@ class DeltaEncoder:
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
     ) -> None:
-        self.rank, self._how = rank, (threads, stream, relieve)
+        self.rank = whole_number(rank, "rank")
+        self._how = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream"), relieve
         lanes = lanes_of(plan, lambda transfer: transfer.source == rank, bucket_bytes)
         self._scales = scales_of(plan.sources.get(rank, {}), [lane.chunks.copies for lane in lanes])
         self._storages = {**plan.sources.get(rank, {}), **self._scales.storages}

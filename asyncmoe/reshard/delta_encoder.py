@@ -44,7 +44,7 @@ class _Stream:
 
     lane: DeltaLane
     pack: _C.Program
-    destinations: list[int]
+    destinations: list[int] = field(default_factory=list)
     digest: int = 0
     base: list[int] = field(default_factory=list)
     coded: list[tuple[int, int]] = field(default_factory=list)
@@ -85,12 +85,11 @@ class DeltaEncoder:
         self._storages = {**plan.sources.get(rank, {}), **self._scales.storages}
         self._streams: list[_Stream] = []
         for lane in lanes:
-            for stream_ in self._streams:
-                if stream_.lane.sends_like(lane):
-                    stream_.destinations.append(lane.destination)
-                    break
-            else:
-                self._streams.append(_Stream(lane, message_program(lane.chunks, "destination", self._scales), [lane.destination]))
+            alike = next((one for one in self._streams if one.lane.sends_like(lane)), None)
+            if alike is None:
+                alike = _Stream(lane, message_program(lane.chunks, "destination", self._scales))
+                self._streams.append(alike)
+            alike.destinations.append(lane.destination)
         self.base_bytes = sum(sum(one.lane.chunks.nbytes) for one in self._streams)
         """Bytes of the elements in the base."""
         self.base: int | None = None
@@ -144,8 +143,8 @@ class DeltaEncoder:
         nbytes = changed = 0
         for number, stream in enumerate(self._streams):
             table = stream.lane.table
+            payload = work.room(PAYLOAD, max(map(table.bound, range(len(stream.lane)))))
             for i, base in enumerate(stream.base):
-                payload = work.room(PAYLOAD, max(map(table.bound, range(len(stream.lane)))))
                 coded, difference, found = work.encode(table, stream.pack, i, self._sources, base, payload)
                 nbytes, changed = nbytes + coded, changed + found
                 if nbytes > limit_bytes:
@@ -160,11 +159,7 @@ class DeltaEncoder:
 
     def forget(self) -> None:
         """Hold no base, and let go of the messages."""
-        self.base = None
-        for stream in self._streams:
-            stream.coded = []
-        if self._work is not None:
-            self._work.release(all_=True)
+        self._let_go(all_=True)
 
     def digest(self, destination: int) -> int:
         """Return the sum of the terms of all elements that a destination has from this rank in the base's version."""
@@ -183,8 +178,12 @@ class DeltaEncoder:
     def _begin(self) -> Work:
         if self._work is None:
             raise InvariantBroken(f"rank {self.rank}: a delta was coded without arrays; call bind first")
-        self.forget() if self.base is None else self._work.release(all_=False)
+        self._let_go(all_=False)
+        return self._work
+
+    def _let_go(self, *, all_: bool) -> None:
         self.base = None
         for stream in self._streams:
             stream.coded = []
-        return self._work
+        if self._work is not None:
+            self._work.release(all_=all_)

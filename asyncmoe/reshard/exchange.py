@@ -218,12 +218,9 @@ class Exchanger:
                 buffer = self._link.pack_into(lane, number, self._patience())
             with moved.timed("pack"):
                 message = _address(buffer)
-                digest = None
                 if encoder is not None:
                     encoder.put(chunks.destination, number, int(message[0]))
-                else:
-                    digest = self._copy(program, number, self._sources, message)
-                if digest is not None:
+                elif (digest := self._copy(program, number, self._sources, message)) is not None:
                     _trailer(message, chunks.nbytes[number]).value = self._sealed(digest, number)
             self._link.post(lane, number)
             moved.sent += self._lanes[0][lane].message_bytes[number]
@@ -238,13 +235,11 @@ class Exchanger:
                 buffer = self._link.unpack_from(lane, number, self._patience())
             with moved.timed("unpack"):
                 message = _address(buffer)
-                digest = None
                 if decoder is not None:
                     decoder.take(chunks.source, number, int(message[0]))
-                else:
-                    digest = self._copy(program, number, message, self._destinations)
-                if digest is not None and _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
-                    raise _damaged(chunks, number)
+                elif (digest := self._copy(program, number, message, self._destinations)) is not None:
+                    if _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
+                        raise _damaged(chunks, number)
             self._link.release(lane, number)
             moved.received += self._lanes[1][lane].message_bytes[number]
 

@@ -237,8 +237,9 @@ class Exchanger:
                 message = _address(buffer)
                 if decoder is not None:
                     decoder.take(chunks.source, number, int(message[0]))
-                elif (digest := self._copy(program, number, message, self._destinations)) is not None:
-                    if _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
+                else:
+                    digest = self._copy(program, number, message, self._destinations)
+                    if digest is not None and _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
                         raise _damaged(chunks, number)
             self._link.release(lane, number)
             moved.received += self._lanes[1][lane].message_bytes[number]

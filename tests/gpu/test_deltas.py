@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from delta_ranks import Ranks, change  # noqa: E402
 from test_reshard_delta import DENSITIES, ITEMS, large  # noqa: E402
-from test_reshard_delta_float8 import Quantised, stepped  # noqa: E402
 
 import asyncmoe.reshard._C as _C  # noqa: E402
 from asyncmoe.errors import TransferError  # noqa: E402
@@ -107,27 +106,6 @@ def test_a_gpu_sends_and_receives_what_a_cpu_does(dtype: str, item: int) -> None
         both.ranks.update(version)
         assert both.messages() == [one.tobytes() for one in both.ranks.messages(1)[0]]
         assert same(both.held, both.ranks.destinations[1])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("float8", [False, True], ids=["bfloat16 served", "float8 served"])
-def test_casts_on_the_way(dtype: str, float8: bool) -> None:
-    ranks = Quantised(dtype, float8)
-    ranks.full(1)
-    there = {rank: upload(arrays) for rank, arrays in ranks.held.items()}
-    ours = {rank: DeltaEncoder(ranks.plan, rank, bucket_bytes=1 << 17) for rank in there}
-    for rank, sender in ours.items():
-        sender.bind(there[rank])
-        sender.full(1)
-    for version, (size, share) in enumerate([(1e-2, 0.01), (0.0, 1.0), (0.5, 1.0)], 2):
-        stepped(ranks.values, size, share, version)
-        ranks.delta(version)
-        for rank, sender in ours.items():
-            upload(ranks.held[rank], there[rank])
-            sender.encode(version, limit_bytes=1 << 40)
-            for to in ranks.got:
-                assert sender.sizes(to) == ranks.ranks.senders[rank].sizes(to)
-                assert sender.digest(to) == ranks.ranks.senders[rank].digest(to)
 
 
 def test_what_somebody_else_wrote_is_found() -> None:

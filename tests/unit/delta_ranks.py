@@ -44,10 +44,6 @@ def oracle_digest(shapes: Shapes, layout: RankLayout, arrays: Arrays) -> int:
     return total & _WORD
 
 
-def here(arrays: Arrays) -> Arrays:
-    return arrays
-
-
 class Ranks:
     """Encoders and decoders of a plan, with the sources and destinations that they are bound to.
 
@@ -55,7 +51,7 @@ class Ranks:
     """
 
     def __init__(
-        self, plan: Plan, sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays], there: Where = here, **how: int
+        self, plan: Plan, sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays], there: Where = dict, **how: int
     ) -> None:
         self.plan, self.sources, self.destinations = plan, sources, destinations
         self.senders = {rank: DeltaEncoder(plan, rank, threads=2, **how) for rank in sources}

@@ -11,9 +11,9 @@ import pytest
 import torch
 from delta_meeting import Rig, fine, meetings
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import parse
 from asyncmoe.errors import TransferError, WeightSyncError
-from asyncmoe.receiver import delta_messages, protocol, worker
+from asyncmoe.receiver import delta_messages, worker
 from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.reshard import DeltaDecoder
@@ -60,22 +60,17 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
     assert [any(store.has(key) for key in delta_messages.keys(number, rig.terms)) for number in range(1, 7)] == [False] * 4 + [True] * 2
 
 
+def bits(rig: Rig) -> list[bytes]:
+    """Of all parameters of all engine ranks."""
+    return [one.view(torch.int16).numpy().tobytes() for model in rig.workers.values() for one in model.parameters()]
+
+
 def test_a_delta_is_staged_while_the_old_weights_stay(meeting: Meet) -> None:
     rig = meeting(in_place=True)
     rig.send(1)
     rig.change(0.01)
-    held = {rank: [one.clone() for one in model.parameters()] for rank, model in rig.workers.items()}
-    seen: list[bool] = []
-
-    def look() -> None:
-        same = (
-            a.view(torch.int16).equal(b.view(torch.int16))
-            for r, m in rig.workers.items()
-            for a, b in zip(held[r], m.parameters(), strict=True)
-        )
-        seen.append(all(same))
-
-    rig.before_commit = look
+    held, seen = bits(rig), []
+    rig.before_commit = lambda: seen.append(bits(rig) == held)
     assert fine(rig.send(2))
     assert seen == [True]
     assert rig.wrong == []
@@ -92,14 +87,13 @@ def staging_of(rig: Rig, rank: int) -> DeltaStaging:
 
 def doubted(rig: Rig, version: int, said: str) -> None:
     """The version is refused as a delta, with the same words on every trainer rank and nothing written; then it goes out in full."""
-    before = {rank: [one.clone() for one in model.parameters()] for rank, model in rig.workers.items()}
+    before = bits(rig)
     found = rig.send(version)
     assert len({str(one) for one in found}) == 1
     assert re.search(said, str(found[0])), found[0]
     assert [sender.doubted for sender in rig.senders] == [True, True]
     assert len(rig.aborted()) == 1
-    for rank, model in rig.workers.items():
-        assert all(a.view(torch.int16).equal(b.view(torch.int16)) for a, b in zip(before[rank], model.parameters(), strict=True))
+    assert bits(rig) == before
     found = rig.send(version)
     assert fine(found), found
     assert rig.wrong == []
@@ -146,15 +140,6 @@ def test_a_damaged_delta_is_followed_by_everything(meeting: Meet, monkeypatch: p
     assert rig.kinds() == ["full", "delta of 1", "full"]
 
 
-def test_a_changed_bit_under_an_element_that_changes_is_found(meeting: Meet) -> None:
-    rig = meeting(in_place=True)
-    rig.send(1)
-    flip(rig, 4)
-    rig.values[NORM][3] ^= 2
-    rig.refill()
-    doubted(rig, 2, "the delta does not make the new version of what lies in memory")
-
-
 def test_memory_that_changes_between_proof_and_commit_ends_the_worker(meeting: Meet) -> None:
     rig = meeting()
     rig.send(1)
@@ -181,20 +166,6 @@ def test_a_full_update_that_brings_something_else_is_no_version(meeting: Meet, m
     assert re.search("version 1 has other bits than ", str(found[0]))
     assert [sender.doubted for sender in rig.senders] == [False, False]
     assert rig.wrong, "nothing was committed"
-
-
-def test_an_engine_that_is_gone_is_no_doubt(meeting: Meet) -> None:
-    rig = meeting(timeout_s=4.0)
-    rig.send(1)
-    gone = worker._receivers[rig.workers[4]]
-    gone.leave()
-    rig.senders[0].met.store.put(protocol.header(2), protocol.Header(2, 1, "ends it"))
-    gone.join(5.0)
-    rig.senders[0]._number = rig.senders[1]._number = 2
-    rig.change(0.01)
-    found = rig.send(2)
-    assert "engine.1 rank 0 is gone" in str(found[0])
-    assert [sender.doubted for sender in rig.senders] == [False, False]
 
 
 def test_a_rank_that_cannot_code_says_why_on_every_rank(meeting: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,19 +249,14 @@ def test_an_engine_rank_is_told_what_comes_from_whom() -> None:
     assert comings(offers, (2, 3), None) == {2: Coming({}, {0: 8, 1: 3}), 3: Coming({}, {0: 7})}
 
 
-def config(**values: Any) -> Config:
-    return parse({"run": {"dir": "runs/x", "steps": 3}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **values})
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, ""),
         ({"sync": {"delta": "auto"}}, ""),
         ({"sync": {"delta": "auto"}, "train": "lora"}, "adapters are sent whole"),
         ({"sync": {"delta": "auto", "method": "broadcast"}}, "sync.method is broadcast"),
     ],
 )
 def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], said: str) -> None:
-    assert unsupported(config(**values)).startswith(said)
-    assert bool(said) == bool(unsupported(config(**values)))
+    asked = {"run": {"dir": "runs/x", "steps": 3}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **values}
+    assert unsupported(parse(asked)) == said

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from delta_ranks import change
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_reshard_cuda_emulated import aligned
@@ -67,10 +68,7 @@ def noise(nbytes: int, shift: int, generator: np.random.Generator) -> np.ndarray
 
 def changed(old: np.ndarray, density: float, generator: np.random.Generator) -> np.ndarray:
     found = old.copy()
-    chosen = generator.random(len(old)) < density
-    if density and not chosen.any():
-        chosen[generator.integers(len(old))] = True
-    found[chosen] ^= generator.integers(1, 256, int(chosen.sum()), np.uint8)
+    change(found, density, generator)
     return found
 
 

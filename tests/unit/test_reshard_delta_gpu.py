@@ -13,8 +13,7 @@ from device_standin import TOTAL, Machine, machine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reshard_ranks import numbered
-from test_reshard_delta import DENSITIES, ITEMS, Case, apart, large, ranks_of, step
-from test_reshard_delta_float8 import Quantised, stepped
+from test_reshard_delta import DENSITIES, Case, apart, large, ranks_of, step
 from test_reshard_random import cases
 
 from asyncmoe.errors import OutOfDeviceMemory, TransferError
@@ -59,33 +58,6 @@ def test_messages_are_the_cpus(machine: Machine, case: Case, seed: int, densitie
         ranks.update(version)
         same_messages(ranks, twin)
         ranks.check(case[0], case[2])
-
-
-@ITEMS
-def test_every_density_of_every_item(machine: Machine, dtype: str, item: int) -> None:
-    """Sparse blocks, dense ones and those between; runs of half a row."""
-    ranks, shapes, wanted = large(dtype, item, 260, 1000, there=there)
-    ranks.full(1)
-    for version, density in enumerate([*DENSITIES, 0.003, 0.3, 0.45, 0.9], 2):
-        change(ranks.sources[0]["s"], density, np.random.default_rng(version))
-        ranks.update(version)
-    ranks.check(shapes, [wanted])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("float8", [False, True], ids=["bfloat16 served", "float8 served"])
-def test_casts_on_the_way(machine: Machine, dtype: str, float8: bool) -> None:
-    """A GPU packs with its own kernel: its messages are the CPU's."""
-    ours = Quantised(dtype, float8, there)
-    twin = Ranks(ours.plan, ours.held, {}, bucket_bytes=1 << 17)
-    ours.full(1)
-    for sender in twin.senders.values():
-        sender.full(1)
-    for version, (size, share) in enumerate([(1e-2, 0.01), (0.0, 1.0), (0.5, 1.0)], 2):
-        stepped(ours.values, size, share, version)
-        ours.delta(version)
-        twin.encode(version)
-        same_messages(ours.ranks, twin)
 
 
 def test_a_gpu_without_room_says_so_and_keeps_the_version(machine: Machine) -> None:

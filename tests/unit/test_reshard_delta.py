@@ -109,18 +109,6 @@ def test_every_density_of_every_item(dtype: str, item: int) -> None:
         ranks.check(shapes, [wanted])
 
 
-@pytest.mark.parametrize(("percent", "most"), [(0.3, 3.65), (1.0, 3.2), (3.0, 3.1)])
-def test_bytes_of_a_changed_bfloat16(percent: float, most: float) -> None:
-    """Positions, values and entries together; the code's mean of gaps that are geometrically distributed is 1.51, 1.11 and 1.00."""
-    ranks, _, _ = large("bfloat16", 2, 2000, 2000)
-    ranks.full(1)
-    change(ranks.sources[0]["s"], percent / 100, np.random.default_rng(2))
-    (size,) = ranks.encode(2)
-    assert size.changed == round(percent / 100 * size.elements)
-    assert size.nbytes == sum(ranks.senders[0].sizes(1))
-    assert 3.0 < size.nbytes / size.changed <= most
-
-
 def test_destinations_of_equal_layouts_share_base_and_messages() -> None:
     shape = (400, 300)
     values = np.random.default_rng(5).integers(0, 1 << 16, shape, np.uint16)

@@ -136,26 +136,17 @@ class DeltaEncoder:
 
         Raises:
             InvariantBroken: there is no base, or no arrays are bound.
+            MemoryError, OutOfDeviceMemory: there is no memory for the messages; there is no base then.
         """
         if self.base is None:
             raise InvariantBroken(f"rank {self.rank}: version {version} was coded without a base; call full first")
         work = self._begin()
-        nbytes = changed = 0
-        for number, stream in enumerate(self._streams):
-            table = stream.lane.table
-            payload = work.room(PAYLOAD, max(map(table.bound, range(len(stream.lane)))))
-            for i, base in enumerate(stream.base):
-                coded, difference, found = work.encode(table, stream.pack, i, self._sources, base, payload)
-                nbytes, changed = nbytes + coded, changed + found
-                if nbytes > limit_bytes:
-                    self.forget()
-                    return None
-                kept = work.room(("coded", number, i), coded)
-                work.copy(kept, payload, coded)
-                stream.coded.append((kept, coded))
-                stream.digest = (stream.digest + difference) & WORD
-        self.base = version
-        return DeltaSize(nbytes, changed, self._elements)
+        size = self._coded(work, limit_bytes)
+        if size is None:
+            self.forget()
+        else:
+            self.base = version
+        return size
 
     def forget(self) -> None:
         """Hold no base, and let go of the messages."""
@@ -174,6 +165,22 @@ class DeltaEncoder:
         assert self._work is not None
         coded = next(stream.coded for stream in self._streams if destination in stream.destinations)
         self._work.copy(address, *coded[number])
+
+    def _coded(self, work: Work, limit_bytes: int) -> DeltaSize | None:
+        nbytes = changed = 0
+        for number, stream in enumerate(self._streams):
+            table = stream.lane.table
+            payload = work.room(PAYLOAD, max(map(table.bound, range(len(stream.lane)))))
+            for i, base in enumerate(stream.base):
+                coded, difference, found = work.encode(table, stream.pack, i, self._sources, base, payload)
+                nbytes, changed = nbytes + coded, changed + found
+                if nbytes > limit_bytes:
+                    return None
+                kept = work.room(("coded", number, i), coded)
+                work.copy(kept, payload, coded)
+                stream.coded.append((kept, coded))
+                stream.digest = (stream.digest + difference) & WORD
+        return DeltaSize(nbytes, changed, self._elements)
 
     def _begin(self) -> Work:
         if self._work is None:

@@ -190,6 +190,27 @@ def test_a_rank_that_cannot_code_says_why_on_every_rank(meeting: Meet, monkeypat
     assert rig.wrong == []
 
 
+@pytest.mark.parametrize("receiver", [False, True])
+def test_a_rank_without_memory_for_a_delta_has_everything_sent(meeting: Meet, monkeypatch: pytest.MonkeyPatch, receiver: bool) -> None:
+    rig = meeting()
+    rig.send(1)
+    rig.change(0.01)
+    source = rig.senders[1]._deltas
+    assert source is not None
+    work: Any = staging_of(rig, 3)._held._work if receiver else source._encoder._work
+    room = work.room
+
+    def full(name: Any, nbytes: int) -> int:
+        if name[0] == "coded":
+            raise MemoryError("no room")
+        return int(room(name, nbytes))
+
+    monkeypatch.setattr(work, "room", full)
+    assert fine(rig.send(2)) != receiver, "a receiver refuses the delta, and the version is sent again"
+    assert fine(rig.send(2))
+    assert rig.wrong == []
+
+
 def test_a_commit_that_failed_is_followed_by_everything(meeting: Meet) -> None:
     """Some engines have the version then, others do not."""
     rig = meeting()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from asyncmoe.config import Config
+from asyncmoe.errors import OutOfDeviceMemory
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
 from asyncmoe.reshard import DeltaEncoder, Exchanger, Plan
 from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.trainer.weight_sync.publisher import Traffic
+
+log = logging.getLogger(__name__)
 
 
 class DeltaSource:
@@ -48,7 +52,11 @@ class DeltaSource:
         encoder = self._encoder
         base, size = encoder.base, None
         if base is not None and base != version:
-            size = encoder.encode(version, limit_bytes=int(LARGEST_SHARE * encoder.base_bytes))
+            try:
+                size = encoder.encode(version, limit_bytes=int(LARGEST_SHARE * encoder.base_bytes))
+            except (MemoryError, OutOfDeviceMemory) as error:
+                log.warning("version %d is sent in full: no memory for its delta: %s", version, error)
+                encoder.forget()
         if size is None:
             encoder.full(version)
         parts = {rank: Portion(dense, encoder.sizes(rank), encoder.digest(rank)) for rank, dense in self._dense.items()}

@@ -14,10 +14,10 @@ from delta_meeting import Rig, fine, meetings
 from asyncmoe.config import parse
 from asyncmoe.errors import TransferError, WeightSyncError
 from asyncmoe.receiver import delta_messages, worker
-from asyncmoe.receiver.delta_messages import Coming, Offer, Portion
+from asyncmoe.receiver.delta_messages import Offer, Portion
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.reshard import DeltaDecoder
-from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base, unsupported
+from asyncmoe.trainer.weight_sync.deltas import DeltaSource, common_base, unsupported
 
 Meet = Callable[..., Rig]
 NORM = "final_norm"
@@ -245,29 +245,19 @@ def test_an_engine_that_joins_meets_all_anew_and_all_get_everything(meeting: Mee
 # ---------------------------------------------------------------- the decision
 
 
-PART = Portion(1000, (), 1)
-
-
 @pytest.mark.parametrize(
     ("offers", "base"),
     [
         ([Offer(base=3, parts={2: Portion(1000, (100, 200), 1)}), Offer(base=3, parts={2: Portion(500, (300,), 1)})], 3),
         ([Offer(base=3, parts={2: Portion(1000, (100, 351), 1)}), Offer(base=3, parts={2: Portion(500, (300,), 1)})], None),
         ([Offer(base=3, parts={2: Portion(1000, (1,), 1), 3: Portion(100, (51,), 1)})], None),
-        ([Offer(base=3, parts={2: Portion(1000, (1,), 1)}), Offer(parts={2: PART})], None),
+        ([Offer(base=3, parts={2: Portion(1000, (1,), 1)}), Offer(parts={2: Portion(1000, (), 1)})], None),
         ([Offer(base=3, parts={2: Portion(1000, (1,), 1)}), Offer(base=2, parts={2: Portion(1000, (1,), 1)})], None),
-        ([Offer(parts={2: PART}), Offer(parts={2: PART})], None),
         ([Offer(base=0, parts={2: Portion(1000, (1,), 1)}), Offer(base=0)], 0),
     ],
 )
 def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: list[Offer], base: int | None) -> None:
     assert common_base(dict(enumerate(offers))) == base
-
-
-def test_an_engine_rank_is_told_what_comes_from_whom() -> None:
-    offers = {0: Offer(base=3, parts={2: Portion(9, (4, 5), 8), 3: Portion(9, (1,), 7)}), 1: Offer(base=3, parts={2: Portion(9, (6,), 3)})}
-    assert comings(offers, (2, 3), 3) == {2: Coming({0: (4, 5), 1: (6,)}, {0: 8, 1: 3}), 3: Coming({0: (1,)}, {0: 7})}
-    assert comings(offers, (2, 3), None) == {2: Coming({}, {0: 8, 1: 3}), 3: Coming({}, {0: 7})}
 
 
 @pytest.mark.parametrize(

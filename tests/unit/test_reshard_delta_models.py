@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from delta_ranks import Ranks, change
 from model_cases import of_every_family
-from reshard_ranks import blank, filled, numbered
+from reshard_ranks import numbered
+from test_reshard_delta import ranks_of, step
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.reshard import plan
 
 GRIDS = {
     "1 -> 1": (MegatronParallel(), EngineParallel()),
@@ -21,23 +20,15 @@ GRIDS = {
 
 @of_every_family(GRIDS, "tp2pp2ep2 -> tp2ep2")
 def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParallel) -> None:
-    """Two engines; values of float32 in storages of any dtype, so that each element is another number at first."""
+    """Two engines; each element is another number at first."""
     family = family_of(hf)
     shapes = family.tensors(hf)
     source = family.megatron_layouts(hf, trainer, "float32")
     destination = family.sglang_layouts(hf, engine, "float32", 2, first=trainer.world)
-    values = numbered(shapes, np.float32)
-    sources = {layout.rank: filled(layout, values, np.float32) for layout in source}
-    ranks = Ranks(
-        plan(shapes, source, destination), sources, {one.rank: blank(one, np.float32) for one in destination}, bucket_bytes=1 << 17
-    )
+    case, values = (shapes, source, destination), numbered(shapes)
+    ranks = ranks_of(case, values, bucket_bytes=1 << 17)
     ranks.full(1)
-    generator = np.random.default_rng(0)
     for version, density in enumerate((0.01, 0.001, 0.5, 0.0, 1.0), 2):
-        for tensor in values.values():
-            change(tensor, density, generator)
-        for layout in source:
-            for name, array in filled(layout, values, np.float32).items():
-                ranks.sources[layout.rank][name][...] = array
+        step(ranks, case, values, density, np.random.default_rng(version))
         ranks.update(version)
         ranks.check(shapes, destination)

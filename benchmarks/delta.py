@@ -13,7 +13,7 @@ import numpy as np
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.reshard import DeltaReceiver, DeltaSender, Plan, plan
+from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Plan, plan
 from asyncmoe.reshard.programs import local_program
 from benchmarks import reshard
 from benchmarks.copies import plain_copies
@@ -34,9 +34,9 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
         bytes, medians of turns taken one after the other: "memcpy" is libc's, of the destination's arrays into one buffer; "digest" reads
         the canonical digest from the destination, "full" packs everything into the sender's base and digests it. An entry of "percents"
         has "percent", "changed" (elements), "nbytes" (of all messages), "bytes_per_change", "encode" (GB/s of compared dense bytes),
-        "encode_share" (of memcpy, median turn by turn), "stage", "prove", "commit" and "advance" (millions of changed elements a second:
-        messages checked and kept; terms compared with the old bits in memory; written; the sender's base advanced), and "peak_extra_bytes",
-        by how much the memory of both sides together, in this one process, rose at most.
+        "encode_share" (of memcpy, median turn by turn; the sender's base advances in it), "take", "prove"
+        and "commit" (millions of changed elements a second: messages kept; terms compared with the old bits in memory; written), and
+        "peak_extra_bytes", by how much the memory of both sides together, in this one process, rose at most.
 
     Raises:
         InvariantBroken: a delta brought other weights than it should.
@@ -47,8 +47,8 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
     found: dict[float, list[dict[str, float]]] = {percent: [] for percent in PERCENTS}
     for number in range(rounds + 1):
         memcpy = case.rate(case.copy)
-        digest, full = case.rate(lambda: case.receiver.adopt(case.version)), case.rate(case.fill)
-        case.receiver.adopt(case.version)
+        digest, full = case.rate(case.adopt), case.rate(case.fill)
+        case.adopt()
         measured = [case.update(percent, number) for percent in PERCENTS]
         if number == 0:
             continue
@@ -78,21 +78,24 @@ class _Case:
         self.threads = min(4, os.cpu_count() or 1)
         self.source = {name: np.ones(storage.size, np.uint16) for name, storage in source.storages.items()}
         self.held = {name: np.zeros(storage.size, np.uint16) for name, storage in destination.storages.items()}
-        self.sender, self.receiver = DeltaSender(made, 0, threads=self.threads), DeltaReceiver(made, 1, threads=self.threads)
+        self.sender = DeltaEncoder(made, 0, threads=self.threads)
+        self.receiver = DeltaDecoder(made, 1, threads=self.threads, limit_bytes=1 << 40)
         self.sender.bind(self.source)
         self.receiver.bind(self.held)
         self.version = 0
         self._plan = made
         self.fill()
         _dense(self._plan, self.source, self.held)
-        self.receiver.adopt(self.version)
+        self.adopt()
         _, self.copy = plain_copies(list(self.held.values()), self.threads, out=True)
 
     def fill(self) -> None:
         """A full update, as the sender sees it."""
         self.version += 1
         self.sender.full(self.version)
-        self.sender.commit()
+
+    def adopt(self) -> None:
+        self.receiver.adopt(self.version, {0: self.sender.digest(1)})
 
     def rate(self, turn: Callable[[], object]) -> float:
         """GB/s of dense bytes."""
@@ -106,29 +109,32 @@ class _Case:
             array[places] ^= generator.integers(1, 128, len(places)).astype(np.uint16)
         self.version += 1
         growth, started = Growth(), time.perf_counter()
-        size = self.sender.encode(self.version)
+        size = self.sender.encode(self.version, limit_bytes=1 << 40)
         encoding = time.perf_counter() - started
         if size is None:
             raise InvariantBroken("a delta without a limit was not coded")
+        messages = [np.empty(nbytes, np.uint8) for nbytes in self.sender.sizes(1)]
+        for number, message in enumerate(messages):
+            self.sender.put(1, number, int(message.ctypes.data))
         turns: dict[str, Callable[[], object]] = {
-            "stage": self._stage,
-            "prove": lambda: self.receiver.prove(self.version),
+            "take": lambda: self._take(messages),
+            "prove": lambda: self.receiver.prove({0: self.sender.digest(1)}),
             "commit": lambda: self.receiver.commit(self.version),
-            "advance": self.sender.commit,
         }
         rates = {name: size.changed / _seconds(turn) / 1e6 for name, turn in turns.items()}
         return {
             "changed": size.changed,
             "nbytes": size.nbytes,
             "bytes_per_change": size.nbytes / size.changed,
-            "encode": size.dense_bytes / encoding / 1e9,
+            "encode": self.sender.base_bytes / encoding / 1e9,
             **rates,
             "peak_extra_bytes": growth.peak_bytes(),
         }
 
-    def _stage(self) -> None:
-        for message in self.sender.messages(1):
-            self.receiver.stage(0, message)
+    def _take(self, messages: list[np.ndarray]) -> None:
+        self.receiver.expect({0: [len(message) for message in messages]})
+        for number, message in enumerate(messages):
+            self.receiver.take(0, number, int(message.ctypes.data))
 
     def check(self) -> None:
         """The destination is what a dense update would make of it."""
@@ -160,13 +166,13 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"dense: {results['dense_bytes'] / 1e6:.0f} MB of bfloat16, {results['threads']} threads",
         f"memcpy {results['memcpy']:.1f} GB/s   digest of the destination {results['digest']:.1f} GB/s   full {results['full']:.1f} GB/s",
-        " changed  B/change  of dense       encode  of memcpy    stage    prove   commit  advance  memory of both",
+        " changed  B/change  of dense       encode  of memcpy     take    prove   commit  memory of both",
     ]
     for one in results["percents"]:
         lines.append(
             f"{one['percent']:7.1f}% {one['bytes_per_change']:9.3f} {one['nbytes'] / results['dense_bytes']:8.2%} "
             f"{one['encode']:7.1f} GB/s {one['encode_share']:10.2f} "
-            + " ".join(f"{one[name]:6.1f} M" for name in ("stage", "prove", "commit", "advance"))
+            + " ".join(f"{one[name]:6.1f} M" for name in ("take", "prove", "commit"))
             + f"{one['peak_extra_bytes'] / results['dense_bytes']:15.2%}"
         )
-    return "\n".join([*lines, "stage, prove, commit, advance: millions of changed elements a second"])
+    return "\n".join([*lines, "take, prove, commit: millions of changed elements a second"])

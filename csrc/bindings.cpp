@@ -160,7 +160,6 @@ PYBIND11_MODULE(_C, module) {
              py::arg("threads") = 0,
              "Run a chunk on the CPU and return its message's digest. Addresses are not checked.");
     asyncmoe::bind_delta(module);
-    asyncmoe::bind_device_delta(module);
     define_ring(module);
     module.def("digest", &digest, py::arg("address"), py::arg("nbytes"), py::arg("threads") = 0,
                "64-bit digest of a buffer, as defined in csrc/digest.h.");

@@ -80,10 +80,6 @@ void define_device(py::module_& module) {
         .def_property_readonly("address", &DeviceMemory::address)
         .def_property_readonly("nbytes", &DeviceMemory::nbytes)
         .def("handle", [](const DeviceMemory& self) { return py::bytes(self.handle()); });
-    py::class_<PinnedMemory, Owner<PinnedMemory>>(module, "PinnedMemory",
-                                                  "Host memory that stays in place (csrc/device.h).")
-        .def(py::init<int, int64_t>(), py::arg("device"), py::arg("nbytes"), Unguarded())
-        .def_property_readonly("address", &PinnedMemory::address);
     py::class_<DeviceProgram, Owner<DeviceProgram>>(module, "DeviceProgram",
                                                     "A program on a GPU (csrc/device_program.h).")
         .def(py::init<const Program&, int>(), py::arg("program"), py::arg("device"), Unguarded(),

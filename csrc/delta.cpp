@@ -4,30 +4,15 @@
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
-#include "delta_walk.h"
 #include "threads.h"
 
 namespace asyncmoe {
 namespace {
 
-struct Entry {
-    uint32_t changed;
-    uint32_t gaps;
-};
-
-Entry entry_of(const std::byte* payload, int64_t block) {
-    Entry entry;
-    std::memcpy(&entry, payload + kEntry * block, sizeof entry);
-    return entry;
-}
-
-int64_t body_bytes(const DeltaTable::Block& block, Entry entry) {
-    return entry.changed == kDense ? block.elements * block.item : entry.gaps + entry.changed * block.item;
-}
-
-std::byte* at_base(const DeltaTable::Row& row, const std::vector<int64_t>& bases) {
-    return reinterpret_cast<std::byte*>(bases[static_cast<size_t>(row.base)]);
+std::invalid_argument wrong_payload() {
+    return std::invalid_argument("payload of a delta: got one that does not fit, expected one of this message");
 }
 
 // Where a changed element lies, and what its term is computed from besides its bits.
@@ -37,44 +22,55 @@ struct Target {
 };
 
 template <typename Bits>
-uint64_t scatter(const DeltaTable& table, const DeltaTable::Block& block, const std::vector<uint32_t>& positions,
-                 const std::byte* values, const std::vector<int64_t>& bases, bool write) {
+uint64_t scatter(const DeltaView& view, const DeltaBlock& block, const std::vector<uint32_t>& positions,
+                 const std::byte* values, bool write) {
     constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
-    constexpr int64_t kAhead = 24;  // elements, which are spread over as many lines of memory
-    const auto count = static_cast<int64_t>(positions.size());
+    constexpr size_t kAhead = 24;  // elements, which are spread over as many lines of memory
     std::vector<Target> targets(positions.size());
-    for_each_position(table, block, positions.data(), count,
-                      [&](const DeltaTable::Row& row, Cursor::Spot spot, int64_t k) {
-                          targets[static_cast<size_t>(k)] = {
-                              at_base(row, bases) + spot.place,
-                              row.seed + static_cast<uint64_t>(spot.index + 1) * kGolden,
-                          };
-                      });
+    DeltaWalk walk(view, block);
+    for (size_t k = 0; k < positions.size(); ++k) {
+        const DeltaWalk::Spot spot = walk.at(positions[k]);
+        targets[k] = {spot.place, spot.seed + static_cast<uint64_t>(spot.index + 1) * kGolden};
+    }
     uint64_t sum = 0;
-    for (int64_t k = 0; k < count; ++k) {
-        if (k + kAhead < count) __builtin_prefetch(targets[static_cast<size_t>(k + kAhead)].place);
-        const Target& target = targets[static_cast<size_t>(k)];
-        const uint64_t before = element_bits(target.place, kSize), after = element_bits(values + k * kSize, kSize);
-        if (write) std::memcpy(target.place, values + k * kSize, sizeof(Bits));
+    for (size_t k = 0; k < targets.size(); ++k, values += kSize) {
+        if (k + kAhead < targets.size()) __builtin_prefetch(targets[k + kAhead].place);
+        const Target& target = targets[k];
+        const uint64_t before = element_bits(target.place, kSize), after = element_bits(values, kSize);
+        if (write) std::memcpy(target.place, values, sizeof(Bits));
         sum += mix(target.seed + after) - mix(target.seed + before);
     }
     return sum;
 }
 
-uint64_t overwrite(const DeltaTable& table, const DeltaTable::Block& block, const std::byte* values,
-                   const std::vector<int64_t>& bases, bool write) {
+uint64_t overwrite(const DeltaView& view, const DeltaBlock& block, const std::byte* values, bool write) {
     uint64_t sum = 0;
-    for (int64_t number = block.first; number < block.last; ++number) {
-        const DeltaTable::Row& row = table.row(number);
-        std::byte* base = at_base(row, bases);
-        const int64_t bytes = row.run * row.item;
-        for_each_run(row, [&](int64_t place, int64_t index) {
-            sum += sum_of_run(row, values, index) - sum_of_run(row, base + place, index);
-            if (write) std::memcpy(base + place, values, static_cast<size_t>(bytes));
-            values += bytes;
-        });
+    DeltaWalk walk(view, block);
+    for (int64_t element = 0; element < block.elements;) {
+        const DeltaWalk::Spot spot = walk.at(element);
+        const std::byte* from = values + element * block.item;
+        sum += sum_of_elements(from, block.item, spot.left, spot.seed, spot.index) -
+               sum_of_elements(spot.place, block.item, spot.left, spot.seed, spot.index);
+        if (write) std::memcpy(spot.place, from, static_cast<size_t>(spot.left * block.item));
+        element += spot.left;
     }
     return sum;
+}
+
+uint64_t apply_block(const DeltaView& view, const DeltaBlock& block, DeltaEntry entry, const std::byte* body,
+                     bool write) {
+    if (entry.changed == kDense) {
+        if (entry.gaps != 0) throw wrong_payload();
+        return overwrite(view, block, body, write);
+    }
+    if (entry.changed > block.elements) throw wrong_payload();
+    std::vector<uint32_t> positions(entry.changed);
+    if (!read_gaps(body, entry.gaps, entry.changed, block.elements, positions.data())) throw wrong_payload();
+    const auto run = block.item == 1   ? scatter<uint8_t>
+                     : block.item == 2 ? scatter<uint16_t>
+                     : block.item == 4 ? scatter<uint32_t>
+                                       : scatter<uint64_t>;
+    return run(view, block, positions, body + entry.gaps, write);
 }
 
 }  // namespace
@@ -92,44 +88,50 @@ DeltaTable::DeltaTable(const int64_t* rows, int64_t count, std::vector<int64_t> 
                                         std::to_string(value) + ", expected " + expected);
     };
     rows_.reserve(static_cast<size_t>(count));
+    std::vector<int64_t> items;
     const auto descriptors = read_rows(rows, nullptr, count);
     for (int64_t i = 0; i < count; ++i) {
         const Descriptor& found = descriptors[static_cast<size_t>(i)];
-        const int64_t item = rows[i * kColumns + kItem];
-        check("item bytes", i, item, item == 1 || item == 2 || item == 4 || item == 8, "1, 2, 4 or 8");
+        const int64_t item = rows[i * kColumns + kItem], bytes = found.copy.bytes();
         const auto known = static_cast<int64_t>(seeds.size());
+        check("item bytes", i, item, item == 1 || item == 2 || item == 4 || item == 8, "1, 2, 4 or 8");
         check("tensor", i, found.source_index, found.source_index >= 0 && found.source_index < known,
               "0 to " + std::to_string(known - 1));
-        const int64_t bytes = found.copy.bytes();
         check("bytes", i, bytes, bytes > 0 && bytes <= kDeltaBlock, "1 to " + std::to_string(kDeltaBlock));
-        Row row{found.destination_index,
-                item,
-                static_cast<uint64_t>(seeds[static_cast<size_t>(found.source_index)]),
-                bytes / item,
-                found.destination_offset,
-                found.source_offset / item,
-                found.copy.run / item,
-                found.copy.count,
-                found.copy.dims};
-        for (int k = 0; k < row.count; ++k) row.dims[static_cast<size_t>(k)].source_stride /= item;
-        bases_ = std::max(bases_, row.base + 1);
+        DeltaRow row{0,
+                     found.destination_offset,
+                     found.source_offset / item,
+                     static_cast<uint64_t>(seeds[static_cast<size_t>(found.source_index)]),
+                     static_cast<int32_t>(found.destination_index),
+                     static_cast<uint32_t>(bytes / item),
+                     static_cast<uint32_t>(found.copy.run / item),
+                     found.copy.count,
+                     {}};
+        for (int k = 0; k < row.count; ++k) {
+            const Dim& dim = found.copy.dims[static_cast<size_t>(k)];
+            row.dims[k] = {static_cast<uint32_t>(dim.extent), dim.source_stride / item, dim.destination_stride};
+        }
+        bases_ = std::max(bases_, found.destination_index + 1);
         rows_.push_back(row);
+        items.push_back(item);
     }
-    add_blocks();
+    add_blocks(items);
 }
 
-void DeltaTable::add_blocks() {
+void DeltaTable::add_blocks(const std::vector<int64_t>& items) {
     for (size_t c = 0; c + 1 < firsts_.size(); ++c) {
         first_block_.push_back(static_cast<int64_t>(blocks_.size()));
         int64_t at = 0;
         for (int64_t i = firsts_[c]; i < firsts_[c + 1]; ++i) {
-            const Row& next = row(i);
-            const bool fresh = i == firsts_[c] || blocks_.back().item != next.item ||
-                               (blocks_.back().elements + next.elements) * next.item > kDeltaBlock;
-            if (fresh) blocks_.push_back({i, i, next.item, 0, at});
+            DeltaRow& row = rows_[static_cast<size_t>(i)];
+            const int64_t item = items[static_cast<size_t>(i)];
+            if (i == firsts_[c] || blocks_.back().item != item ||
+                (blocks_.back().elements + row.elements) * item > kDeltaBlock)
+                blocks_.push_back({i, i, item, 0, at});
+            row.begin = blocks_.back().elements;
             blocks_.back().last = i + 1;
-            blocks_.back().elements += next.elements;
-            at += next.elements * next.item;
+            blocks_.back().elements += row.elements;
+            at += row.elements * item;
         }
         bytes_.push_back(at);
     }
@@ -142,122 +144,78 @@ void DeltaTable::check_chunk(int64_t chunk) const {
                                     std::to_string(chunks()));
 }
 
-void DeltaTable::check_bases(const std::vector<int64_t>& bases, bool null) const {
-    if (static_cast<int64_t>(bases.size()) < bases_)
-        throw std::invalid_argument("base addresses of a delta: got " + std::to_string(bases.size()) +
-                                    ", expected at least " + std::to_string(bases_));
-    if (!null && std::count(bases.begin(), bases.end(), 0))
-        throw std::invalid_argument("base addresses of a delta: got null, expected memory");
-}
-
 int64_t DeltaTable::bytes(int64_t chunk) const {
     check_chunk(chunk);
     return bytes_[static_cast<size_t>(chunk)];
 }
 
-const DeltaTable::Block* DeltaTable::begin(int64_t chunk) const {
-    check_chunk(chunk);
-    return blocks_.data() + first_block_[static_cast<size_t>(chunk)];
+int64_t DeltaTable::bound(int64_t chunk) const {
+    const auto c = static_cast<size_t>(chunk);
+    return bytes(chunk) + kEntry * (first_block_[c + 1] - first_block_[c]);
 }
 
-const DeltaTable::Block* DeltaTable::end(int64_t chunk) const {
-    check_chunk(chunk);
-    return blocks_.data() + first_block_[static_cast<size_t>(chunk) + 1];
+int64_t DeltaTable::most_blocks() const {
+    int64_t most = 0;
+    for (size_t c = 0; c + 1 < first_block_.size(); ++c) most = std::max(most, first_block_[c + 1] - first_block_[c]);
+    return most;
 }
 
-int64_t DeltaTable::bound(int64_t chunk) const { return bytes(chunk) + kEntry * (end(chunk) - begin(chunk)); }
+DeltaView DeltaTable::view(int64_t chunk, const std::vector<int64_t>& bases, std::byte* message) const {
+    check_chunk(chunk);
+    if (!message && (static_cast<int64_t>(bases.size()) < bases_ || std::count(bases.begin(), bases.end(), 0)))
+        throw std::invalid_argument("base addresses of a delta: got " + std::to_string(bases.size()) +
+                                    ", expected at least " + std::to_string(bases_) + ", none of them null");
+    const int64_t first = first_block_[static_cast<size_t>(chunk)];
+    const int64_t count = first_block_[static_cast<size_t>(chunk) + 1] - first;
+    return {blocks_.data() + first, rows_.data(), bases.data(), message, count};
+}
 
-uint64_t DeltaTable::read(int64_t chunk, const std::vector<int64_t>& bases, int threads) const {
-    check_bases(bases, true);
-    const Block* blocks = begin(chunk);
+void DeltaTable::check(int64_t chunk, const Program& pack) const {
+    bool same = firsts_ == pack.firsts() && bytes(chunk) == pack.bytes(chunk) && pack.wire() == Wire::kDestination;
+    const auto c = static_cast<size_t>(chunk);
+    for (int64_t k = first_block_[c]; same && k < first_block_[c + 1]; ++k) {
+        const DeltaBlock& block = blocks_[static_cast<size_t>(k)];
+        for (int64_t i = block.first; i < block.last; ++i)
+            same &= rows_[static_cast<size_t>(i)].elements * block.item ==
+                    pack.descriptors()[static_cast<size_t>(i)].copy.bytes();
+    }
+    if (!same)
+        throw std::invalid_argument("delta of a program: got a table of other rows, expected those of the program");
+}
+
+uint64_t DeltaTable::read(int64_t chunk, const std::vector<int64_t>& bases, std::byte* message, int threads) const {
+    const DeltaView where = view(chunk, bases, message);
     std::atomic<uint64_t> sum{0};
-    run_on_threads(threads_for(threads, bytes(chunk)), end(chunk) - blocks, [&](int64_t i) {
+    run_on_threads(threads_for(threads, bytes(chunk)), where.count, [&](int64_t i) {
+        const DeltaBlock& block = where.blocks[i];
+        DeltaWalk walk(where, block);
         uint64_t part = 0;
-        for (int64_t number = blocks[i].first; number < blocks[i].last; ++number) {
-            const Row& one = row(number);
-            const std::byte* base = at_base(one, bases);
-            for_each_run(one, [&](int64_t place, int64_t index) {
-                part += sum_of_run(one, base ? base + place : nullptr, index);
-            });
+        for (int64_t element = 0; element < block.elements;) {
+            const DeltaWalk::Spot spot = walk.at(element);
+            part += sum_of_elements(spot.place, block.item, spot.left, spot.seed, spot.index);
+            element += spot.left;
         }
         sum += part;
     });
     return sum;
 }
 
-std::optional<std::string> DeltaTable::fault(int64_t chunk, const std::byte* payload, int64_t nbytes,
-                                             int threads) const {
-    const Block* blocks = begin(chunk);
-    const int64_t count = end(chunk) - blocks;
-    if (nbytes < kEntry * count || nbytes > bound(chunk))
-        return "payload: got " + std::to_string(nbytes) + " bytes, expected " + std::to_string(kEntry * count) +
-               " to " + std::to_string(bound(chunk));
-    std::vector<int64_t> begins;
-    int64_t at = kEntry * count;
-    const auto in_block = [](int64_t i) { return " in block " + std::to_string(i); };
-    for (int64_t i = 0; i < count; ++i) {
-        const Entry entry = entry_of(payload, i);
-        if (entry.changed != kDense && entry.changed > blocks[i].elements)
-            return "changed elements" + in_block(i) + ": got " + std::to_string(entry.changed) + ", expected at most " +
-                   std::to_string(blocks[i].elements);
-        if (entry.changed == kDense && entry.gaps != 0) return "gaps" + in_block(i) + ": got some, expected none";
-        begins.push_back(at);
-        at += body_bytes(blocks[i], entry);
-        if (at > nbytes)
-            return "payload: got " + std::to_string(nbytes) + " bytes, expected at least " + std::to_string(at);
-    }
-    if (at != nbytes) return "payload: got " + std::to_string(nbytes) + " bytes, expected " + std::to_string(at);
-    std::atomic<int64_t> bad{-1};
-    run_on_threads(threads_for(threads, nbytes), count, [&](int64_t i) {
-        const Entry entry = entry_of(payload, i);
-        if (entry.changed == kDense) return;
-        std::vector<uint32_t> positions(entry.changed);
-        const std::byte* gaps = payload + begins[static_cast<size_t>(i)];
-        if (!read_gaps(gaps, entry.gaps, entry.changed, blocks[i].elements, positions.data())) bad = i;
-    });
-    if (bad < 0) return std::nullopt;
-    return "positions" + in_block(bad) + ": got some outside the block or badly coded, expected " +
-           std::to_string(entry_of(payload, bad).changed) + " ascending ones";
-}
-
 uint64_t DeltaTable::apply(int64_t chunk, const std::byte* payload, int64_t nbytes, const std::vector<int64_t>& bases,
                            bool write, int threads) const {
-    check_bases(bases, false);
-    const Block* blocks = begin(chunk);
-    const int64_t count = end(chunk) - blocks;
-    const auto wrong = [] { return std::invalid_argument("payload of a delta: got a fault, expected none"); };
-    if (nbytes < kEntry * count) throw wrong();
+    const DeltaView where = view(chunk, bases, nullptr);
+    if (nbytes < kEntry * where.count || nbytes > bound(chunk)) throw wrong_payload();
     std::vector<int64_t> begins;
-    int64_t at = kEntry * count;
-    for (int64_t i = 0; i < count; ++i) {
+    int64_t at = kEntry * where.count;
+    for (int64_t i = 0; i < where.count; ++i) {
         begins.push_back(at);
-        at += body_bytes(blocks[i], entry_of(payload, i));
+        at += body_bytes(where.blocks[i], entry_of(payload, i));
     }
-    if (at != nbytes) throw wrong();
+    if (at != nbytes) throw wrong_payload();
     std::atomic<uint64_t> sum{0};
-    std::atomic<bool> bad{false};
-    run_on_threads(threads_for(threads, bytes(chunk)), count, [&](int64_t i) {
-        const Block& block = blocks[i];
-        const Entry entry = entry_of(payload, i);
-        const std::byte* body = payload + begins[static_cast<size_t>(i)];
-        if (entry.changed == kDense) {
-            sum += overwrite(*this, block, body, bases, write);
-            return;
-        }
-        if (entry.changed == 0) return;
-        std::vector<uint32_t> positions(std::min<size_t>(entry.changed, static_cast<size_t>(block.elements)));
-        if (entry.changed > block.elements ||
-            !read_gaps(body, entry.gaps, entry.changed, block.elements, positions.data())) {
-            bad = true;
-            return;
-        }
-        const auto run = block.item == 1   ? scatter<uint8_t>
-                         : block.item == 2 ? scatter<uint16_t>
-                         : block.item == 4 ? scatter<uint32_t>
-                                           : scatter<uint64_t>;
-        sum += run(*this, block, positions, body + entry.gaps, bases, write);
+    run_on_threads(threads_for(threads, bytes(chunk)), where.count, [&](int64_t i) {
+        sum +=
+            apply_block(where, where.blocks[i], entry_of(payload, i), payload + begins[static_cast<size_t>(i)], write);
     });
-    if (bad) throw wrong();
     return sum;
 }
 

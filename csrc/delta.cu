@@ -1,7 +1,5 @@
 #include <algorithm>
 
-#include "delta_compare.h"
-#include "delta_scatter.h"
 #include "device_array.h"
 #include "device_delta.h"
 
@@ -15,16 +13,15 @@ __device__ void add(DeltaFound* found, const DeltaFound& more) {
     };
     one(&found->sum, more.sum);
     one(&found->changed, more.changed);
-    one(&found->dense, more.dense);
     one(&found->faults, more.faults);
 }
 
 __global__ void __launch_bounds__(kTeam)
-    survey_kernel(DeltaView view, const std::byte* now, const std::byte* old, std::byte* payload, DeltaFound* found) {
+    survey_kernel(DeltaView view, const std::byte* now, std::byte* payload, DeltaFound* found) {
     __shared__ CompareScratch scratch;
     DeltaFound mine{};
     for (int64_t i = blockIdx.x; i < view.count; i += gridDim.x)
-        add_found(mine, survey(view, i, now, old, payload, scratch));
+        add_found(mine, survey(view, i, now, payload, scratch));
     if (threadIdx.x == 0) add(found, mine);
 }
 
@@ -37,10 +34,9 @@ __global__ void __launch_bounds__(kTeam)
 }
 
 __global__ void __launch_bounds__(kTeam)
-    code_kernel(DeltaView view, const std::byte* now, const std::byte* old, std::byte* payload, const int64_t* bodies) {
+    code_kernel(DeltaView view, const std::byte* now, std::byte* payload, const int64_t* bodies) {
     __shared__ CompareScratch scratch;
-    for (int64_t i = blockIdx.x; i < view.count; i += gridDim.x)
-        code_block(view, i, now, old, payload, bodies[i], scratch);
+    for (int64_t i = blockIdx.x; i < view.count; i += gridDim.x) code_block(view, i, now, payload, bodies[i], scratch);
 }
 
 // Applies nothing unless the bodies, as `place_kernel` found them, end where the payload ends.
@@ -50,11 +46,8 @@ __global__ void __launch_bounds__(kTeam) apply_kernel(DeltaView view, const std:
     DeltaFound mine{};
     const bool fits = found->nbytes == static_cast<uint64_t>(nbytes);
     mine.faults = fits ? 0 : 1;
-    for (int64_t i = blockIdx.x; fits && i < view.count; i += gridDim.x) {
-        const Applied one =
-            apply_block(view, view.blocks[i], entry_of(payload, i), payload + bodies[i], write, scratch);
-        add_found(mine, {one.sum, 0, 0, 0, one.good ? 0u : 1u});
-    }
+    for (int64_t i = blockIdx.x; fits && i < view.count; i += gridDim.x)
+        add_found(mine, apply_coded(view, view.blocks[i], entry_of(payload, i), payload + bodies[i], write, scratch));
     if (threadIdx.x == 0) add(found, mine);
 }
 
@@ -77,11 +70,11 @@ std::byte* bytes_at(uintptr_t address) { return reinterpret_cast<std::byte*>(add
 }  // namespace
 
 struct DeviceDelta::Memory {
-    Memory(const DeltaJobs& jobs, int64_t base_count)
-        : rows(jobs.rows),
-          blocks(jobs.blocks),
-          bases(static_cast<size_t>(base_count)),
-          bodies(static_cast<size_t>(jobs.most_blocks)),
+    explicit Memory(const DeltaTable& table)
+        : rows(table.rows()),
+          blocks(table.blocks()),
+          bases(static_cast<size_t>(table.bases())),
+          bodies(static_cast<size_t>(table.most_blocks())),
           found(size_t{1}) {
         check(cudaHostAlloc(&seen, sizeof(DeltaFound), cudaHostAllocPortable), "cudaHostAlloc");
         *static_cast<DeltaFound*>(seen) = {};
@@ -89,17 +82,15 @@ struct DeviceDelta::Memory {
     ~Memory() { cudaFreeHost(seen); }
 
     DeviceArray<DeltaRow> rows;
-    DeviceArray<DeltaTable::Block> blocks;
+    DeviceArray<DeltaBlock> blocks;
     DeviceArray<int64_t> bases, bodies;
     DeviceArray<DeltaFound> found;
     void* seen = nullptr;  // a copy in host memory
 };
 
 DeviceDelta::DeviceDelta(const DeltaTable& table, int device) : table_(table), device_(device) {
-    const DeltaJobs jobs(table);
     const DeviceScope scope(device);
-    first_block_ = jobs.first_block;
-    memory_ = new Memory(jobs, table.bases());
+    memory_ = new Memory(table);
 }
 
 DeviceDelta::~DeviceDelta() {
@@ -107,12 +98,12 @@ DeviceDelta::~DeviceDelta() {
     delete memory_;  // cudaFree waits for kernels that still use the memory
 }
 
-DeltaView DeviceDelta::view(int64_t chunk, const std::vector<int64_t>& bases, uintptr_t stream) {
-    table_.bytes(chunk);  // checks the chunk
-    if (!bases.empty()) upload(memory_->bases, bases_, bases, table_.bases(), stream_of(stream));
-    const int64_t first = first_block_[static_cast<size_t>(chunk)];
-    return {memory_->blocks.get() + first, memory_->rows.get(), memory_->bases.get(),
-            first_block_[static_cast<size_t>(chunk) + 1] - first};
+DeltaView DeviceDelta::view(int64_t chunk, const std::vector<int64_t>& bases, uintptr_t message, uintptr_t stream) {
+    DeltaView found = table_.view(chunk, bases, bytes_at(message));
+    if (!message) upload(memory_->bases, bases_, bases, table_.bases(), stream_of(stream));
+    found.blocks = memory_->blocks.get() + (found.blocks - table_.blocks().data());
+    found.rows = memory_->rows.get(), found.bases = memory_->bases.get();
+    return found;
 }
 
 void DeviceDelta::begin(uintptr_t stream) {
@@ -127,27 +118,22 @@ void DeviceDelta::end(uintptr_t stream) {
           "cudaMemcpyAsync");
 }
 
-void DeviceDelta::encode(int64_t chunk, uintptr_t now, uintptr_t old, uintptr_t payload, uintptr_t stream) {
-    table_.check_message(chunk);
+void DeviceDelta::encode(int64_t chunk, uintptr_t now, uintptr_t base, uintptr_t payload, uintptr_t stream) {
     const DeviceScope scope(device_);
-    const DeltaView where = view(chunk, {}, stream);
-    const auto *fresh = bytes_at(now), *kept = bytes_at(old);
+    const DeltaView where = view(chunk, {}, base, stream);
+    auto *coded = bytes_at(payload), *fresh = bytes_at(now);
     begin(stream);
-    survey_kernel<<<grid_of(where), kTeam, 0, stream_of(stream)>>>(where, fresh, kept, bytes_at(payload),
-                                                                   memory_->found.get());
-    place_kernel<<<1, kTeam, 0, stream_of(stream)>>>(where, bytes_at(payload), memory_->bodies.get(),
-                                                     memory_->found.get());
-    code_kernel<<<grid_of(where), kTeam, 0, stream_of(stream)>>>(where, fresh, kept, bytes_at(payload),
-                                                                 memory_->bodies.get());
+    survey_kernel<<<grid_of(where), kTeam, 0, stream_of(stream)>>>(where, fresh, coded, memory_->found.get());
+    place_kernel<<<1, kTeam, 0, stream_of(stream)>>>(where, coded, memory_->bodies.get(), memory_->found.get());
+    code_kernel<<<grid_of(where), kTeam, 0, stream_of(stream)>>>(where, fresh, coded, memory_->bodies.get());
     end(stream);
 }
 
 void DeviceDelta::apply(int64_t chunk, uintptr_t payload, int64_t nbytes, const std::vector<int64_t>& bases, bool write,
                         uintptr_t stream) {
-    table_.check_bases(bases, false);
     const DeviceScope scope(device_);
-    const DeltaView where = view(chunk, bases, stream);
-    if (nbytes < kEntry * where.count) checked({0, 0, 0, 0, 1});
+    const DeltaView where = view(chunk, bases, 0, stream);
+    if (nbytes < kEntry * where.count) checked({0, 0, 0, 1});
     begin(stream);
     place_kernel<<<1, kTeam, 0, stream_of(stream)>>>(where, bytes_at(payload), memory_->bodies.get(),
                                                      memory_->found.get());
@@ -156,10 +142,9 @@ void DeviceDelta::apply(int64_t chunk, uintptr_t payload, int64_t nbytes, const 
     end(stream);
 }
 
-void DeviceDelta::read(int64_t chunk, const std::vector<int64_t>& bases, uintptr_t stream) {
-    table_.check_bases(bases, true);
+void DeviceDelta::read(int64_t chunk, const std::vector<int64_t>& bases, uintptr_t message, uintptr_t stream) {
     const DeviceScope scope(device_);
-    const DeltaView where = view(chunk, bases, stream);
+    const DeltaView where = view(chunk, bases, message, stream);
     begin(stream);
     read_kernel<<<grid_of(where), kTeam, 0, stream_of(stream)>>>(where, memory_->found.get());
     end(stream);

@@ -1,9 +1,8 @@
-#include "delta_code.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "cpu.h"
+#include "delta_format.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -101,26 +100,12 @@ int64_t differing(const std::byte* a, const std::byte* b, int64_t item, int64_t 
 }
 
 int64_t write_gaps(const uint32_t* positions, int64_t count, std::byte* out, int64_t room) {
-    constexpr int64_t kMost = 4;
     std::byte* to = out;
     uint32_t next = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const uint32_t gap = positions[i] - next;
+        to = put_gap(to, positions[i] - next);
+        if (to - out > room) return -1;
         next = positions[i] + 1;
-        if (room - (to - out) < kMost) {
-            const int64_t needed = gap < kOneByte ? 1 : gap < kTwoBytes ? 2 : kMost;
-            if (room - (to - out) < needed) return -1;
-        }
-        if (gap < kOneByte) {
-            *to++ = static_cast<std::byte>(gap);
-        } else if (gap < kTwoBytes) {
-            const uint32_t rest = gap - kOneByte;
-            *to++ = static_cast<std::byte>(kOneByte + (rest >> 8));
-            *to++ = static_cast<std::byte>(rest);
-        } else {
-            *to++ = static_cast<std::byte>(kLong);
-            for (int shift = 0; shift < 24; shift += 8) *to++ = static_cast<std::byte>(gap >> shift);
-        }
     }
     return to - out;
 }

@@ -1,82 +1,100 @@
-// Walks over the elements of a row of a delta's table.
+// The table of a delta in the form that host and GPU read, and the walk over its elements.
 #pragma once
 
-#include <cstdint>
-
-#include "delta.h"
+#include "copy.h"
+#include "delta_format.h"
 #include "element_digest.h"
+#include "search.h"
 
 namespace asyncmoe {
 
-// Finds single elements of a row; elements in ascending order are found fastest.
-class Cursor {
-  public:
-    explicit Cursor(const DeltaTable::Row& row) : row_(&row) { locate(0); }
+// A box of a tensor's elements, with dimensions that follow each other both in the tensor and in memory merged into
+// `run` elements. All numbers of elements are at most kDeltaBlock.
+struct DeltaRow {
+    int64_t begin;  // number of its first element in its block
+    int64_t place;  // of the first element, bytes from the base
+    int64_t index;  // of the first element, in the tensor
+    uint64_t seed;
+    int32_t base;
+    uint32_t elements;
+    uint32_t run;
+    int32_t count;
+    struct {
+        uint32_t extent;
+        int64_t index_stride;
+        int64_t place_stride;
+    } dims[kMaxDims];
+};
 
-    // Bytes from the base, and number in the tensor, of element `i` of the row in row-major order.
+// Consecutive rows of one item size, together at most kDeltaBlock bytes.
+struct DeltaBlock {
+    int64_t first;
+    int64_t last;
+    int64_t item;
+    int64_t elements;
+    int64_t at;  // offset of its bytes in the message
+};
+
+// The blocks of one chunk, and where their elements lie: in storages, or one after another in a message.
+struct DeltaView {
+    const DeltaBlock* blocks;
+    const DeltaRow* rows;  // of all chunks, as the blocks number them
+    const int64_t* bases;  // addresses of the storages
+    std::byte* message;    // null: the storages
+    int64_t count;         // of blocks
+};
+
+ASYNCMOE_BOTH inline int64_t body_bytes(const DeltaBlock& block, DeltaEntry entry) {
+    return entry.changed == kDense ? block.elements * block.item
+                                   : int64_t{entry.gaps} + int64_t{entry.changed} * block.item;
+}
+
+// Finds elements of a block by their number in it; elements in ascending order are found fastest.
+class DeltaWalk {
+  public:
+    ASYNCMOE_BOTH DeltaWalk(const DeltaView& view, const DeltaBlock& block)
+        : view_(view), block_(block), number_(block.first) {}
+
     struct Spot {
-        int64_t place;
-        int64_t index;
+        std::byte* place;
+        uint64_t seed;
+        int64_t index;  // in the tensor
+        int64_t left;   // elements from this one to the end of its run
     };
-    Spot at(uint32_t i) {
-        if (i - begin_ >= static_cast<uint32_t>(row_->run)) locate(i);
-        const int64_t rest = i - begin_;
-        return {place_ + rest * row_->item, index_ + rest};
+    ASYNCMOE_BOTH Spot at(int64_t element) {
+        if (static_cast<uint64_t>(element - start_) >= static_cast<uint64_t>(run_)) locate(element);
+        const int64_t rest = element - start_;
+        return {place_ + rest * block_.item, seed_, index_ + rest, run_ - rest};
     }
 
   private:
-    void locate(uint32_t i) {
-        const auto run = static_cast<uint32_t>(row_->run);
-        uint32_t number = i / run;
-        begin_ = number * run;
-        place_ = row_->place;
-        index_ = row_->index;
-        for (int k = row_->count - 1; k >= 0; --k) {
-            const Dim& dim = row_->dims[static_cast<size_t>(k)];
-            const auto extent = static_cast<uint32_t>(dim.extent);
-            const uint32_t along = number % extent;
-            number /= extent;
-            place_ += along * dim.destination_stride;
-            index_ += along * dim.source_stride;
+    ASYNCMOE_BOTH void locate(int64_t element) {
+        const DeltaRow* rows = view_.rows;
+        const int64_t begin = rows[number_].begin;
+        if (element < begin || element >= begin + rows[number_].elements)
+            number_ =
+                last_from<&DeltaRow::begin>(rows, element < begin ? block_.first : number_, block_.last - 1, element);
+        const DeltaRow& row = rows[number_];
+        uint32_t number = static_cast<uint32_t>(element - row.begin) / row.run;
+        start_ = row.begin + int64_t{number} * row.run, run_ = row.run, seed_ = row.seed;
+        int64_t place = row.place;
+        index_ = row.index;
+        for (int k = row.count - 1; k >= 0; --k) {
+            const auto& dim = row.dims[k];
+            const uint32_t along = number % dim.extent;
+            number /= dim.extent;
+            place += along * dim.place_stride;
+            index_ += along * dim.index_stride;
         }
+        place_ = view_.message ? view_.message + block_.at + start_ * block_.item
+                               : reinterpret_cast<std::byte*>(view_.bases[row.base]) + place;
     }
 
-    const DeltaTable::Row* row_;
-    uint32_t begin_ = 0;
-    int64_t place_ = 0;
-    int64_t index_ = 0;
+    const DeltaView& view_;
+    const DeltaBlock& block_;
+    int64_t number_, start_ = 0, run_ = 0, index_ = 0;
+    uint64_t seed_ = 0;
+    std::byte* place_ = nullptr;
 };
-
-// Calls visit(place, index) for every run of a row, in row-major order.
-template <typename Visit>
-void for_each_run(const DeltaTable::Row& row, const Visit& visit, int level = 0, int64_t place = 0, int64_t index = 0) {
-    if (level == row.count) {
-        visit(row.place + place, row.index + index);
-        return;
-    }
-    const Dim& dim = row.dims[static_cast<size_t>(level)];
-    for (int64_t i = 0; i < dim.extent; ++i)
-        for_each_run(row, visit, level + 1, place + i * dim.destination_stride, index + i * dim.source_stride);
-}
-
-// Calls visit(row, i, number) for every position: element `i` of a row, position `number` of the list.
-template <typename Visit>
-void for_each_position(const DeltaTable& table, const DeltaTable::Block& block, const uint32_t* positions,
-                       int64_t count, const Visit& visit) {
-    int64_t number = block.first, begin = 0;
-    for (int64_t k = 0; k < count;) {
-        while (positions[k] >= begin + table.row(number).elements) begin += table.row(number++).elements;
-        const DeltaTable::Row& row = table.row(number);
-        Cursor cursor(row);
-        for (; k < count && positions[k] < begin + row.elements; ++k)
-            visit(row, cursor.at(static_cast<uint32_t>(positions[k] - begin)), k);
-    }
-}
-
-// The sum of the terms of a run that may be very short.
-inline uint64_t sum_of_run(const DeltaTable::Row& row, const std::byte* data, int64_t index) {
-    if (row.run == 1) return element_term(row.seed, index, data ? element_bits(data, row.item) : 0);
-    return sum_of_elements(data, row.item, row.run, row.seed, index);
-}
 
 }  // namespace asyncmoe

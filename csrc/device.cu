@@ -147,17 +147,6 @@ std::string DeviceMemory::handle() const {
     return {reinterpret_cast<const char*>(&handle), sizeof handle};
 }
 
-PinnedMemory::PinnedMemory(int device, int64_t nbytes) : device_(device) {
-    const DeviceScope scope(device);
-    check(cudaHostAlloc(&start_, static_cast<size_t>(nbytes), cudaHostAllocPortable),
-          "cudaHostAlloc of " + std::to_string(nbytes) + " bytes");
-}
-
-PinnedMemory::~PinnedMemory() {
-    const DestructorScope scope(device_);
-    cudaFreeHost(start_);
-}
-
 void copy_plainly(int device, uintptr_t destination, uintptr_t source, int64_t nbytes, uintptr_t stream) {
     const DeviceScope scope(device);
     check(cudaMemcpyAsync(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),

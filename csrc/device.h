@@ -77,20 +77,6 @@ class DeviceMemory {
     void* start_ = nullptr;
 };
 
-// Host memory that stays in place, so that copies between it and a device run at full speed and in a stream's order.
-class PinnedMemory {
-  public:
-    PinnedMemory(int device, int64_t nbytes);
-    ~PinnedMemory();
-    PinnedMemory(const PinnedMemory&) = delete;
-    PinnedMemory& operator=(const PinnedMemory&) = delete;
-    uintptr_t address() const { return reinterpret_cast<uintptr_t>(start_); }
-
-  private:
-    int device_;
-    void* start_ = nullptr;
-};
-
 // cudaMemcpyAsync: within a device, or between the host and it.
 void copy_plainly(int device, uintptr_t destination, uintptr_t source, int64_t nbytes, uintptr_t stream);
 

@@ -42,7 +42,7 @@ inline uint64_t element_bits(const std::byte* data, int64_t item) {
 }
 
 // The sum of the terms of `count` elements that follow each other both in memory and in the tensor; the first one is
-// element `index`. Null `data` stands for zeros.
+// element `index`.
 uint64_t sum_of_elements(const std::byte* data, int64_t item, int64_t count, uint64_t seed, int64_t index);
 
 }  // namespace asyncmoe

@@ -22,7 +22,9 @@ enum CopyColumn : int {
     kFromStrides = kCopyExtents + kMaxDims,
     kToStrides = kFromStrides + kMaxDims,
     kCopyCast = kToStrides + kMaxDims,  // a Cast
-    kCopyColumns,
+    kCopyTensor,                        // or kPadding
+    kCopyStart,                         // of the box in the tensor
+    kCopyColumns = kCopyStart + kMaxDims,
 };
 
 // The dimension along which a region is cut if several ranks share it.

@@ -61,6 +61,8 @@ struct Matching::Emitter {
             c[kFromStrides + k] = from ? from[kStrides + k] * from_item : 0;
         }
         c[kCopyCast] = from ? matching.cast_of(from[kDtype], to[kDtype]) : 0;
+        c[kCopyTensor] = to[kTensor];
+        std::copy(box.start.begin(), box.start.end(), c.begin() + kCopyStart);
         copies.push_back(copy);
     }
 

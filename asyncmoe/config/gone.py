@@ -43,6 +43,7 @@ KEYS: Mapping[str, Gone] = {
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
+    "sync.delta_base": Gone("nothing: a trainer rank keeps what it sent last in the memory of its weights", ("device",)),
     "sync.relay": Gone("nothing: the trainer sends to every engine", (False, True, "auto", "off")),
     "sync.spot_check_every": Gone(_VERIFY, (0, 50)),
     "sync.staging": Gone("nothing: a whole version is staged where memory allows, else engines pause for it", (True, "auto", "full")),

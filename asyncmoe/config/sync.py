@@ -31,17 +31,12 @@ class SyncSection(Section):
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     delta: Annotated[Literal["auto", "off"], Switch] = Field(
         "off",
-        description="auto: send only the elements that changed since the version before, if that is at most half the size of a full "
-        "update. Updates stay full with sync.method broadcast and with adapters. Each trainer rank keeps a copy of what it sent last, and "
-        "every engine rank proves by a digest of its whole shard that it holds the version. Whatever is doubtful is sent in full. Useless "
-        "with float32 engines, where almost every weight changes at every step: set engines.dtype to bfloat16. On CPUs a delta lengthens "
-        "the pause. Between GPUs this has been tested in emulation only, never on one. off: send everything (docs/guides/weight-sync.md).",
-    )
-    delta_base: Literal["device", "host"] = Field(
-        "device",
-        description="With sync.delta and weights on GPUs, where each trainer rank keeps what it sent last. device: in its GPU's memory, as "
-        "many bytes as it sends in a full update. host: in as much host memory that cannot be paged out; each update reads all of it "
-        "over PCIe. `asyncmoe plan --config FILE` counts either.",
+        description="auto: send only the elements that changed since the version before, where all engine ranks are proved to hold that "
+        "and the changes take at most half the size of a full update; else send everything. Updates stay full with sync.method broadcast "
+        "or disk and with adapters. Each trainer rank keeps a copy of what it sent last, in the memory of its weights, and every engine "
+        "rank proves each version by a digest of its whole shard. Useless with float32 engines, where almost every weight changes at "
+        "every step: set engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in emulation "
+        "only, never on one. off: send everything (docs/guides/weight-sync.md).",
     )
     every: Positive = Field(
         1,

@@ -40,7 +40,6 @@ class Budget:
         cpu: the run is for machines without GPUs.
         shared: a trainer rank and an engine share each GPU.
         checkpoint_copy: host memory of a trainer rank, in bytes, for the copy that `trainer.async_save` keeps; on a CPU part of `trainer`.
-        delta_base: host memory of a trainer rank, in bytes, for what it sent last, if `sync.delta` keeps that there.
         optimizer_state: the same for the optimizer's state that is offloaded.
         reference: the same for a reference policy's weights.
     """
@@ -51,7 +50,6 @@ class Budget:
     cpu: bool = False
     shared: bool = False
     checkpoint_copy: int = 0
-    delta_base: int = 0
     optimizer_state: int = 0
     reference: int = 0
 
@@ -60,7 +58,6 @@ class Budget:
         """What a trainer rank needs of its host's memory, in bytes by configuration key."""
         every = {
             "trainer.async_save": self.checkpoint_copy,
-            "sync.delta": self.delta_base,
             "trainer.memory.optimizer_offload": self.optimizer_state,
             "objective.kl.coefficient": self.reference,
         }
@@ -104,7 +101,6 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
         largest = GpuMemory({**largest.parts, "checkpoint copy": copied})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serves)
-    base = host.delta_base(hf, parallel, settings) if _keeps_base(config, hf) and not settings.delta_base else 0
     return Budget(
         largest,
         engine,
@@ -112,7 +108,6 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
         cpu,
         config.engines.share_gpus and not cpu,
         copied,
-        base,
         0 if cpu else host.optimizer_state(hf, parallel, settings),
         0 if cpu else host.reference(hf, parallel, settings),
     )
@@ -284,7 +279,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         averages=(ITEM_BYTES[saved.exp_avg_dtype], ITEM_BYTES[saved.exp_avg_sq_dtype]),
         offload=saved.optimizer_offload,
         float8_edges=trainer.edge_layers if trainer.precision == "fp8" else None,
-        delta_base=_keeps_base(config, hf) and (cpu or config.sync.delta_base == "device"),
+        delta_base=config.sync.delta == "auto" and config.sync.method == "reshard" and adapter_of(config, hf) is None,
     )
 
 
@@ -310,11 +305,6 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staged: bo
         gpu=not cpu,
         communicators=_communicators(config, cpu, 1),
     )
-
-
-def _keeps_base(config: Config, hf: Mapping[str, Any]) -> bool:
-    """Return whether trainer ranks keep what they sent last, to send only what changed since."""
-    return config.sync.delta == "auto" and config.sync.method == "reshard" and adapter_of(config, hf) is None
 
 
 def _communicators(config: Config, cpu: bool, mine: int) -> int:

@@ -1,5 +1,5 @@
-"""Host memory of a trainer rank: copies for checkpoints written during training (`trainer.async_save`), for deltas (`sync.delta`) and of a
-reference policy, and the optimizer's state that is offloaded (`trainer.memory.optimizer_offload`)."""
+"""Host memory of a trainer rank: copies for checkpoints written during training (`trainer.async_save`) and of a reference policy, and the
+optimizer's state that is offloaded (`trainer.memory.optimizer_offload`)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,6 @@ def checkpoint_copy(hf: Mapping[str, Any], parallel: MegatronParallel, training:
         ConfigError: the sizes do not divide the model.
     """
     return max(_copy(_trained(hf, parallel, training, stage), parallel, training) for stage in range(parallel.pp))
-
-
-def delta_base(hf: Mapping[str, Any], parallel: MegatronParallel, training: Training) -> int:
-    """Return the bytes of what the fullest trainer rank sent last, all of its share in an update.
-
-    Raises:
-        ConfigError: the sizes do not divide the model.
-    """
-    ranks = (stage * parallel.tp * parallel.dp for stage in range(parallel.pp))
-    return max(memory.weights_of(hf, parallel, rank, training.microbatch.dtype).sent for rank in ranks)
 
 
 def optimizer_state(hf: Mapping[str, Any], parallel: MegatronParallel, training: Training) -> int:

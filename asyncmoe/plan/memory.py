@@ -172,7 +172,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),
-        # `DeltaSender`: what was sent last, a message as it is now, and its code
+        # `DeltaEncoder`: what was sent last, a message as it is now, and its code
         "delta base": weights.sent + BUFFERS * min(training.bucket_bytes, weights.sent) if training.delta_base else 0,
     }
     return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})

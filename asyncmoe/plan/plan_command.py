@@ -170,7 +170,7 @@ def _of_run(asked: PlanArguments, path: Path, console: Console) -> dict[str, Any
         beside = found.engine.total if found.shared else 0
         way = savings.cheapest(hf, models.trainer_parallel(config), budget.training(config, hf), found.gpu_gb, beside)
         console.print(_said(way), markup=False, highlight=False, soft_wrap=True)
-    host = {name: getattr(found, name.replace(" ", "_")) for name in ("checkpoint copy", "delta base", "optimizer state", "reference")}
+    host = {name: getattr(found, name.replace(" ", "_")) for name in ("checkpoint copy", "optimizer state", "reference")}
     return {**asdict(forecast), "memory": _values(columns), "host_memory": host}
 
 

@@ -1,6 +1,6 @@
 """What an update of the weights takes: bytes, seconds and pause, dense or as a delta, staged or written in place.
 
-Sizes of deltas follow from their code (csrc/delta_code.h) if the changed elements lie at random; a test compares them with coded ones.
+Sizes of deltas follow from their code (csrc/delta_format.h) if the changed elements lie at random; a test compares them with coded ones.
 Seconds are those of the wire. A pause is the time in which a GPU's memory is written, or, where an update is
 written in place, the whole transfer; launches and the controller's messages come on top. Nothing here has been measured on a GPU.
 """

@@ -137,8 +137,6 @@ def connect(
             exchanger.close()
         raise
     assert exchanger is not None
-    if terms.delta:
-        _open_carrier(store, terms, epoch, watch, exchanger, place)
     return exchanger
 
 
@@ -151,24 +149,9 @@ def _exchanger(end: ChannelEnd, plan: Plan) -> Exchanger:
         threads=1,  # the trainer's step or the engine runs at the same time
         stream=end.stream,
         relieve=end.relieve,
+        delta=end.terms.delta,
         watch=end.watch,
     )
-
-
-def _open_carrier(store: Store, terms: Terms, epoch: int, watch: Watch, exchanger: Exchanger, place: torch.device) -> None:
-    """Connect all ranks for the messages of deltas; raises what `connect` does, with the exchanger closed."""
-    failure = ""
-    try:
-        exchanger.open_carrier()
-    except Exception as error:
-        failure = failing.said(error, terms, store.rank, place)
-        if not isinstance(error, AsyncmoeError):
-            log.exception("rank %d cannot connect for deltas in channel %d over %s", store.rank, epoch, terms.transport)
-    try:
-        _assemble(store, terms, epoch, "carry", watch, Arrived(failure), lambda _: {})
-    except AsyncmoeError:
-        exchanger.close()
-        raise
 
 
 def _assemble(

@@ -25,12 +25,12 @@ class Portion(msgspec.Struct, frozen=True):
     Attributes:
         dense: bytes of a full update.
         sizes: bytes of the messages of its delta, in order; empty if it has none.
-        contribution: the sum of the terms of its elements in the version (`asyncmoe.reshard.delta_digest`).
+        digest: the canonical digest of its elements in the version (`asyncmoe.reshard.delta_lanes`).
     """
 
     dense: int
     sizes: tuple[int, ...]
-    contribution: int
+    digest: int
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -54,11 +54,11 @@ class Coming(msgspec.Struct, frozen=True):
 
     Attributes:
         sizes: bytes of the messages of a delta, in order, by trainer rank; empty for a full update.
-        contributions: the sum of the contributions of all trainer ranks, modulo 2^64.
+        digests: the canonical digest of what it has from a trainer rank, by that rank.
     """
 
     sizes: dict[int, tuple[int, ...]]
-    contributions: int
+    digests: dict[int, int]
 
 
 def offer(update: int, rank: int) -> Key[Offer]:

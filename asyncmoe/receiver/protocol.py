@@ -6,7 +6,7 @@ is a set of trainer and engine ranks that have agreed on a plan; if the set of e
 
 Meeting     rank 0 sets `TERMS`; every other rank answers `ready(rank)`; rank 0 compares all answers and sets `VERDICT`
 Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each rank makes its end of the channel,
-            and the same exchange is repeated with "make", and, once they are connected for deltas, if there may be any, with "carry"
+            and the same exchange is repeated with "make"
 Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)` after the commit, and
             `over(N)` when the trainer is done with the version. With deltas, offers come before the header (`delta_messages.py`)
 Leaving     trainer ranks set `left(rank)`; then rank 0 may close the store
@@ -26,7 +26,7 @@ from asyncmoe.config.transports import TransportName
 from asyncmoe.errors import ReportedFailure
 
 T = TypeVar("T", bound=msgspec.Struct)
-ChannelStage = Literal["arrive", "make", "carry"]
+ChannelStage = Literal["arrive", "make"]
 ELSEWHERE = "another rank has failed"
 """The failure reported by a rank that only waited for the failed rank (`asyncmoe.receiver.failing.cause`)."""
 

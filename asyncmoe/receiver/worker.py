@@ -24,8 +24,6 @@ from asyncmoe.receiver.deltas import DeltaRefused, DeltaStaging
 from asyncmoe.receiver.protocol import Header, Outcome, Ready, Terms
 from asyncmoe.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
 from asyncmoe.reshard import Exchanger, Plan, device_threads
-from asyncmoe.reshard.carry import BUFFERED_BYTES
-from asyncmoe.reshard.delta_lanes import MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
@@ -178,11 +176,7 @@ class Receiver:
         senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
         room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
         reads_sender = TRANSPORTS[terms.transport].reads_sender
-        messages = min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room)
-        if terms.delta:  # one coded message at a time, and the carrier's buffers
-            trainers = terms.engines[0].first
-            messages += min(MESSAGE_BYTES, room) + (0 if reads_sender else BUFFERED_BYTES * trainers)
-        return messages, room
+        return min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room), room
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
         number, epoch = _FIRST, 0
@@ -242,6 +236,9 @@ class Receiver:
         if header.base is not None:
             if deltas is None or coming is None:
                 raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")
+            if self._spare:  # the coded bytes take less than a second copy, which the next full update takes again
+                self._spare = {}
+                exchanger.bind(None, self._target.tensors())
             deltas.receive(exchanger, header, coming)
             return Staged(header.version, number, None, delta=True)
         if deltas is not None:

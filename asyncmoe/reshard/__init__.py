@@ -1,9 +1,8 @@
 """Move tensors between two shardings: layouts, plans, and the exchange that executes a plan. Needs only NumPy."""
 
 from asyncmoe.reshard.bucket import Bucket, buckets
-from asyncmoe.reshard.delta_digest import expected_digest, shard_digest
-from asyncmoe.reshard.delta_receiver import DeltaReceiver
-from asyncmoe.reshard.delta_sender import DeltaSender, DeltaSize
+from asyncmoe.reshard.delta_decoder import DeltaDecoder
+from asyncmoe.reshard.delta_encoder import DeltaEncoder, DeltaSize
 from asyncmoe.reshard.exchange import Exchanger, exchange
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, Piece, RankLayout, Storage
 from asyncmoe.reshard.memory import digest
@@ -15,8 +14,8 @@ __all__ = [
     "PADDING",
     "Box",
     "Bucket",
-    "DeltaReceiver",
-    "DeltaSender",
+    "DeltaDecoder",
+    "DeltaEncoder",
     "DeltaSize",
     "Exchanger",
     "LayoutBuilder",
@@ -32,8 +31,6 @@ __all__ = [
     "buckets",
     "digest",
     "exchange",
-    "expected_digest",
     "plan",
     "plan_each",
-    "shard_digest",
 ]

@@ -21,6 +21,8 @@ from asyncmoe.reshard.plan import (
     Transfer,
 )
 
+BUCKET_BYTES = 64 << 20
+"""The message buffers of a rank's pairs, one of each, unless an exchange says otherwise."""
 TRAILER_BYTES = 8
 """Size of the digest after the boxes of a message, at the next multiple of 8 bytes."""
 FLOOR_BYTES = 64 << 10
@@ -112,11 +114,13 @@ def _filled(limit: int) -> int:
     return max(1, room - room // _PARTS_PER_CHUNK)
 
 
-def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) -> Chunks:
+def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1, *, most: int | None = None) -> Chunks:
     """Cut a transfer between two ranks into messages of at most `limit` bytes, trailer included.
 
     Args:
         messages: number of messages of nearly equal size; more are made if they would exceed `limit`.
+        most: the most bytes of a part of a box, beside the limit that follows from the messages' size. TENSOR and START of parts are
+            those of the whole box.
 
     Raises:
         LayoutError: not even one element fits; names the ranks and the storage.
@@ -134,6 +138,7 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1) 
         )
     total = int(_nbytes(transfer.copies).sum())
     part = max(item, min(room, total // messages) // _PARTS_PER_CHUNK)
+    part = part if most is None else min(part, most)
     copies = cut_boxes(transfer.copies, part)
     end = np.cumsum(_nbytes(copies))
     firsts = [0]

@@ -1,19 +1,26 @@
-"""Cut transfers into the messages of deltas, identically on both ends, and find which element of which tensor each element is."""
+"""Which element of which canonical tensor each element of an exchange's messages is, and the canonical digest of shards.
+
+The canonical digest is a sum over a shard's elements that depends neither on how tensors are cut and placed nor on the order of the terms
+(csrc/element_digest.h). The term of an element is mix(seed + (index + 1) * 0x9e3779b97f4a7c15 + bits) modulo 2^64: `seed` belongs to the
+canonical tensor, `index` is the element's row-major number in the whole tensor, `bits` are the stored bits, zero-extended, and mix is
+splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). A change of an element takes out one term
+and adds another. Padding has no terms. The digest detects damage; it is no cryptographic hash.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.reshard.chunks import Chunks, cut_boxes, message_strides
-from asyncmoe.reshard.delta_digest import BLOCK_BYTES, element_table, tensor_strides
-from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, whole_number
+from asyncmoe.errors import LayoutError
+from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of
+from asyncmoe.reshard.layout import MAX_DIMS, whole_number
 from asyncmoe.reshard.plan import (
-    COLUMNS,
+    CAST,
     DESTINATION,
     DESTINATION_OFFSET,
     DESTINATION_STRIDES,
@@ -23,108 +30,98 @@ from asyncmoe.reshard.plan import (
     SOURCE,
     SOURCE_OFFSET,
     SOURCE_STRIDES,
+    START,
+    TENSOR,
     WIRE_OFFSET,
     Plan,
     Transfer,
 )
+from asyncmoe.reshard.table import Tensors
 
-FORMAT = "asyncmoe delta 1"
-"""Part of every lane's identity; change it whenever the code of a delta or the rules of cutting change."""
-MESSAGE_BYTES = 64 << 20
-"""A delta message covers at most so many bytes of the dense message."""
-_LARGEST_ITEM = max(ITEM_BYTES.values())
+WORD = (1 << 64) - 1
+BLOCK_BYTES: int = _C.DELTA_BLOCK_BYTES
+"""Boxes of an exchange with deltas are cut into parts of at most so many bytes, the most that the C++ code compares at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaLane:
-    """A transfer, cut into the messages of a delta. Zeros for padding are left out: they do not change.
+    """A transfer of an exchange.
 
     Attributes:
-        source, destination: ranks; equal for what a rank copies from its own sources.
-        identity: 64 bits that both ends compute from the plan, the transfer and the rules of cutting.
-        chunks: the messages as they would be if they were dense.
-        elements: int64[n, COLUMNS]; as `chunks.copies`, but the source is the canonical tensor: its number, and offset and strides in it,
-            in elements times ITEM.
+        source, destination: ranks.
+        chunks: its messages, as the exchange cuts them.
+        elements: as `chunks.copies`, but the source is the canonical tensor: its number, and offset and strides in it, in elements times
+            ITEM.
+        table: what the elements are, and where they lie at the destination.
     """
 
     source: int
     destination: int
-    identity: int
     chunks: Chunks
     elements: np.ndarray
+    table: _C.DeltaTable
 
     def __len__(self) -> int:
         return len(self.chunks)
 
     @property
     def element_count(self) -> int:
-        """Elements in all messages."""
         return int(self.elements[:, EXTENTS].prod(1).sum())
 
     def sends_like(self, other: DeltaLane) -> bool:
-        """Whether both lanes send the same bytes, under the same identity: their destinations have equal layouts."""
-        if self.identity != other.identity or self.chunks.copies.shape != other.chunks.copies.shape:
+        """Whether both lanes send the same messages from the same source: their destinations have equal layouts."""
+        if self.chunks.copies.shape != other.chunks.copies.shape or self.chunks.nbytes != other.chunks.nbytes:
             return False
-        read = [SOURCE, SOURCE_OFFSET, *range(WIRE_OFFSET, COLUMNS)]
-        return bool(
-            (self.chunks.copies[:, read] == other.chunks.copies[:, read]).all()
-            and (self.elements[:, read] == other.elements[:, read]).all()
-        )
-
-    def stored(self, seed: np.ndarray) -> _C.DeltaTable:
-        """Return the table of elements as they lie in the destination's storages."""
-        return element_table(self.elements, self.chunks.firsts, seed)
-
-    def sent(self, seed: np.ndarray) -> _C.DeltaTable:
-        """Return the table of elements as they lie in the dense messages."""
-        rows = self.elements.copy()
-        rows[:, DESTINATION], rows[:, DESTINATION_OFFSET] = 0, rows[:, WIRE_OFFSET]
-        rows[:, DESTINATION_STRIDES] = message_strides(rows)
-        return element_table(rows, self.chunks.firsts, seed)
+        read = [SOURCE, SOURCE_OFFSET, WIRE_OFFSET, ITEM, CAST, *_columns(EXTENTS), *_columns(SOURCE_STRIDES)]
+        pairs = ((self.chunks.copies, other.chunks.copies), (self.elements, other.elements))
+        return all(np.array_equal(mine[:, read], theirs[:, read]) for mine, theirs in pairs)
 
 
-def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], message_bytes: int) -> list[DeltaLane]:
-    """Return the lanes of some transfers of a plan; a transfer that only fills padding has none.
+def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], bucket_bytes: int) -> list[DeltaLane]:
+    """Return the lanes of some transfers of a plan, as an `Exchanger` with `delta` cuts them for `bucket_bytes`.
 
     Raises:
-        LayoutError: `message_bytes` is less than the largest element.
+        LayoutError: as `cut_transfer`; or a rank copies elements from itself, which is no message.
     """
-    message_bytes = whole_number(message_bytes, "message_bytes of a delta", _LARGEST_ITEM)
-    made = (_lane(plan, transfer, message_bytes) for transfer in plan.transfers if chosen(transfer))
-    return [lane for lane in made if len(lane)]
+    seeds = np.array([seed_of(name) for name in plan.match.sources.tensors.names[:-1]], np.uint64).view(np.int64)
+    cuts, lanes = cuts_of(plan, whole_number(bucket_bytes, "bucket_bytes", 1)), []
+    for transfer in filter(chosen, plan.transfers):
+        if transfer.source != transfer.destination:
+            cut = cuts[transfer.source, transfer.destination]
+            copies = _elements(plan.match.sources.tensors, transfer.copies)
+            chunks = cut_transfer(plan, transfer, *cut, most=BLOCK_BYTES)
+            elements = cut_transfer(plan, replace(transfer, copies=copies), *cut, most=BLOCK_BYTES).copies
+            table = _table(elements, chunks.firsts, seeds)
+            lanes.append(DeltaLane(transfer.source, transfer.destination, chunks, elements, table))
+        elif (transfer.copies[:, SOURCE] != NO_SOURCE).any():
+            got = f"elements that rank {transfer.source} copies from itself"
+            raise LayoutError("plan of an exchange of deltas", got=got, expected="messages between ranks only")
+    return lanes
 
 
-def _lane(plan: Plan, transfer: Transfer, message_bytes: int) -> DeltaLane:
-    copies = transfer.copies[transfer.copies[:, SOURCE] != NO_SOURCE]
-    limit = min(BLOCK_BYTES, message_bytes)
-    cut, elements = cut_boxes(copies, limit), cut_boxes(_elements(plan, transfer.destination, copies), limit)
-    nbytes = cut[:, EXTENTS].prod(1) * cut[:, ITEM]
-    end = np.cumsum(nbytes)
-    firsts = [0]
-    while firsts[-1] < len(cut):
-        before = int(end[firsts[-1] - 1]) if firsts[-1] else 0
-        firsts.append(int(np.searchsorted(end, before + message_bytes, "right")))
-    edges = np.concatenate([[0], end])[firsts]
-    cut[:, WIRE_OFFSET] = elements[:, WIRE_OFFSET] = end - nbytes - np.repeat(edges[:-1], np.diff(firsts))
-    chunks = Chunks(transfer.source, transfer.destination, cut, np.array(firsts, np.int64), tuple(np.diff(edges).tolist()))
-    return DeltaLane(transfer.source, transfer.destination, _identity(plan, transfer, message_bytes), chunks, elements)
+def seed_of(name: str) -> int:
+    """Return the 64-bit seed of a tensor: BLAKE2b of its name in UTF-8, little-endian; the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8, person=b"asyncmoe tensor").digest(), "little")
 
 
-def _elements(plan: Plan, destination: int, copies: np.ndarray) -> np.ndarray:
-    """Return the copies with canonical tensors as their sources."""
-    tensors, table = plan.match.sources.tensors, plan.match.side.table(destination)
-    place = {name: i for i, name in enumerate(table.names)}
-    numbers = np.array([place[name] for name in plan.destinations.get(destination, {})], np.int64)
-    queries = np.column_stack([numbers[copies[:, DESTINATION]], copies[:, DESTINATION_OFFSET] // copies[:, ITEM]])
-    found = _C.elements_at(table.pieces, np.ascontiguousarray(queries).reshape(-1, 2))
-    step = tensor_strides(tensors, found[:, 0])
+def _elements(tensors: Tensors, copies: np.ndarray) -> np.ndarray:
+    """Return copies (`Transfer.copies`) with the canonical tensors as their sources, row-major."""
+    extent = tensors.extent[copies[:, TENSOR]]
+    step: np.ndarray = np.ones_like(extent)
+    for k in range(MAX_DIMS - 2, -1, -1):
+        step[:, k] = step[:, k + 1] * extent[:, k + 1]
     rows = copies.copy()
-    rows[:, SOURCE] = found[:, 0]
-    rows[:, SOURCE_OFFSET] = (found[:, 1 : 1 + MAX_DIMS] * step).sum(1) * rows[:, ITEM]
+    rows[:, SOURCE] = rows[:, TENSOR]
+    rows[:, SOURCE_OFFSET] = (rows[:, START] * step).sum(1) * rows[:, ITEM]
     rows[:, SOURCE_STRIDES] = step * rows[:, ITEM, None]
     return rows
 
 
-def _identity(plan: Plan, transfer: Transfer, message_bytes: int) -> int:
-    text = f"{FORMAT} {plan.digest} {transfer.check} {transfer.source} {message_bytes}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def _table(rows: np.ndarray, firsts: np.ndarray, seeds: np.ndarray) -> _C.DeltaTable:
+    columns = [rows[:, k] for k in (SOURCE, SOURCE_OFFSET, DESTINATION, DESTINATION_OFFSET, ITEM)]
+    boxes = [rows[:, k] for k in (EXTENTS, SOURCE_STRIDES, DESTINATION_STRIDES)]
+    return _C.DeltaTable(np.ascontiguousarray(np.column_stack([*columns, *boxes])), firsts, seeds)
+
+
+def _columns(part: slice) -> range:
+    return range(part.start, part.stop)

@@ -1,104 +1,197 @@
-"""Who compares, proves, writes and reads the elements of deltas in host memory, and what a sender or receiver asks of whoever does."""
+"""Who packs, compares, proves, writes and reads the elements of deltas: the CPU, or kernels of a GPU (csrc/delta.h, csrc/device_delta.h).
+
+A delta is the same bytes on both: one that a GPU coded may be applied on a CPU and the other way round. All of a GPU's work is on one
+stream; every method waits for its own but `copy`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import ctypes
+from collections.abc import Hashable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.reshard.delta_format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES
+from asyncmoe.errors import LayoutError, WaitTimeout
+from asyncmoe.reshard.chunks import TRAILER_BYTES, trailer_offset
+from asyncmoe.reshard.gpu import Gpu, Relieve, with_room
+from asyncmoe.reshard.memory import DeviceBuffer
+
+PAYLOAD = "payload"
+_PATIENCE_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """A message of a delta, whose payload is written: header and digest are still missing.
+class Work(Protocol):
+    """Memory and work of one sender or receiver. `sources` and `places` are addresses of storages, int64; others are int.
 
-    Attributes:
-        frame: uint8[FRAME_BYTES + payload].
-        difference: the new terms of the changed elements less the old ones, modulo 2^64.
-        changed, blocks: elements whose bits changed, and blocks that are sent whole.
+    A table says what elements are; a program packs their messages (`asyncmoe.reshard.programs.message_program`).
     """
 
-    frame: np.ndarray
-    difference: int
-    changed: int
-    blocks: int
+    device: str
 
-
-class Base(Protocol):
-    """What was sent last to destinations of one layout, and the program that packs what would be sent now.
-
-    `sources` are the addresses of the source storages, int64.
-    """
-
-    def fill(self, number: int, sources: np.ndarray) -> int:
-        """Pack a message into the base; return the sum of its elements' terms."""
-
-    def encode(self, number: int, sources: np.ndarray) -> Coded:
-        """Code what a message would change."""
-
-    def advance(self, number: int, message: np.ndarray) -> int:
-        """Write a message without a fault into the base; return the new terms less the old ones."""
-
-
-class Elements(Protocol):
-    """The elements of the messages of one table, as they lie in storages. `places` are the addresses of the storages, int64."""
-
-    def read(self, number: int, places: np.ndarray) -> int:
-        """Return the sum of the terms of a message's elements."""
-
-    def apply(self, number: int, message: np.ndarray, places: np.ndarray, *, write: bool) -> int:
-        """Return the new terms less the old ones of a message, uint8[n], that had no fault when it was staged; write it if asked.
+    def room(self, name: Hashable, nbytes: int) -> int:
+        """Return the address of the buffer of a name, of at least so many bytes; what it held is lost.
 
         Raises:
-            ValueError: it has one now.
-            OutOfDeviceMemory: there is no room for it on the GPU.
+            MemoryError, OutOfDeviceMemory: there is too little memory left.
+        """
+
+    def release(self, *, all_: bool) -> None:
+        """Let go of the buffers named ("coded", ...); unless `all_`, only where new ones cost nothing."""
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy bytes between a buffer and a message of an exchange on this device."""
+
+    def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
+        """Pack a message into `base`, which has room for its trailer; return the sum of its elements' terms."""
+
+    def encode(
+        self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
+    ) -> tuple[int, int, int]:
+        """Code what a message would change, and advance the base.
+
+        Returns:
+            Bytes of the payload; new terms less old ones, modulo 2^64; changed elements.
+        """
+
+    def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
+        """Return the sum of the terms of a message's elements as they lie in storages."""
+
+    def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
+        """Return the new terms less the old ones of a payload; write it if asked.
+
+        Raises:
+            ValueError: it does not fit the message.
         """
 
 
-class HostBase:
-    """A base in host memory, of sources in host memory.
+class HostWork:
+    """See `Work`: in host memory, with so many threads (0: as many as the machine has, at most 4)."""
 
-    Attributes:
-        base: uint8[bytes of all messages], one after another.
+    device = "cpu"
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._rooms: dict[Hashable, np.ndarray] = {}
+
+    def room(self, name: Hashable, nbytes: int) -> int:
+        if _coded(name) or name not in self._rooms or self._rooms[name].nbytes < nbytes:
+            self._rooms[name] = np.empty(nbytes, np.uint8)
+        return int(self._rooms[name].ctypes.data)
+
+    def release(self, *, all_: bool) -> None:
+        self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
+        pack.run(number, sources, one_address(base), self._threads)
+        return table.read(number, np.empty(0, np.int64), base, self._threads)
+
+    def encode(
+        self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
+    ) -> tuple[int, int, int]:
+        return _C.encode_delta(table, pack, number, sources, base, payload, self._threads)
+
+    def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
+        return table.read(number, places, 0, self._threads)
+
+    def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
+        return table.apply(number, payload, nbytes, places, write, self._threads)
+
+
+class GpuWork:
+    """See `Work`: in a GPU's memory. Messages are packed by the copy kernel, casts included.
+
+    Args:
+        device: "cuda:0".
+        stream: a cudaStream_t as an integer.
+
+    Raises:
+        LayoutError: this build has no CUDA kernels.
+        UserError: the device does not exist.
     """
 
-    def __init__(self, pack: _C.Program, table: _C.DeltaTable, nbytes: Sequence[int], threads: int) -> None:
-        self._pack, self._table, self._threads = pack, table, threads
-        self._begins: list[int] = np.cumsum([0, *nbytes]).tolist()
-        self.base = np.empty(self._begins[-1], np.uint8)
+    def __init__(self, device: str, stream: int, relieve: Relieve) -> None:
+        if not _C.CUDA:
+            hint = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
+            raise LayoutError("arrays of a delta", got=device, expected="host memory, as this build has no CUDA kernels", hint=hint)
+        self.device, self._stream, self._relieve = device, stream, relieve
+        self._gpu = Gpu(int(device.removeprefix("cuda:")), relieve)
+        self._done = self._gpu.event()
+        self._rooms: dict[Hashable, DeviceBuffer] = {}
+        self._tables: dict[int, _C.DeviceDelta] = {}
+        self._programs: dict[int, _C.DeviceProgram] = {}
 
-    def fill(self, number: int, sources: np.ndarray) -> int:
-        return _C.fill_delta_base(self._table, self._pack, number, sources, self._address(number), self._threads)
+    def room(self, name: Hashable, nbytes: int) -> int:
+        if name not in self._rooms or self._rooms[name].nbytes < nbytes:
+            # Letting go of device memory waits for all of its kernels, so what is taken is a little more than is needed.
+            self._rooms.pop(name, None)
+            self._rooms[name] = self._gpu.allocate(nbytes + (nbytes // 4 if _coded(name) else 0))
+        return self._rooms[name].address
 
-    def encode(self, number: int, sources: np.ndarray) -> Coded:
-        place = self._address(number), HEADER_BYTES, TRAILER_BYTES
-        return Coded(*_C.encode_delta(self._table, self._pack, number, sources, *place, self._threads))
+    def release(self, *, all_: bool) -> None:
+        if all_:
+            self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name)}
 
-    def advance(self, number: int, message: np.ndarray) -> int:
-        place = np.array([self._address(number)], np.uint64).view(np.int64)
-        return HostElements(self._table, self._threads).apply(number, message, place, write=True)
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        _C.copy_plainly(self._gpu.index, to, source, nbytes, self._stream)
 
-    def _address(self, number: int) -> int:
-        return int(self.base.ctypes.data) + self._begins[number]
+    def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
+        self._pack(pack, number, sources, base)
+        there = self._there(table)
+        there.read(number, np.empty(0, np.int64), base, self._stream)
+        return self._found(there)[1]
+
+    def encode(
+        self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
+    ) -> tuple[int, int, int]:
+        now = self.room("now", trailer_offset(table.bytes(number)) + TRAILER_BYTES)
+        self._pack(pack, number, sources, now)
+        there = self._there(table)
+        there.encode(number, now, base, payload, self._stream)
+        return self._found(there)
+
+    def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
+        there = self._there(table)
+        there.read(number, places, 0, self._stream)
+        return self._found(there)[1]
+
+    def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
+        there = self._there(table)
+        there.apply(number, payload, nbytes, places, write, self._stream)
+        return self._found(there)[1]
+
+    def _pack(self, pack: _C.Program, number: int, sources: np.ndarray, to: int) -> None:
+        if id(pack) not in self._programs:
+            made = with_room(self._gpu.index, "tables of copies", None, self._relieve, partial(_C.DeviceProgram, pack, self._gpu.index))
+            self._programs[id(pack)] = made
+        self._programs[id(pack)].run(number, sources, one_address(to), 0, self._stream)
+
+    def _there(self, table: _C.DeltaTable) -> _C.DeviceDelta:
+        if id(table) not in self._tables:
+            made = with_room(self._gpu.index, "tables of deltas", None, self._relieve, partial(_C.DeviceDelta, table, self._gpu.index))
+            self._tables[id(table)] = made
+        return self._tables[id(table)]
+
+    def _found(self, there: _C.DeviceDelta) -> tuple[int, int, int]:
+        self._done.record(self._stream)
+        if not self._done.wait(_PATIENCE_S):
+            raise WaitTimeout(self.device, "the kernels of a delta enqueued on its stream", _PATIENCE_S)
+        return there.take()
 
 
-class HostElements:
-    """Elements in host memory."""
-
-    def __init__(self, table: _C.DeltaTable, threads: int) -> None:
-        self._table, self._threads = table, threads
-
-    def read(self, number: int, places: np.ndarray) -> int:
-        return self._table.read(number, places, self._threads)
-
-    def apply(self, number: int, message: np.ndarray, places: np.ndarray, *, write: bool) -> int:
-        return self._table.apply(number, *payload_of(message), places, write, self._threads)
+def work_on(device: str, threads: int, stream: int, relieve: Relieve) -> Work:
+    """Return who works in the memory of a device, "cpu" or "cuda:0"; raise as `GpuWork`."""
+    return HostWork(threads) if device == "cpu" else GpuWork(device, stream, relieve)
 
 
-def payload_of(message: np.ndarray) -> tuple[int, int]:
-    """Return address and bytes of the payload of a whole message, uint8[n]."""
-    return int(message.ctypes.data) + HEADER_BYTES, len(message) - FRAME_BYTES
+def one_address(address: int) -> np.ndarray:
+    return np.array([address], np.uint64).view(np.int64)
+
+
+def _coded(name: Hashable) -> bool:
+    return isinstance(name, tuple) and name[0] == "coded"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -13,8 +14,10 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
-from asyncmoe.reshard.carry import Carrier, Take
-from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of, trailer_offset
+from asyncmoe.reshard.chunks import BUCKET_BYTES, Chunks, cut_transfer, cuts_of, trailer_offset
+from asyncmoe.reshard.delta_decoder import DeltaDecoder
+from asyncmoe.reshard.delta_encoder import DeltaEncoder
+from asyncmoe.reshard.delta_lanes import BLOCK_BYTES
 from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
 from asyncmoe.reshard.layout import MOST_THREADS, seconds, whole_number
 from asyncmoe.reshard.memory import Array, Memory, addresses_of, check_apart, device_of, memories_of, memory_of
@@ -23,7 +26,6 @@ from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import local_program, message_program, scales_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
 
-BUCKET_BYTES = 64 << 20
 _MOST_BUFFERS = 1 << 10
 _RUN_MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
@@ -38,6 +40,9 @@ class Exchanger:
     packing and again during unpacking; on a GPU the digests are compared there, and the result is read at the end of a run. During a run
     Python handles messages, not tensors.
 
+    With `delta`, a run may move coded messages instead (`DeltaEncoder`, `DeltaDecoder`), in the same order through the same buffers; each
+    is as large as what changed in its boxes.
+
     Args:
         transport: the transport of the messages.
         bucket_bytes: see above.
@@ -48,6 +53,7 @@ class Exchanger:
             already enqueued on it, so sources may be written there without waiting; when `run` returns, all copies are done. The
             transport must send and receive in the order of this stream (`TorchTransport`: torch's current stream).
         relieve: see `asyncmoe.reshard.gpu.Relieve`.
+        delta: whether runs may move coded messages.
         watch: called twice a second while a separate thread exchanges messages of a `Transport` (see `MessageLink`); an error it raises
             ends the run. A `SharedTransport` itself notices when a peer dies.
 
@@ -67,6 +73,7 @@ class Exchanger:
         threads: int = 0,
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
+        delta: bool = False,
         watch: Watch = nothing_to_watch,
     ) -> None:
         self._relieve, self._watch = relieve, watch
@@ -76,7 +83,8 @@ class Exchanger:
         self.rank, self._plan, self._of_plan = transport.rank, plan, int(plan.digest[:16], 16)
         cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
-        cut = [cut_transfer(plan, t, *cuts[t.source, t.destination]) for t in mine if t.source != t.destination]
+        most = BLOCK_BYTES if delta else None
+        cut = [cut_transfer(plan, t, *cuts[t.source, t.destination], most=most) for t in mine if t.source != t.destination]
         self._outgoing = [chunks for chunks in cut if chunks.source == self.rank]
         self._incoming = [chunks for chunks in cut if chunks.destination == self.rank]
         sent = [t.copies for t in mine if t.source == self.rank]
@@ -87,15 +95,16 @@ class Exchanger:
         self._sources = self._destinations = addresses_of(())
         self._gpu: GpuCopies | None = None
         self._bound: object = None
-        self._runs = self._carried = 0
+        self._runs = 0
         self._until = math.inf
         self._broken = self._closed = False
-        self._carrier: Carrier | None = None
         self._transport = transport
-        out, into = [_lane(c, c.destination) for c in self._outgoing], [_lane(c, c.source) for c in self._incoming]
+        out = [_lane(chunks, chunks.destination, delta) for chunks in self._outgoing]
+        into = [_lane(chunks, chunks.source, delta) for chunks in self._incoming]
         self.buffer_bytes = sum(lane.slot_bytes * min(self._buffers, len(lane.message_bytes)) for lane in (*out, *into))
         """Bytes of this rank's message buffers."""
         self._link = self._connect(transport, out, into)
+        self._whole = self._lanes = out, into
 
     def bind(self, source_arrays: Mapping[str, Array] | None = None, destination_arrays: Mapping[str, Array] | None = None) -> None:
         """Set the arrays of the storages for all following runs. They are kept alive until the next `bind`.
@@ -124,16 +133,18 @@ class Exchanger:
         self._sources, self._destinations = addresses_of(sources.values()), addresses_of(destinations.values())
         self._bound = (source_arrays, destination_arrays)
 
-    def run(self, timeout_s: float | None = None) -> Moved:
-        """Exchange once. All ranks of the plan call it.
+    def run(self, timeout_s: float | None = None, encoder: DeltaEncoder | None = None, decoder: DeltaDecoder | None = None) -> Moved:
+        """Exchange once. All ranks of the plan call it: with an encoder, a decoder or both to move coded messages, or all of them without.
 
         Args:
             timeout_s: bound of the whole run, though a round that was begun in time may take as long again; None: the run ends only if a
                 peer makes no progress.
+            encoder: what it coded last is sent. Made for the same plan and buckets, as is `decoder`.
+            decoder: keeps what is received, of the sizes that it expects; nothing is written to the destination.
 
         Raises:
             TransferError: a message arrived corrupted, or a peer is gone; names the ranks. The destination may be partly written, and this
-                exchanger cannot be used again.
+                exchanger cannot be used again. Of coded messages only `DeltaDecoder.prove` finds what is corrupted.
             WaitTimeout: a peer made no progress in time; the destination and the exchanger are left as after a TransferError.
         """
         self._check_usable()
@@ -142,15 +153,16 @@ class Exchanger:
         self._until = math.inf if timeout_s is None else time.monotonic() + seconds(timeout_s)
         self._broken = True
         moved = Moved()
+        self._resize(encoder, decoder)
         rounds = max((len(c) for c in (*self._outgoing, *self._incoming)), default=0)
         ahead = min(self._buffers - 1, rounds)
         for number in range(max(1, rounds + ahead)):
             if number < rounds:
-                self._pack_round(number, moved)
-            if number == 0:
+                self._pack_round(number, moved, encoder)
+            if number == 0 and encoder is None and decoder is None:
                 self._copy_local(moved)
             if number >= ahead:
-                self._unpack_round(number - ahead, moved)
+                self._unpack_round(number - ahead, moved, decoder)
         with moved.timed("wire"):
             self._link.finish(self._patience())
         with moved.timed("unpack"):
@@ -159,37 +171,13 @@ class Exchanger:
         self._broken = False
         return moved
 
-    def open_carrier(self) -> None:
-        """Connect for `carry`, to the ranks of the plan. All ranks call it, when all of them have made their exchanger, and before it runs.
-
-        Raises:
-            WaitTimeout, TransferError: as `Carrier`.
-        """
-        self._check_usable()
-        out, into = [chunks.destination for chunks in self._outgoing], [chunks.source for chunks in self._incoming]
-        self._carrier = Carrier(self._transport, out, into, timeout_s=self._timeout_s, watch=self._watch)
-
-    def carry(
-        self, outgoing: Mapping[int, Sequence[np.ndarray]], incoming: Mapping[int, Sequence[int]], take: Take, timeout_s: float
-    ) -> None:
-        """Carry other messages, in host memory, between two runs; see `Carrier.run`. After an error this exchanger cannot be used again."""
-        self._check_usable()
-        if self._carrier is None:
-            raise InvariantBroken(f"rank {self.rank}: messages were given to an exchanger without a carrier; call open_carrier first")
-        self._broken = True
-        self._carrier.run(outgoing, incoming, take, timeout_s)
-        self._carried += 1
-        self._broken = False
-
     def close(self) -> None:
         """Free the message buffers and the transport's resources; after a failed run, end its pending messages."""
         idle, self._broken = not self._broken, True
         if not self._closed and (end := getattr(self._transport, "end", None)) is not None:
-            end(idle, self._runs + self._carried)  # before the buffers are freed
+            end(idle, self._runs)  # before the buffers are freed
         self._closed = True
         self._link.close()
-        if self._carrier is not None:
-            self._carrier.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +196,21 @@ class Exchanger:
                 self._copy(self._local, 0, self._sources, self._destinations)
             moved.local = self._local.bytes(0)
 
-    def _pack_round(self, number: int, moved: Moved) -> None:
+    def _resize(self, encoder: DeltaEncoder | None, decoder: DeltaDecoder | None) -> None:
+        """Set the sizes of a run's messages."""
+        out, into = self._whole
+        if encoder is not None:
+            out = [replace(lane, message_bytes=encoder.sizes(lane.peer)) for lane in out]
+        if decoder is not None:
+            into = [replace(lane, message_bytes=decoder.sizes(lane.peer)) for lane in into]
+        coded = zip((*out, *into), (*self._whole[0], *self._whole[1]), strict=True)
+        if any(len(lane.message_bytes) != len(whole.message_bytes) or max(lane.message_bytes) > lane.slot_bytes for lane, whole in coded):
+            raise InvariantBroken(f"rank {self.rank}: got coded messages of another plan or other buckets, expected the exchange's")
+        if self._lanes != (out, into):
+            self._lanes = out, into
+            self._link.resize(out, into)
+
+    def _pack_round(self, number: int, moved: Moved, encoder: DeltaEncoder | None) -> None:
         for lane, (chunks, program) in enumerate(zip(self._outgoing, self._packs, strict=True)):
             if number >= len(chunks):
                 continue
@@ -216,15 +218,16 @@ class Exchanger:
                 buffer = self._link.pack_into(lane, number, self._patience())
             with moved.timed("pack"):
                 message = _address(buffer)
-                digest = self._copy(program, number, self._sources, message)
-                if digest is not None:
+                if encoder is not None:
+                    encoder.put(chunks.destination, number, int(message[0]))
+                elif (digest := self._copy(program, number, self._sources, message)) is not None:
                     _trailer(message, chunks.nbytes[number]).value = self._sealed(digest, number)
             self._link.post(lane, number)
-            moved.sent += chunks.message_bytes(number)
+            moved.sent += self._lanes[0][lane].message_bytes[number]
         with moved.timed("wire"):
             self._link.close_round(number, self._patience())
 
-    def _unpack_round(self, number: int, moved: Moved) -> None:
+    def _unpack_round(self, number: int, moved: Moved, decoder: DeltaDecoder | None) -> None:
         for lane, (chunks, program) in enumerate(zip(self._incoming, self._unpacks, strict=True)):
             if number >= len(chunks):
                 continue
@@ -232,11 +235,14 @@ class Exchanger:
                 buffer = self._link.unpack_from(lane, number, self._patience())
             with moved.timed("unpack"):
                 message = _address(buffer)
-                digest = self._copy(program, number, message, self._destinations)
-                if digest is not None and _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
-                    raise _damaged(chunks, number)
+                if decoder is not None:
+                    decoder.take(chunks.source, number, int(message[0]))
+                else:
+                    digest = self._copy(program, number, message, self._destinations)
+                    if digest is not None and _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):
+                        raise _damaged(chunks, number)
             self._link.release(lane, number)
-            moved.received += chunks.message_bytes(number)
+            moved.received += self._lanes[1][lane].message_bytes[number]
 
     def _patience(self) -> float:
         return max(0.001, min(self._timeout_s, self._until - time.monotonic()))
@@ -319,5 +325,7 @@ def _damaged(chunks: Chunks, number: int) -> TransferError:
     return TransferError(chunks.source, chunks.destination, what)
 
 
-def _lane(chunks: Chunks, peer: int) -> Lane:
-    return Lane(peer, tuple(chunks.message_bytes(i) for i in range(len(chunks))), chunks.slot_bytes)
+def _lane(chunks: Chunks, peer: int, delta: bool) -> Lane:
+    """Return the lane of whole messages; with `delta`, its slots have room for coded ones, which are larger by an entry for each block."""
+    entries = _C.DELTA_ENTRY_BYTES * int(np.diff(chunks.firsts).max()) if delta else 0
+    return Lane(peer, tuple(chunks.message_bytes(i) for i in range(len(chunks))), chunks.slot_bytes + entries)

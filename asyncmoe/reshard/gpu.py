@@ -131,29 +131,6 @@ class GpuCopies:
         return self._programs[id(program)].take_mismatch()
 
 
-class HostCopies:
-    """Copies between host memory and one GPU's, on a stream of their own, waited for.
-
-    Raises:
-        UserError: as `Gpu`.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._gpu = Gpu(int(device.removeprefix("cuda:")))
-        self._stream, self._done = self._gpu.stream(), self._gpu.event()
-
-    def run(self, destination: int, source: int, nbytes: int, timeout_s: float) -> None:
-        """Copy bytes between two addresses.
-
-        Raises:
-            WaitTimeout: the device did not copy them in time.
-        """
-        _C.copy_plainly(self._gpu.index, destination, source, nbytes, self._stream.handle)
-        self._done.record(self._stream.handle)
-        if not self._done.wait(timeout_s):
-            raise WaitTimeout(self._gpu.device, "a copy from or to host memory", timeout_s)
-
-
 def with_room(index: int, what: str, nbytes: int | None, relieve: Relieve, take: Callable[[], T]) -> T:
     """Return the result of the allocation `take`; if memory is short, retry once after `relieve`.
 

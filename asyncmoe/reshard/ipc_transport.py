@@ -140,6 +140,10 @@ class _IpcLink:
         self._pending: deque[tuple[Event, _Half]] = deque()
         self._events: list[Event] = []
 
+    def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
+        for half, lane in zip((*self._out, *self._into), (*outgoing, *incoming), strict=True):
+            half.lane = lane
+
     def pack_into(self, lane: int, number: int, timeout_s: float) -> DeviceBuffer:
         half = self._out[lane]
         self._wait(half, "room for another message", timeout_s)

@@ -100,7 +100,7 @@ class RoutedTransport:
                 self._wait(link.passed, peers, "its messages", until)
 
     def end(self, idle: bool, runs: int = 0) -> None:
-        """Called by `Exchanger.close` with the number of successful `run` and `carry` calls. Unless idle, abort all communicators."""
+        """Called by `Exchanger.close` with the number of successful runs. Unless idle, abort all communicators."""
         if not idle:
             self._abort()
         if not self.ended:

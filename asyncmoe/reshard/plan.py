@@ -21,7 +21,9 @@ EXTENTS = slice(6, 6 + MAX_DIMS)
 SOURCE_STRIDES = slice(6 + MAX_DIMS, 6 + 2 * MAX_DIMS)
 DESTINATION_STRIDES = slice(6 + 2 * MAX_DIMS, 6 + 3 * MAX_DIMS)
 CAST = 6 + 3 * MAX_DIMS
-COLUMNS = CAST + 1
+TENSOR = CAST + 1
+START = slice(TENSOR + 1, TENSOR + 1 + MAX_DIMS)
+COLUMNS = TENSOR + 1 + MAX_DIMS
 NO_SOURCE = -1
 """In column `SOURCE`: fill the destination with zeros."""
 
@@ -36,7 +38,8 @@ class Transfer:
         copies: int64[n, COLUMNS]. Columns SOURCE and DESTINATION are positions in `Plan.sources[source]` and
             `Plan.destinations[destination]`; WIRE_OFFSET is the offset of the copied box, row-major, in the message; ITEM is the
             size of an element in the destination and in the message; CAST is the conversion applied before that, as numbered in
-            csrc/cast.h; offsets and strides are in bytes.
+            csrc/cast.h; offsets and strides are in bytes. TENSOR and START are the canonical tensor's number (`asyncmoe.reshard.table`)
+            and where the box begins in it.
         check: 64-bit digest of the copies; both ends compute the same value.
     """
 

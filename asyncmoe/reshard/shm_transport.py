@@ -105,6 +105,9 @@ class _ShmLink:
         self._posted = [0] * len(outgoing)
         self._taken = [0] * len(incoming)
 
+    def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
+
     def pack_into(self, lane: int, number: int, timeout_s: float) -> np.ndarray:
         peer = self._outgoing[lane].peer
         wait_for(self._created[lane], self._rank, peer, peer, "room for another message", timeout_s)

@@ -118,6 +118,9 @@ class Link(Protocol):
     In each round a rank packs the message of every outgoing lane, closes the round, and then unpacks the messages of an earlier round.
     """
 
+    def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
+        """Set the sizes of the messages of the runs that follow: of the same lanes, as many as before, each at most as large as a slot."""
+
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
         """Wait until the slot's previous message is gone; return the buffer for message `number` of an outgoing lane."""
 
@@ -197,6 +200,9 @@ class MessageLink:
         self._in = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in incoming]
         self._thread = device_threads.pool(self._device(), 1, "exchange") if threaded and (outgoing or incoming) else None
         self._rounds: dict[int, Future[None]] = {}
+
+    def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
 
     @property
     def buffers(self) -> list[Buffer]:

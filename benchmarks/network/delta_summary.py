@@ -49,7 +49,7 @@ def _percent(one: Case, name: str, ranks: Sequence[Mapping[str, Any]], dense: Tr
         check(one, f"{name} % changed, in full", turns["dense"][pair], dense, wire)
         check(one, f"{name} % changed, as a delta", turns["delta"][pair], coded[pair], wire)
     trainers = [rank["phases"] for turn in turns["delta"] for rank in turn[: one.trainers]]
-    delta = {**_way(one, turns["delta"], coded, wire), "advance_s": _slowest(turns["delta"], "advance_s")}
+    delta = _way(one, turns["delta"], coded, wire)
     most = [max(turn[rank]["peak_extra_bytes"] for turn in turns["delta"]) for rank in range(one.world)]
     with_base = [rank["full"]["peak_extra_bytes"] + extra for rank, extra in zip(ranks, most, strict=True)]
     memory = _memory(one, most, "peak_extra", engines=True) | _memory(one, with_base, "trainer_extra", engines=False)

@@ -19,7 +19,7 @@ from asyncmoe.receiver.delta_messages import Coming, Offer
 from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.receiver.protocol import EngineRanks, Header, Terms
 from asyncmoe.receiver.weight_buffers import Tensors, Weights
-from asyncmoe.reshard import Exchanger, Plan, RankLayout, expected_digest, shard_digest
+from asyncmoe.reshard import DeltaDecoder, Exchanger, Moved, Plan, RankLayout
 from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base
 from benchmarks.memory import Growth, give_back
 from benchmarks.network.cases import DTYPE, Case
@@ -35,18 +35,19 @@ Turn = dict[str, Any]
 
 
 class ClockedExchanger(Exchanger):
-    """Knows how long it carried.
+    """Knows how long it ran.
 
     Attributes:
-        carried_s: seconds of the latest `carry`.
+        carried_s: seconds of the latest run.
     """
 
     carried_s = 0.0
 
-    def carry(self, *arguments: Any, **named: Any) -> None:
+    def run(self, *arguments: Any, **named: Any) -> Moved:
         started = time.perf_counter()
-        super().carry(*arguments, **named)
+        moved = super().run(*arguments, **named)
         self.carried_s = time.perf_counter() - started
+        return moved
 
 
 class DeltaRank:
@@ -58,7 +59,7 @@ class DeltaRank:
     two on a trainer host: its weights, and what it published last.
 
     Args:
-        exchanger: made for `plan`, with a carrier.
+        exchanger: made for `plan`, with `delta`.
         held: on a trainer host, its weights.
         weights: on an engine host, its weights.
     """
@@ -73,9 +74,10 @@ class DeltaRank:
         held: Arrays,
         weights: Arrays,
         timeout_s: float,
+        bucket_bytes: int,
     ) -> None:
         self._case, self._plan, self._exchanger, self._store, self._layout, self._limit = case, plan, exchanger, store, layout, timeout_s
-        self._shapes, self._rank, self._terms = family_of(case.hf).tensors(case.hf), layout.rank, _terms(case, timeout_s)
+        self._shapes, self._rank, self._terms = family_of(case.hf).tensors(case.hf), layout.rank, _terms(case, timeout_s, bucket_bytes)
         self._held, self._target = held, Weights(_model(_tensors(weights)))
         self._spare: Tensors = {}
         self._number = self._version = 0  # of the update, as in `asyncmoe.receiver.protocol`, and of the weights
@@ -84,7 +86,7 @@ class DeltaRank:
         self._source: DeltaSource | None = None
         self._staging: DeltaStaging | None = None
         if layout.rank < case.trainers:
-            self._source = DeltaSource(plan, self._rank, _tensors(held))
+            self._source = DeltaSource(plan, self._rank, _tensors(held), bucket_bytes)
         else:
             self._staging = DeltaStaging(plan, self._rank, self._terms)
         self._tables_bytes = growth.now_bytes()
@@ -111,8 +113,6 @@ class DeltaRank:
         if self._staging is not None:
             self._spare = self._target.commit(self._spare)
             self._staging.moved(self._target.tensors())
-        if self._source is not None:
-            self._source.commit()
         peak = self._growth.peak_bytes()
         give_back()
         self._growth = Growth()
@@ -165,10 +165,6 @@ class DeltaRank:
             self._staging.moved(self._target.tensors())
             dense["commit_s"] = clock.lap()
         dist.barrier()
-        clock.lap()
-        if self._source is not None:
-            self._source.commit()
-            delta["advance_s"] = clock.lap()
         return same
 
     def _update(self) -> dict[str, Any]:
@@ -185,7 +181,7 @@ class DeltaRank:
         agreeing = clock.lap()
         if base is None:
             self._exchanger.bind(self._held, {})
-        source.send(self._exchanger, self._version, base, self._limit)
+        source.send(self._exchanger, coded=base is not None, timeout_s=self._limit)
         coded = {str(rank): sum(part.sizes) for rank, part in offer.parts.items()}
         counts = {"changed": offer.changed, "elements": offer.elements, "coded": coded}
         return {"encode": encoding, "agree": agreeing, "send": clock.lap(), **counts}
@@ -234,22 +230,23 @@ class DeltaRank:
         changes make of the first version, applied here."""
         self._number += 1
         if self._source is not None:
-            self._source.abandon()  # so that it offers everything, which reads its weights, not what it sent
+            self._source.forget()  # so that it offers everything, which reads its weights, not what it sent
             self._agreed(self._source.offer(self._version))
             return True
         _, coming = self._told()
         live = self._target.tensors()
-        expected = expected_digest(self._plan, self._rank, [coming.contributions])
-        same_digest = shard_digest(self._shapes, self._layout, live, threads=1) == expected
         self._spare = {}
+        anew = DeltaDecoder(self._plan, self._rank, limit_bytes=0, bucket_bytes=self._terms.bucket_bytes, threads=1)
+        anew.bind(live)
+        anew.adopt(self._version, coming.digests)  # raises where they differ
         self._exchanger.bind({}, live)  # it kept the second copy, in whose place this comes
         wanted = numbered(self._layout)
         for version, percent in self._drawn:
             change(self._layout, self._shapes, wanted, version, percent)
-        return same_digest and all(torch.equal(_bits(live[name]), _bits(tensor)) for name, tensor in _tensors(wanted).items())
+        return all(torch.equal(_bits(live[name]), _bits(tensor)) for name, tensor in _tensors(wanted).items())
 
 
-def _terms(case: Case, timeout_s: float) -> Terms:
+def _terms(case: Case, timeout_s: float, bucket_bytes: int) -> Terms:
     firsts = range(case.trainers, case.world, case.tp)
     engines = tuple(EngineRanks(f"engine.{number}", case.tp, 1, first) for number, first in enumerate(firsts))
     return Terms(
@@ -261,7 +258,7 @@ def _terms(case: Case, timeout_s: float) -> Terms:
         engine_dtype=DTYPE,
         transport="gloo",
         session="",
-        bucket_bytes=0,
+        bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,
         delta=True,
     )

@@ -82,7 +82,9 @@ class Rank:
         weights, self._wanted = self._wanted, {}  # the deltas' memory from here on
         assert self._direct is not None
         made, exchanger = self._direct
-        deltas = DeltaRank(self._case, made, exchanger, self._store, self._mine, self._held, weights, self._job.timeout_s)
+        deltas = DeltaRank(
+            self._case, made, exchanger, self._store, self._mine, self._held, weights, self._job.timeout_s, self._job.bucket_bytes
+        )
         del weights
         return {**found, "deltas": deltas.run(self._job.changed, self._job.rounds)}
 
@@ -110,8 +112,9 @@ class Rank:
         made = planned(self._case, ranks=[job.rank])
         # As `asyncmoe.receiver.channel_end.open_gloo` makes it.
         transport = TorchTransport(self._store.connect(self._case.world, 1, job.timeout_s))
-        exchanger = ClockedExchanger(made, transport, bucket_bytes=job.bucket_bytes, timeout_s=job.timeout_s, threads=1)
-        exchanger.open_carrier()
+        exchanger = ClockedExchanger(
+            made, transport, bucket_bytes=job.bucket_bytes, timeout_s=job.timeout_s, threads=1, delta=bool(job.changed)
+        )
         exchanger.bind(self._held, self._wanted)
         self._direct = made, exchanger
         return exchanger.run

@@ -298,8 +298,8 @@ def _check_kernels() -> None:
 def _check_deltas() -> None:
     """All kernels of deltas, over blocks of mixed items: few changes, many, and too many to code."""
     message = message_of([(2, (1, 65536), 0), (1, (3, 333), 1), (8, (2, 77), 0), (4, (40, 500), 3)])
-    held, now, old, payload = (_C.DeviceMemory(0, n + 16) for n in (message.held, message.nbytes, message.nbytes, message.sent.bound(0)))
-    sent, stored, end = _C.DeviceDelta(message.sent, 0), _C.DeviceDelta(message.stored, 0), _C.DeviceEvent(0)
+    held, now, old, payload = (_C.DeviceMemory(0, n + 16) for n in (message.held, message.nbytes, message.nbytes, message.table.bound(0)))
+    table, end = _C.DeviceDelta(message.table, 0), _C.DeviceEvent(0)
     pack, places = _C.DeviceProgram(message.pack, 0), np.array([held.address], np.int64)
     before = fresh(message.held)
 
@@ -311,19 +311,19 @@ def _check_deltas() -> None:
         after = np.where(fresh(len(before)) < 256 * share, before ^ 1, before)
         put(after, now)
         put(before, old)
-        sent.encode(0, now.address, old.address, payload.address, 0)
+        table.encode(0, now.address, old.address, payload.address, 0)
         end.record(0)
         assert end.wait(120)
-        nbytes, difference, *_ = sent.take()
+        nbytes, difference, *_ = table.take()
         for write in (False, True):
-            stored.apply(0, payload.address, nbytes, places, write, 0)
+            table.apply(0, payload.address, nbytes, places, write, 0)
             end.record(0)
             assert end.wait(120)
-            assert stored.take()[1] == difference
-        stored.read(0, places, 0)
+            assert table.take()[1] == difference
+        table.read(0, places, 0, 0)
         end.record(0)
         assert end.wait(120)
-        assert stored.take()[1] == message.stored.read(0, np.array([after.ctypes.data], np.int64))
+        assert table.take()[1] == message.table.read(0, np.array([after.ctypes.data], np.int64))
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on PATH")

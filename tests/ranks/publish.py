@@ -11,12 +11,12 @@ Every rank writes what came of each publication to RESULT.RANK; rank 0 also to R
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from asyncmoe import config as configuration
 from asyncmoe.errors import StorageError, WeightSyncError
 from asyncmoe.models import load_hf_config
 from asyncmoe.receiver import cards
-from asyncmoe.reshard import Exchanger
+from asyncmoe.reshard import DeltaEncoder, Exchanger
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.loop import publisher
@@ -63,12 +63,12 @@ class Faulty(Sender):
         """It dies with a part of its messages sent."""
         real, calls = Exchanger._pack_round, 0
 
-        def pack_round(exchanger: Exchanger, number: int, moved: Any) -> None:
+        def pack_round(exchanger: Exchanger, number: int, *how: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(exchanger, number, moved)
+            real(exchanger, number, *how)
 
         Exchanger._pack_round = pack_round  # type: ignore[method-assign]
         super()._send(version, base)
@@ -88,18 +88,17 @@ class Faulty(Sender):
 
     def damaged(self, version: int, base: int | None) -> None:
         """A bit of a coded delta is another when it arrives."""
-        real = Exchanger.carry
+        real = DeltaEncoder.put
 
-        def carry(exchanger: Exchanger, outgoing: Mapping[int, Any], *how: Any) -> None:
-            outgoing = {rank: [message.copy() for message in messages] for rank, messages in outgoing.items()}
-            next(iter(outgoing.values()))[0][-20] ^= 1
-            real(exchanger, outgoing, *how)
+        def put(encoder: DeltaEncoder, destination: int, number: int, address: int) -> None:
+            real(encoder, destination, number, address)
+            ctypes.c_uint8.from_address(address + encoder.sizes(destination)[number] - 1).value ^= 1
 
-        Exchanger.carry = carry  # type: ignore[method-assign]
+        DeltaEncoder.put = put  # type: ignore[method-assign]
         try:
             super()._send(version, base)
         finally:
-            Exchanger.carry = real  # type: ignore[method-assign]
+            DeltaEncoder.put = real  # type: ignore[method-assign]
 
 
 def main(result: Path, job: dict[str, Any]) -> None:

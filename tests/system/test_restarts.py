@@ -68,10 +68,12 @@ def test_ranks_that_are_lost_cost_neither_the_engine_nor_a_sample(tmp_path: Path
 
 
 def test_a_run_outlives_its_only_engine_and_then_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither costs the others or a sample, and the next engine has the settings of NCCL of the first."""
+    """Neither costs the others or a sample, and the next engine has the settings of NCCL of the first. Updates are deltas, but the first to
+    an engine that is not proved to hold a version."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     directory, count = tmp_path / "run", 14
-    command = start(directory, *SHAPE, f"run.steps={count}", "trainer.checkpoint_every=0")
+    few = ("trainer.dtype=bfloat16", "engines.dtype=bfloat16", "trainer.optimizer.lr=1e-6", "sync.delta=auto")
+    command = start(directory, *SHAPE, *few, f"run.steps={count}", "trainer.checkpoint_every=0")
     assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
     others = [pid_of(directory, role) for role in ("controller", "trainer.0", "trainer.1")]
     (server,) = marked_pids(command.mark, "--random-seed 0")
@@ -89,6 +91,9 @@ def test_a_run_outlives_its_only_engine_and_then_a_rank(tmp_path: Path, monkeypa
     (said,) = [line.partition(": ")[2] for line in out.splitlines() if line.startswith("the trainer starts again, restart 1 of 2 ")]
     assert "a rank was ended by SIGKILL" in said
     check(directory, count)
+    updates = [step.get("sync_changed") is None for step in metrics(directory) if step.get("sync_bytes")]
+    assert sum(updates) == 3, "the first of each meeting: at the start, with the engine that was started again, of the new trainer"
+    assert len(updates) > 6
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["trainer_restarts"], summary["rejected_share"]) == (1, 0.0)
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from model_cases import MODELS
 from reshard_ranks import filled
 
 from asyncmoe.errors import AsyncmoeError
@@ -40,20 +41,7 @@ from asyncmoe.rpc.messages import (
 from asyncmoe.trainer.weight_sync.rendezvous import Meeting
 from asyncmoe.trainer.weight_sync.sender import Sender
 
-HF = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
-}
+HF = MODELS["qwen3_moe"]
 ENGINES = (EngineRanks("engine.0", 2, 2, 2), EngineRanks("engine.1", 1, 1, 4))
 TRAINER = {"tp": 2, "pp": 1, "ep": 1, "etp": 2, "dp": 1, "te": False}
 
@@ -236,7 +224,7 @@ def meet(
     stores[0].put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
     terms = MeetingOutcome(in_place=in_place).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
-    sync = SimpleNamespace(timeout_s=timeout_s, delta_base="device")
+    sync = SimpleNamespace(timeout_s=timeout_s)
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
     for rank, store in enumerate(stores):
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})

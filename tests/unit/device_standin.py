@@ -25,7 +25,7 @@ from asyncmoe.reshard.chunks import trailer_offset
 
 ROOT = Path(asyncmoe.__file__).parents[1]
 TOTAL = 1 << 30
-_MODULES = ("gpu", "memory", "device_threads", "programs", "delta_gpu")
+_MODULES = ("gpu", "memory", "device_threads", "programs", "delta_work")
 """Of asyncmoe.reshard: those that call what the extension has of a device."""
 
 
@@ -175,41 +175,26 @@ class Extension:
                 found, self._mismatch = self._mismatch, -1
                 return found
 
-        class PinnedMemory:
-            def __init__(self, device: int, nbytes: int) -> None:
-                self._made = np.empty(nbytes, np.uint8)
-                self.address = int(self._made.ctypes.data)
-
         class DeviceDelta:
-            """The emulated kernels of deltas (csrc/delta.cu); what they find shows when it is asked for. Tables take a page."""
+            """The emulated kernels of deltas (csrc/delta.cu). Tables take a page."""
 
             def __init__(self, table: Any, device: int) -> None:
-                self._delta, self._table, self._found = table, DeviceMemory(device, 4096), (0, 0, 0, 0)
-                self._error: ValueError | None = None
+                self._delta, self._table, self._found = table, DeviceMemory(device, 4096), (0, 0, 0)
 
-            def encode(self, chunk: int, now: int, old: int, payload: int, stream: int) -> None:
-                self._keep(lambda: _C.emulate_delta_encode(self._delta, chunk, now, old, payload))
+            def encode(self, chunk: int, now: int, base: int, payload: int, stream: int) -> None:
+                self._found = _C.emulate_delta_encode(self._delta, chunk, now, base, payload)
 
             def apply(self, chunk: int, payload: int, nbytes: int, bases: np.ndarray, write: bool, stream: int) -> None:
-                self._keep(lambda: _C.emulate_delta_apply(self._delta, chunk, payload, nbytes, bases, write))
+                self._found = _C.emulate_delta_apply(self._delta, chunk, payload, nbytes, bases, write)
 
-            def read(self, chunk: int, bases: np.ndarray, stream: int) -> None:
-                self._keep(lambda: _C.emulate_delta_read(self._delta, chunk, bases))
+            def read(self, chunk: int, bases: np.ndarray, message: int, stream: int) -> None:
+                self._found = _C.emulate_delta_read(self._delta, chunk, bases, message)
 
-            def take(self) -> tuple[int, int, int, int]:
-                if self._error is not None:
-                    raise self._error
+            def take(self) -> tuple[int, int, int]:
                 return self._found
 
-            def _keep(self, found: Callable[[], tuple[int, int, int, int]]) -> None:
-                self._error = None
-                try:
-                    self._found = found()
-                except ValueError as error:
-                    self._error = error
-
         extension = self
-        self.PinnedMemory, self.DeviceDelta = PinnedMemory, DeviceDelta
+        self.DeviceDelta = DeviceDelta
         self.wires: dict[int, str] = {}
         self.DeviceMemory, self.DeviceStream, self.DeviceEvent, self.DeviceProgram = DeviceMemory, DeviceStream, DeviceEvent, DeviceProgram
 

@@ -16,6 +16,6 @@ def test_results_have_what_they_promise() -> None:
     for one in results["percents"]:
         assert one["changed"] == pytest.approx(one["percent"] / 100 * results["dense_bytes"] / 2, rel=0.05)
         assert one["nbytes"] == pytest.approx(one["changed"] * one["bytes_per_change"])
-        assert min(one[name] for name in ("encode", "encode_share", "stage", "prove", "commit", "advance")) > 0
+        assert min(one[name] for name in ("encode", "encode_share", "take", "prove", "commit")) > 0
     assert [one["bytes_per_change"] <= most for one, most in zip(results["percents"], (3.8, 3.3, 3.1), strict=True)] == [True] * 3
     assert delta.table(results).count("%") >= 9

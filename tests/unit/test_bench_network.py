@@ -102,7 +102,7 @@ def ranks(**wrong: Any) -> list[dict[str, Any]]:
         for slower in (1, 2):
             full = turn(rank, (dense.sent[rank], dense.received[rank]), 4.0 * slower, commit_s=0.001, copy_s=0.5)
             delta = {**turn(rank, coded, 1.0 * slower, commit_s=0.02), "phases": phases, "peak_extra_bytes": 1000 + rank}
-            pairs.append({"dense": full, "delta": delta if rank else {**delta, "advance_s": 0.3}})
+            pairs.append({"dense": full, "delta": delta})
         found.append({"full": {"seconds": 5.0, "peak_extra_bytes": 10_000}, "pairs": {"1": pairs}, "right": True})
     return found
 
@@ -120,12 +120,7 @@ def test_pairs_are_put_together() -> None:
     assert one["delta"]["planned_bytes"] == 2 * CODED
     assert one["delta"]["over_plan"] == pytest.approx(1 + FRAMES / CODED)
     assert one["delta"]["phases"] == {"encode": 0.1, "prove": 0.2}
-    assert (one["dense"]["commit_s"], one["dense"]["copy_s"], one["delta"]["commit_s"], one["delta"]["advance_s"]) == (
-        0.001,
-        0.5,
-        0.02,
-        0.3,
-    )
+    assert (one["dense"]["commit_s"], one["dense"]["copy_s"], one["delta"]["commit_s"]) == (0.001, 0.5, 0.02)
     assert one["delta"]["peak_extra_bytes"] == 1002, "of the engine host where it is most"
     assert one["delta"]["trainer_extra_bytes"] == 11_000, "with what was published last"
     assert found["full"]["peak_extra_share"] == pytest.approx(10_000 / nbytes(HF), rel=0.01)

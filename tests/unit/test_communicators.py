@@ -167,22 +167,6 @@ class Met:
         assert self.send(value) == [None] * self.terms.world
         assert self.send(value + 1) == [None] * self.terms.world
 
-    def carry(self, refusing: Sequence[int] = ()) -> None:
-        """A delta, of which every engine rank gets 100 bytes from every trainer rank."""
-        trainers, engines = range(TRAINERS), range(TRAINERS, self.terms.world)
-
-        def one(rank: int) -> None:
-            if rank in refusing:
-                return
-            out = {to: [np.full(100, rank, np.uint8)] for to in engines} if rank in trainers else {}
-            into = {} if rank in trainers else {source: [100] for source in trainers}
-            came: list[tuple[int, int]] = []
-            self.exchangers[rank].carry(out, into, lambda source, message: came.append((source, int(message.sum()))), 10.0)
-            assert sorted(came) == [(source, 100 * source) for source in into]
-
-        with ThreadPoolExecutor(self.terms.world) as threads:
-            list(threads.map(one, range(self.terms.world)))
-
     def leave(self) -> None:
         for exchanger in self.exchangers:
             exchanger.close()
@@ -256,20 +240,6 @@ def test_messages_that_a_receiver_slept_through_do_not_come_up_later(world: Worl
     met = Met(world, "A", "B")
     met.update(1)
     assert met.send(5, absent=[4]) == [None] * 5
-    met.leave()
-    assert world.counted(lambda: met.update(9)) == {**NOTHING, "init": 3, "ctas": 3, "abort": 3}
-    met.leave()
-
-
-def test_a_delta_that_a_receiver_refused_does_not_come_up_later(world: World) -> None:
-    """Its senders have sent it, and all of them have run as many full updates as the receiver that never took it."""
-    met = Met(world, "A", "B")
-    met.terms = msgspec.structs.replace(met.terms, delta=True)
-    met.update(1)
-    met.carry()
-    met.leave()
-    assert world.counted(lambda: met.update(3)) == NOTHING, "a delta that arrived leaves nothing"
-    met.carry(refusing=[4])
     met.leave()
     assert world.counted(lambda: met.update(9)) == {**NOTHING, "init": 3, "ctas": 3, "abort": 3}
     met.leave()

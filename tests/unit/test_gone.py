@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "sync": {
         "method": "reshard",
         "staging": "auto",
+        "delta_base": "device",
         "relay": "auto",
         "audit_every": 20,
         "spot_check_every": 50,

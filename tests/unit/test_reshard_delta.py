@@ -1,120 +1,115 @@
-"""Sparse deltas over random layouts: several versions in a row against a dense exchange, and the canonical digest against plain NumPy."""
+"""The delta codec: several versions in a row against exchanges of everything, and what is in doubt, damaged or hostile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+import struct
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 from delta_ranks import Ranks, change
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_ranks import Arrays, blank, filled, numbered
+from reshard_ranks import Arrays, blank, filled, numbered, wired_transports
 from test_reshard_random import Shapes, cases
 
+import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
-from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, plan
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, plan
+from asyncmoe.reshard.shm_transport import ShmTransport
 from tests.unit.example_counts import examples
 
 DENSITIES = (0.0, 1e-9, 0.001, 0.01, 0.5, 1.0)
 """Of changed elements; 1e-9 is a single one."""
 Case = tuple[Shapes, list[RankLayout], list[RankLayout]]
+RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+HALF = 100
 
 
-def ranks_of(case: Case, values: Arrays, **how: int) -> Ranks:
+def apart(case: Case) -> Case:
+    """Destinations that are other ranks than the sources: what a rank copies from itself is no message."""
+    shapes, source, destination = case
+    return shapes, source, [layout.at(10 + layout.rank) for layout in destination]
+
+
+def ranks_of(case: Case, values: Arrays, **how: Any) -> Ranks:
     shapes, source, destination = case
     sources = {layout.rank: filled(layout, values) for layout in source}
     return Ranks(plan(shapes, source, destination), sources, {layout.rank: blank(layout) for layout in destination}, **how)
 
 
-@given(cases(), st.integers(0, 1 << 32), st.lists(st.sampled_from(DENSITIES), min_size=1, max_size=4), st.sampled_from([8, 64, 1 << 20]))
+def step(ranks: Ranks, case: Case, values: Arrays, density: float, generator: np.random.Generator) -> None:
+    """Change a share of each tensor, in all sources."""
+    for tensor in values.values():
+        change(tensor, density, generator)
+    for layout in case[1]:
+        for name, array in filled(layout, values).items():
+            ranks.sources[layout.rank][name][...] = array
+
+
+@given(
+    cases().map(apart),
+    st.integers(0, 1 << 32),
+    st.lists(st.sampled_from(DENSITIES), min_size=1, max_size=4),
+    st.sampled_from([1200, 1 << 20]),
+)
 @settings(max_examples=examples(120), deadline=None)
-def test_versions_in_a_row_are_what_dense_updates_bring(case: Case, seed: int, densities: list[float], message_bytes: int) -> None:
-    shapes, source, destination = case
-    generator = np.random.default_rng(seed)
-    values = numbered(shapes)
-    ranks = ranks_of(case, values, message_bytes=message_bytes)
+def test_versions_in_a_row_are_what_dense_updates_bring(case: Case, seed: int, densities: list[float], bucket_bytes: int) -> None:
+    generator, values = np.random.default_rng(seed), numbered(case[0])
+    ranks = ranks_of(case, values, bucket_bytes=bucket_bytes)
     ranks.full(1)
-    ranks.check(shapes, destination, slow=True)
     for version, density in enumerate(densities, 2):
-        for tensor in values.values():
-            change(tensor, density, generator)
-        for layout in source:
-            for name, array in filled(layout, values).items():
-                ranks.sources[layout.rank][name][...] = array
-        ranks.encode(version)
-        ranks.commit(version)
-        ranks.check(shapes, destination, slow=True)
+        step(ranks, case, values, density, generator)
+        ranks.update(version)
+        ranks.check(case[0], case[2], slow=True)
 
 
-def matrix(rank: int, shape: tuple[int, ...], dtype: str = "bfloat16", name: str = "w") -> RankLayout:
+def matrix(rank: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> RankLayout:
     builder = LayoutBuilder(rank, dtype)
-    builder.place("s", shape, [(name, Box((0,) * len(shape), shape), (0,) * len(shape))])
+    builder.place("s", shape, [("w", Box((0,) * len(shape), shape), (0,) * len(shape))])
     return builder.build()
 
 
-RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def large(dtype: str, item: int, rows: int = 700, columns: int = 1000) -> tuple[Ranks, Shapes, RankLayout]:
+def large(dtype: str, item: int, rows: int = 700, columns: int = 1000, **how: Any) -> tuple[Ranks, Shapes, RankLayout]:
     """Rows of one rank to columns of another: many blocks of 128 KiB, runs of half a row."""
-    shapes = {"w": (rows, columns)}
-    builder = LayoutBuilder(1, dtype)
-    half = columns // 2
+    builder, half = LayoutBuilder(1, dtype), columns // 2
     for i in range(2):
         builder.place(f"half{i}", (rows, half), [("w", Box((0, half * i), (rows, half)), (0, 0))])
     wanted = builder.build()
-    generator = np.random.default_rng(item)
-    source = {"s": generator.integers(0, 256, (rows, columns * item), np.uint8).view(RAW[item])}
+    source = {"s": np.random.default_rng(item).integers(0, 256, (rows, columns * item), np.uint8).view(RAW[item])}
     got = {name: np.zeros(s.shape, RAW[item]) for name, s in wanted.storages.items()}
-    ranks = Ranks(plan(shapes, [matrix(0, (rows, columns), dtype)], [wanted]), {0: source}, {1: got}, message_bytes=1 << 19)
-    return ranks, shapes, wanted
+    made = plan({"w": (rows, columns)}, [matrix(0, (rows, columns), dtype)], [wanted])
+    return Ranks(made, {0: source}, {1: got}, **{"bucket_bytes": 1 << 19, **how}), {"w": (rows, columns)}, wanted
 
 
-@pytest.mark.parametrize(("dtype", "item"), [("uint8", 1), ("bfloat16", 2), ("float32", 4), ("float64", 8)])
+def one_block(count: int) -> Ranks:
+    """A single block of `count` elements of one byte, from rank 0 to rank 1; all are 0."""
+    source, got = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+    made = plan({"w": (count,)}, [matrix(0, (count,), "uint8")], [matrix(1, (count,), "uint8")])
+    ranks = Ranks(made, {0: {"s": source}}, {1: {"s": got}})
+    ranks.full(1)
+    return ranks
+
+
+ITEMS = pytest.mark.parametrize(("dtype", "item"), [("uint8", 1), ("bfloat16", 2), ("float32", 4), ("float64", 8)])
+
+
+@ITEMS
 def test_every_density_of_every_item(dtype: str, item: int) -> None:
     ranks, shapes, wanted = large(dtype, item)
-    generator = np.random.default_rng(1)
+    dense = ranks.sources[0]["s"].nbytes
     ranks.full(1)
     for version, density in enumerate([*DENSITIES, 0.003, 0.1, 0.3, 0.9], 2):
-        change(ranks.sources[0]["s"], density, generator)
-        size = ranks.senders[0].encode(version)
-        assert size is not None
-        elements = 700 * 1000
-        assert size.changed == min(elements, max(int(density > 0), round(density * elements)))
-        assert size.nbytes <= size.dense_bytes + 8 * 400 + 100 * size.dense_bytes / (1 << 18)  # entries of blocks, frames
-        assert (size.blocks > 0) == (density * (item + 1) >= item)
-        ranks.commit(version)
+        change(ranks.sources[0]["s"], density, np.random.default_rng(version))
+        ranks.update(version)
+        assert sum(ranks.senders[0].sizes(1)) <= dense * min(1, 0.002 + (item + 4) / item * density) + 8 * dense / 50_000 + 64
         ranks.check(shapes, [wanted])
 
 
-@pytest.mark.parametrize(("percent", "most"), [(0.3, 3.65), (1.0, 3.2), (3.0, 3.1)])
-def test_bytes_of_a_changed_bfloat16(percent: float, most: float) -> None:
-    """Positions, values, entries and frames together; the code's mean of gaps that are geometrically distributed is 1.51, 1.11 and 1.00."""
-    ranks, _, _ = large("bfloat16", 2, 2000, 2000)
-    ranks.full(1)
-    change(ranks.sources[0]["s"], percent / 100, np.random.default_rng(2))
-    size = ranks.senders[0].encode(2)
-    assert size is not None
-    assert 3.0 < size.nbytes / size.changed <= most
-
-
-def test_what_changes_in_stretches_is_sent_whole_where_it_is_dense() -> None:
-    ranks, shapes, wanted = large("bfloat16", 2)
-    ranks.full(1)
-    ranks.sources[0]["s"][:200] ^= 1
-    size = ranks.senders[0].encode(2)
-    assert size is not None
-    assert size.blocks > 0
-    assert size.nbytes < 0.45 * size.dense_bytes
-    ranks.commit(2)
-    ranks.check(shapes, [wanted])
-
-
-# ---------------------------------------------------------------- what must not happen
-
-
-def test_two_destinations_of_equal_layouts_share_base_and_messages() -> None:
+def test_destinations_of_equal_layouts_share_base_and_messages() -> None:
     shape = (400, 300)
     values = np.random.default_rng(5).integers(0, 1 << 16, shape, np.uint16)
     made = plan({"w": shape}, [matrix(0, shape)], [matrix(r, shape) for r in (1, 2, 3)])
@@ -122,136 +117,255 @@ def test_two_destinations_of_equal_layouts_share_base_and_messages() -> None:
     assert ranks.senders[0].base_bytes == values.nbytes
     ranks.full(1)
     change(values, 0.01, np.random.default_rng(6))
-    ranks.encode(2)
-    assert ranks.senders[0].messages(1)[0] is ranks.senders[0].messages(3)[0]
-    ranks.commit(2)
+    ranks.update(2)
     ranks.check({"w": shape}, [matrix(r, shape) for r in (1, 2, 3)])
 
 
-def test_an_abandoned_version_leaves_base_and_receivers_as_they_were() -> None:
-    ranks, shapes, wanted = large("bfloat16", 2)
-    ranks.full(1)
-    before = ranks.sources[0]["s"].copy()
-    change(ranks.sources[0]["s"], 0.5, np.random.default_rng(7))
-    ranks.encode(2)
-    ranks.stage(1)
-    ranks.receivers[1].abandon()
-    ranks.senders[0].abandon()
-    assert ranks.receivers[1].staged_bytes == 0
-    ranks.sources[0]["s"][...] = before
-    size = ranks.senders[0].encode(3)
-    assert size is not None
-    assert size.changed == 0
-    ranks.commit(3)
-    ranks.check(shapes, [wanted])
+# ---------------------------------------------------------------- through an exchange
 
 
-def test_who_missed_a_version_is_refused_and_a_full_update_helps() -> None:
-    ranks, shapes, wanted = large("bfloat16", 2)
-    generator = np.random.default_rng(8)
+def carried(ranks: Ranks, transports: Mapping[int, Any], bucket_bytes: int) -> Callable[[int, bool], None]:
+    """Return what brings a version over an exchange, as a delta or whole."""
+    exchangers: dict[int, Exchanger] = {}
+
+    def make(rank: int) -> None:
+        exchangers[rank] = Exchanger(ranks.plan, transports[rank], bucket_bytes=bucket_bytes, timeout_s=10.0, delta=True)
+        exchangers[rank].bind(ranks.sources.get(rank), ranks.destinations.get(rank))
+
+    def update(version: int, coded: bool) -> None:
+        for sender in ranks.senders.values():
+            if coded:
+                sender.encode(version, limit_bytes=1 << 40)
+            else:
+                sender.full(version)
+        for rank, receiver in ranks.receivers.items():
+            if coded:
+                receiver.expect({source: sender.sizes(rank) for source, sender in ranks.senders.items() if sender.sizes(rank)})
+        codecs = [(exchangers[rank], ranks.senders.get(rank), ranks.receivers.get(rank)) for rank in transports]
+        list(threads.map(lambda one: one[0].run(10.0, one[1] if coded else None, one[2] if coded else None), codecs))
+        for rank, receiver in ranks.receivers.items():
+            if coded:
+                receiver.prove(ranks.digests(rank))
+                receiver.commit(version)
+            else:
+                receiver.adopt(version, ranks.digests(rank))
+
+    threads = ThreadPoolExecutor(len(transports))
+    list(threads.map(make, transports))
+    return update
+
+
+@pytest.mark.parametrize("over", ["shm", "messages"])
+@given(cases().map(apart), st.integers(0, 1 << 32), st.lists(st.booleans(), min_size=2, max_size=4))
+@settings(max_examples=examples(25), deadline=None)
+def test_whole_updates_and_deltas_take_turns_over_an_exchange(over: str, case: Case, seed: int, kinds: list[bool]) -> None:
+    generator, values = np.random.default_rng(seed), numbered(case[0])
+    ranks = ranks_of(case, values, bucket_bytes=1200)
+    members = sorted({*ranks.sources, *ranks.destinations})
+    session, wired = secrets.token_hex(8), wired_transports(max(members) + 1)
+    update = carried(ranks, {rank: ShmTransport(rank, session) if over == "shm" else wired[rank] for rank in members}, 1200)
+    for version, coded in enumerate([False, *kinds], 1):
+        step(ranks, case, values, 0.1, generator)
+        update(version, coded)
+        ranks.check(case[0], case[2])
+
+
+def test_a_run_of_other_buckets_is_refused_before_anything_is_sent() -> None:
+    ranks = large("bfloat16", 2)[0]
     ranks.full(1)
-    change(ranks.sources[0]["s"], 0.01, generator)
     ranks.encode(2)
-    ranks.senders[0].commit()  # the receiver never saw it
-    change(ranks.sources[0]["s"], 0.01, generator)
-    ranks.encode(3)
+    exchanger = Exchanger(ranks.plan, wired_transports(2)[0], bucket_bytes=1 << 18, delta=True)
+    exchanger.bind(ranks.sources[0])
+    with pytest.raises(InvariantBroken, match="other buckets"):
+        exchanger.run(1.0, encoder=ranks.senders[0])
+
+
+# ---------------------------------------------------------------- what is in doubt
+
+
+def refused(ranks: Ranks, messages: dict[int, list[np.ndarray]], words: str) -> None:
+    """Nothing is written."""
     held = {name: array.copy() for name, array in ranks.destinations[1].items()}
-    with pytest.raises(TransferError, match="got a change of version 2, expected one of 1"):
-        ranks.stage(1)
+    with pytest.raises(TransferError, match=words):
+        ranks.receive(1, messages)
     assert all((held[name] == array).all() for name, array in ranks.destinations[1].items())
-    ranks.senders[0].abandon()
+
+
+def coded(ranks: Ranks, density: float = 0.01, version: int = 2) -> dict[int, list[np.ndarray]]:
+    if ranks.senders[0].base is None:
+        ranks.full(version - 1)
+    change(ranks.sources[0]["s"], density, np.random.default_rng(version))
+    ranks.encode(version)
+    return ranks.messages(1)
+
+
+def test_who_missed_a_version_is_refused_and_everything_helps() -> None:
+    ranks, shapes, wanted = large("bfloat16", 2)
+    coded(ranks)
+    refused(ranks, coded(ranks, 0.01, 3), "does not make the new version")
+    assert ranks.receivers[1].version is None
     ranks.full(4)
+    change(ranks.sources[0]["s"], 0.01, np.random.default_rng(5))
+    ranks.update(5)
     ranks.check(shapes, [wanted])
-
-
-@pytest.mark.parametrize("owned", [False, True])
-def test_a_message_is_copied_unless_it_is_the_receivers_own(owned: bool) -> None:
-    ranks, _, _ = large("bfloat16", 2)
-    ranks.full(1)
-    change(ranks.sources[0]["s"], 0.01, np.random.default_rng(9))
-    ranks.encode(2)
-    message = ranks.senders[0].messages(1)[0].copy()
-    ranks.receivers[1].stage(0, message, owned=owned)
-    ((_, kept),) = ranks.receivers[1]._incoming[0].staged.values()
-    assert np.shares_memory(kept, message) is owned
-
-
-def test_another_base_of_the_same_number_is_refused() -> None:
-    """A trainer that is replayed after a crash numbers its versions alike, and has other bits."""
-    ranks, _, _ = large("bfloat16", 2)
-    other, _, _ = large("bfloat16", 2)
-    ranks.full(1)
-    change(other.sources[0]["s"], 0.0001, np.random.default_rng(9))
-    other.full(1)
-    other.encode(2)
-    with pytest.raises(TransferError, match="made from digest"):
-        _stage_all(ranks, other.senders[0].messages(1))
-
-
-def _stage_all(ranks: Ranks, messages: Sequence[np.ndarray]) -> None:
-    for message in messages:
-        ranks.receivers[1].stage(0, message)
 
 
 def test_a_flipped_bit_under_a_change_is_found_before_anything_is_written() -> None:
-    ranks, _, _ = large("bfloat16", 2)
+    ranks = large("bfloat16", 2)[0]
     ranks.full(1)
     ranks.sources[0]["s"][3, 5] ^= 0x100
     ranks.destinations[1]["half0"][3, 5] ^= 0x8000
-    held = {name: array.copy() for name, array in ranks.destinations[1].items()}
     ranks.encode(2)
-    ranks.stage(1)
-    receiver = ranks.receivers[1]
-    with pytest.raises(TransferError, match="does not make version 2 of what lies in memory"):
-        receiver.commit(2)
-    assert all((held[name] == array).all() for name, array in ranks.destinations[1].items())
-    assert receiver.version is None
+    refused(ranks, ranks.messages(1), "of what lies in memory")
+    assert ranks.receivers[1].version is None
 
 
 def test_memory_that_changes_after_the_proof_is_found_at_commit() -> None:
-    ranks, _, _ = large("bfloat16", 2)
-    ranks.full(1)
-    change(ranks.sources[0]["s"], 1.0, np.random.default_rng(10))
-    ranks.encode(2)
-    ranks.stage(1)
-    ranks.receivers[1].prove(2)
+    ranks = large("bfloat16", 2)[0]
+    ranks.receive(1, coded(ranks, 1.0))
     ranks.destinations[1]["half1"][0, 0] ^= 1
-    with pytest.raises(TransferError, match="must be full"):
+    with pytest.raises(TransferError, match="must be everything"):
         ranks.receivers[1].commit(2)
     assert ranks.receivers[1].version is None
 
 
-def test_a_base_that_changed_in_memory_is_found_at_commit() -> None:
-    ranks, _, _ = large("bfloat16", 2)
-    sender = ranks.senders[0]
-    ranks.full(1)
-    change(ranks.sources[0]["s"], 1.0, np.random.default_rng(11))
+def test_a_delta_over_the_limit_leaves_no_base() -> None:
+    ranks, shapes, wanted = large("bfloat16", 2)
+    nbytes = sum(len(one) for one in coded(ranks)[0])
+    change(ranks.sources[0]["s"], 0.02, np.random.default_rng(1))
+    assert ranks.senders[0].encode(3, limit_bytes=nbytes) is None
+    assert (ranks.senders[0].base, ranks.senders[0].sizes(1)) == (None, ())
+    ranks.full(3)
+    ranks.check(shapes, [wanted])
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_any_damaged_byte_is_refused() -> None:
+    """Every byte of a message, one after the other, in three ways."""
+    ranks = one_block(1000)
+    ((message,),) = coded(ranks, 0.05).values()
+    generator = np.random.default_rng(0)
+    for place in range(len(message)):
+        for flip in (1, 0x80, int(generator.integers(1, 256))):
+            damaged = message.copy()
+            damaged[place] ^= flip
+            ranks.receivers[1].version = 1
+            refused(ranks, {0: [damaged]}, "must be everything")
+
+
+def body(*entries: tuple[int, int], rest: bytes = b"") -> bytes:
+    return b"".join(struct.pack("<II", *entry) for entry in entries) + rest
+
+
+BAD_PAYLOADS = {
+    "half an entry": body((1, 1))[:5],
+    "no body": body((1, 1)),
+    "a value is missing": body((2, 2), rest=b"\0\0\1"),
+    "a byte too many": body((1, 1), rest=b"\0\1\0"),
+    "more elements than there are": body((HALF + 1, HALF + 1), rest=b"\0" * (2 * HALF + 2)),
+    "a position outside": body((1, 1), rest=bytes([HALF, 9])),
+    "the second position outside": body((2, 2), rest=bytes([90, 9, 1, 1])),
+    "a gap cut off": body((1, 1), rest=bytes([230, 9])),
+    "a long gap cut off": body((1, 2), rest=bytes([255, 0, 9])),
+    "a short gap in the long form": body((1, 4), rest=bytes([255, 5, 0, 0, 9])),
+    "bytes of gaps left over": body((1, 2), rest=bytes([5, 5, 9])),
+    "too few gaps": body((2, 1), rest=bytes([5, 9, 9])),
+    "dense with gaps": body((0xFFFFFFFF, 1), rest=b"\0" * (HALF + 1)),
+    "dense and short": body((0xFFFFFFFF, 0), rest=b"\0" * (HALF - 1)),
+    "dense and long": body((0xFFFFFFFF, 0), rest=b"\0" * (HALF + 1)),
+    "lengths that overflow": body((0x7FFFFFFF, 0xFFFFFFFF), rest=b"\0" * 50),
+    "gaps that reach beyond": body((0, 90), rest=b"\0" * 50),
+}
+WELL_FORMED = {
+    "another value": body((1, 1), rest=bytes([5, 2])),
+    "another position": body((1, 1), rest=bytes([6, 1])),
+    "nothing changed": body((0, 0)),
+}
+
+
+@pytest.mark.parametrize("payload", [*BAD_PAYLOADS.values(), *WELL_FORMED.values()], ids=[*BAD_PAYLOADS, *WELL_FORMED])
+def test_a_delta_that_the_sender_did_not_make_is_refused_before_anything_is_written(payload: bytes) -> None:
+    ranks = one_block(HALF)
+    ranks.sources[0]["s"][5] = 1
     ranks.encode(2)
-    sender._streams[0].kept.base[77] ^= 1
-    with pytest.raises(InvariantBroken, match="changed in memory"):
-        sender.commit()
-    assert sender.base is None
+    refused(ranks, {0: [np.frombuffer(payload, np.uint8).copy()]}, "must be everything|expected at most")
+
+
+def gap_bytes(gap: int) -> bytes:
+    """The code of a gap, by the definition in csrc/delta_format.h."""
+    if gap < 224:
+        return bytes([gap])
+    if gap < 224 + 256 * 31:
+        return bytes([224 + (gap - 224) // 256, (gap - 224) % 256])
+    return bytes([255, *gap.to_bytes(3, "little")])
+
+
+@given(st.sets(st.integers(0, 131071), min_size=1, max_size=300), st.integers(0, 40))
+@settings(max_examples=examples(100), deadline=None)
+def test_payloads_are_those_of_the_definition(positions: set[int], shift: int) -> None:
+    """Including gaps at both ends of each length of the code."""
+    chosen = sorted({*positions, *(p for p in (0, 224 + shift, 449 + shift, 8609 + 2 * shift, 16769 + 3 * shift, 131071) if shift % 2)})
+    ranks = one_block(131072)
+    ranks.sources[0]["s"][chosen] = 7
+    ranks.encode(2)
+    gaps = b"".join(gap_bytes(b - a - 1) for a, b in zip([-1, *chosen[:-1]], chosen, strict=True))
+    assert ranks.messages(1)[0][0].tobytes() == struct.pack("<II", len(chosen), len(gaps)) + gaps + bytes([7] * len(chosen))
+    ranks.receive(1, ranks.messages(1))
+    ranks.receivers[1].commit(2)
+    np.testing.assert_array_equal(np.flatnonzero(ranks.destinations[1]["s"]), chosen)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({}, "expected at most"),
+        ({0: [9, 9, 9]}, "expected at most"),
+        ({0: [9, 0]}, "expected at most"),
+        ({0: [9, -5]}, "expected at most"),
+        ({0: [9, 1 << 20]}, "expected at most"),
+        ({0: [9, 9], 7: [9]}, "expected at most"),
+        ({0: [9, 1 << 41]}, "a delta of .* bytes came"),
+    ],
+)
+def test_sizes_are_bounded_before_memory_is_taken(sizes: dict[int, list[int]], words: str) -> None:
+    ranks = large("bfloat16", 2, bucket_bytes=3 << 19)[0]
+    coded(ranks)
+    assert len(ranks.senders[0].sizes(1)) == 2
+    ranks.receivers[1]._there.room = None  # type: ignore[method-assign,assignment]
+    with pytest.raises(TransferError, match=words):
+        ranks.receivers[1].expect(sizes)
+    assert ranks.receivers[1].version == 1
 
 
 def test_order_of_calls() -> None:
     ranks, _, _ = large("bfloat16", 2)
-    sender, receiver = ranks.senders[0], ranks.receivers[1]
-    with pytest.raises(InvariantBroken, match="expected a base"):
-        sender.encode(1)
-    with pytest.raises(InvariantBroken, match="commit without a version"):
-        sender.commit()
-    sender.full(1)
-    with pytest.raises(InvariantBroken, match="pending"):
-        sender.full(2)
-    sender.abandon()
-    with pytest.raises(InvariantBroken, match="expected a base"):
-        sender.encode(2)
-    ranks.full(2)
-    with pytest.raises(InvariantBroken, match="3 messages are missing, the first 1 from rank 0"):
-        receiver.commit(2)
-    with pytest.raises(LayoutError, match="a whole number from 0"):
-        sender.encode(1 << 64)
-    with pytest.raises(LayoutError, match="message_bytes"):
-        large("bfloat16", 2)[0].senders[0].__class__(ranks.plan, 0, message_bytes=7)
+    with pytest.raises(InvariantBroken, match="without a base"):
+        ranks.senders[0].encode(1, limit_bytes=1)
+    messages = coded(ranks)
+    with pytest.raises(InvariantBroken, match="expected one that is proved"):
+        ranks.receivers[1].commit(2)
+    ranks.receive(1, messages)
+    ranks.receivers[1].commit(2)
+    with pytest.raises(InvariantBroken, match="expected one that is proved"):
+        ranks.receivers[1].commit(3)
     with pytest.raises(LayoutError, match="half1: got nothing"):
-        receiver.bind({"half0": ranks.destinations[1]["half0"]})
+        ranks.receivers[1].bind({"half0": ranks.destinations[1]["half0"]})
+
+
+def test_a_plan_in_which_a_rank_copies_from_itself_is_refused() -> None:
+    made = plan({"w": (4,)}, [matrix(0, (4,))], [matrix(0, (4,))])
+    with pytest.raises(LayoutError, match="rank 0 copies from itself"):
+        Ranks(made, {0: {"s": np.zeros(4, np.uint16)}}, {})
+
+
+def test_a_table_of_other_rows_than_the_program_is_refused() -> None:
+    row = np.array([[0, 0, 0, 0, 2, 1, 1, 1, 10, 0, 0, 0, 2, 0, 0, 0, 2]], np.int64)
+    one, seed = np.array([0, 1], np.int64), np.zeros(1, np.int64)
+    base, payload = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    other = row.copy()
+    other[0, 8] = 11
+    pack = _C.Program(other, one, "destination")
+    with pytest.raises(ValueError, match="table of other rows"):
+        _C.encode_delta(_C.DeltaTable(row, one, seed), pack, 0, np.ones(1, np.int64), base.ctypes.data, payload.ctypes.data)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from delta_ranks import Ranks, change
-from model_cases import MODELS, of_every_family
-from reshard_ranks import Arrays, blank, filled, numbered
+from model_cases import of_every_family
+from reshard_ranks import numbered
+from test_reshard_delta import ranks_of, step
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.reshard import DeltaReceiver, DeltaSender, plan, shard_digest
 
 GRIDS = {
     "1 -> 1": (MegatronParallel(), EngineParallel()),
@@ -21,65 +20,15 @@ GRIDS = {
 
 @of_every_family(GRIDS, "tp2pp2ep2 -> tp2ep2")
 def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParallel) -> None:
-    """Two engines; values of float32 in storages of any dtype, so that each element is another number at first."""
+    """Two engines; each element is another number at first."""
     family = family_of(hf)
     shapes = family.tensors(hf)
     source = family.megatron_layouts(hf, trainer, "float32")
     destination = family.sglang_layouts(hf, engine, "float32", 2, first=trainer.world)
-    values = numbered(shapes, np.float32)
-    sources = {layout.rank: filled(layout, values, np.float32) for layout in source}
-    ranks = Ranks(plan(shapes, source, destination), sources, {one.rank: blank(one, np.float32) for one in destination}, message_bytes=8192)
+    case, values = (shapes, source, destination), numbered(shapes)
+    ranks = ranks_of(case, values, bucket_bytes=1 << 17)
     ranks.full(1)
-    generator = np.random.default_rng(0)
     for version, density in enumerate((0.01, 0.001, 0.5, 0.0, 1.0), 2):
-        for tensor in values.values():
-            change(tensor, density, generator)
-        for layout in source:
-            for name, array in filled(layout, values, np.float32).items():
-                ranks.sources[layout.rank][name][...] = array
-        ranks.encode(version)
-        ranks.commit(version)
+        step(ranks, case, values, density, np.random.default_rng(version))
+        ranks.update(version)
         ranks.check(shapes, destination)
-    first, second = destination[: engine.world], destination[engine.world :]
-    for one, other in zip(first, second, strict=True):
-        assert ranks.receivers[one.rank].digest == ranks.receivers[other.rank].digest
-
-
-def bits(arrays: Arrays) -> Arrays:
-    """Numbers as the bits of bfloat16."""
-    return {name: array.view(np.uint16) for name, array in arrays.items()}
-
-
-def test_every_rank_plans_its_own_part() -> None:
-    """Storages have other numbers in a part of a plan than in the whole; messages fit nevertheless."""
-    hf, trainer, engine = MODELS["qwen3_moe"], *GRIDS["tp2pp2ep2 -> tp2ep2"]
-    family = family_of(hf)
-    shapes = family.tensors(hf)
-    source = family.megatron_layouts(hf, trainer, "bfloat16")
-    destination = family.sglang_layouts(hf, engine, "bfloat16", first=trainer.world)
-    values = {name: array.astype(np.int16) for name, array in numbered(shapes).items()}
-    parts = {layout.rank: plan(shapes, source, destination, ranks=[layout.rank]) for layout in (*source, *destination)}
-    senders = {one.rank: DeltaSender(parts[one.rank], one.rank) for one in source}
-    for layout in source:
-        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
-        senders[layout.rank].full(1)
-        senders[layout.rank].commit()
-    held = {layout.rank: bits(filled(layout, values, np.int16)) for layout in destination}
-    receivers = {one.rank: DeltaReceiver(parts[one.rank], one.rank) for one in destination}
-    for layout in destination:
-        receivers[layout.rank].bind(held[layout.rank])
-        receivers[layout.rank].adopt(1)
-    for tensor in values.values():
-        change(tensor, 0.02, np.random.default_rng(1))
-    for layout in source:
-        senders[layout.rank].bind(bits(filled(layout, values, np.int16)))
-        assert senders[layout.rank].encode(2) is not None
-    for layout in destination:
-        receiver = receivers[layout.rank]
-        for rank, sender in senders.items():
-            for message in sender.messages(layout.rank):
-                receiver.stage(rank, message)
-        receiver.commit(2)
-        for name, expected in bits(filled(layout, values, np.int16)).items():
-            np.testing.assert_array_equal(held[layout.rank][name], expected)
-        assert receiver.digest == shard_digest(shapes, layout, held[layout.rank])

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from asyncmoe import reshard
 from asyncmoe.errors import InvariantBroken, LayoutError
-from asyncmoe.reshard import Box, DeltaReceiver, DeltaSender, Exchanger, LayoutBuilder, LocalTransport, Piece, RankLayout, Storage, exchange
-from asyncmoe.reshard.carry import Carrier
+from asyncmoe.reshard import Box, DeltaDecoder, DeltaEncoder, Exchanger, LayoutBuilder, LocalTransport, Piece, RankLayout, Storage, exchange
 from asyncmoe.reshard.shm_transport import ShmTransport
 from tests.unit.example_counts import examples
 
@@ -25,6 +24,7 @@ SHAPE = (4, 6)
 PIECE = Piece("w", Box((0, 0), SHAPE), "s", 0, (6, 1))
 LAYOUT = RankLayout(0, {"s": Storage(SHAPE, "float32")}, (PIECE,))
 PLAN = reshard.plan({"w": SHAPE}, [LAYOUT], [LAYOUT])
+APART = reshard.plan({"w": SHAPE}, [LAYOUT], [LAYOUT.at(1)])
 ARRAY = np.arange(24, dtype=np.float32).reshape(SHAPE)
 
 
@@ -67,19 +67,16 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "a destination": (moved, {"layout": LAYOUT}),
     "buckets": (reshard.buckets, {"layout": LAYOUT, "bucket_bytes": 64}),
     "digest": (reshard.digest, {"array": ARRAY, "threads": 1}),
-    "shard_digest": (reshard.shard_digest, {"tensors": {"w": SHAPE}, "layout": LAYOUT, "arrays": {"s": ARRAY}}),
     "exchange": (partial(exchange, PLAN, LocalTransport()), {"source_arrays": {"s": ARRAY}, "destination_arrays": {"s": ARRAY + 0}}),
     "Exchanger": (partial(Exchanger, PLAN, LocalTransport()), {"bucket_bytes": 64, "buffers": 2, **COPYING, "timeout_s": 2.0}),
     "run": (lambda timeout_s: bound().run(timeout_s), {"timeout_s": 2.0}),
-    "Carrier": (lambda **given: Carrier(LocalTransport(), [], [], **given), {"piece_bytes": 64, "timeout_s": 2.0}),
-    "carry": (lambda timeout_s: Carrier(LocalTransport(), [], []).run({}, {}, print, timeout_s), {"timeout_s": 2.0}),
     "LocalTransport": (LocalTransport, {"rank": 0}),
     "ShmTransport": (partial(ShmTransport, session="s"), {"rank": 0}),
-    "DeltaSender": (partial(DeltaSender, PLAN), {"rank": 0, "message_bytes": 64, **COPYING}),
-    "DeltaReceiver": (partial(DeltaReceiver, PLAN), {"rank": 0, "message_bytes": 64, "limit_bytes": 64, **COPYING}),
+    "DeltaEncoder": (partial(DeltaEncoder, APART), {"rank": 0, "bucket_bytes": 64, **COPYING}),
+    "DeltaDecoder": (partial(DeltaDecoder, APART), {"rank": 1, "bucket_bytes": 64, "limit_bytes": 64, **COPYING}),
 }
 COUNTS = (-1, True, "3", 1.5, float("nan"), 1 << 63)
-NUMBERS = ("threads", "stream", "rank", "message_bytes", "limit_bytes", "piece_bytes")
+NUMBERS = ("threads", "stream", "rank", "limit_bytes")
 ODD = {"timeout_s": (-1, True, "3", float("nan"), float("inf"), 1e300), "buffers": (0, 1 << 40, *COUNTS), "bucket_bytes": (0, *COUNTS)}
 numbers = st.one_of(st.integers(-3, 8), st.integers(), st.floats(), st.none(), st.text(max_size=3))
 several = st.lists(numbers, max_size=5)
@@ -125,6 +122,6 @@ def test_a_closed_exchanger_says_so() -> None:
     exchanger = bound()
     exchanger.close()
     exchanger.close()
-    for use in (exchanger.run, exchanger.bind, exchanger.open_carrier, lambda: exchanger.carry({}, {}, print, 1.0)):
+    for use in (exchanger.run, exchanger.bind):
         with pytest.raises(InvariantBroken, match="an exchanger that is closed was used again; make a new one"):
             use()

@@ -92,7 +92,7 @@ def _send_once(session: str, delay_s: float, signal_name: str) -> None:
         made.bind({"s": np.arange(1000, dtype=np.int32)})
         while segments(session):  # until the receiver has met us
             time.sleep(0.01)
-        made._pack_round(0, Moved())
+        made._pack_round(0, Moved(), None)
         os.kill(os.getpid(), getattr(signal, signal_name))
     exchange(pair(), transport, {"s": np.arange(1000, dtype=np.int32)}, timeout_s=30, bucket_bytes=1000)
 

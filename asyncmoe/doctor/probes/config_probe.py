@@ -17,7 +17,6 @@ from asyncmoe.doctor.facts import Disk, ModelFacts, OnGpus, RunFacts
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
-from asyncmoe.reshard.carry import BUFFERED_BYTES
 from asyncmoe.rpc import address
 
 T = TypeVar("T")
@@ -92,8 +91,6 @@ def with_files(run: RunFacts, config: Config) -> RunFacts:
     item = 2 if config.trainer.weights_dtype == "bfloat16" else 4
     over_shm = config.sync.method == "reshard" and TRANSPORTS[resolved(config.sync.transport, gpu=False)].in_shm
     under_way = 2 * min(config.trainer.ranks * config.sync.bucket_bytes, config.engines.count * found_model.weights_bytes)
-    if config.sync.delta != "off":
-        under_way += BUFFERED_BYTES * config.trainer.ranks * config.engines.count * config.engines.tp
     return replace(run, checkpoint_bytes=found_model.parameters * (item + _OPTIMIZER_BYTES), shm_bytes=under_way if over_shm else 0)
 
 

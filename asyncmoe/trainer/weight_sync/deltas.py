@@ -8,26 +8,22 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, InvariantBroken
-from asyncmoe.receiver import failing
+from asyncmoe.errors import OutOfDeviceMemory
 from asyncmoe.receiver.channel import SideStream
 from asyncmoe.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
-from asyncmoe.reshard import DeltaSender, Exchanger, Plan
-from asyncmoe.reshard.delta_gpu import BaseMemory
+from asyncmoe.reshard import DeltaEncoder, Exchanger, Plan
 from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.trainer.weight_sync.publisher import Traffic
 
 log = logging.getLogger(__name__)
-_WORD = (1 << 64) - 1
 
 
 class DeltaSource:
-    """One rank's part of all updates of a meeting that may be deltas. Around each: `offer`, then `send`, then `commit` or `abandon`.
+    """One rank's part of all updates of a meeting that may be deltas. Around each: `offer`, then `send`, then `forget` if it failed.
 
     Args:
         plan: the rank's part.
         tensors: the tensors to send, by the names of the plan's storages.
-        memory: where what was sent last is kept, for tensors on a GPU.
         side: where to enqueue copies and kernels, if the tensors are on a GPU.
 
     Raises:
@@ -35,77 +31,48 @@ class DeltaSource:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        tensors: Mapping[str, torch.Tensor],
-        memory: BaseMemory = "device",
-        side: SideStream | None = None,
+        self, plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream | None = None
     ) -> None:
-        # One thread: the trainer's step runs at the same time.
-        self._sender = DeltaSender(
+        self._encoder = DeltaEncoder(
             plan,
             rank,
-            threads=1,
-            memory=memory,
+            bucket_bytes=bucket_bytes,
+            threads=1,  # the trainer's step runs at the same time
             stream=side.stream.cuda_stream if side else 0,
             relieve=torch.cuda.empty_cache if side else nothing_to_give,
         )
-        self._sender.bind(tensors)
+        self._encoder.bind(tensors)
         self._dense: dict[int, int] = {}
         for transfer in plan.transfers:
             if transfer.source == rank:
                 self._dense[transfer.destination] = self._dense.get(transfer.destination, 0) + transfer.nbytes
-        self._sure = False  # whether all engines hold the base
-        self._is_full = False
 
     def offer(self, version: int) -> Offer:
         """Code what changed since the version that all engines hold, or, if there is none or too much changed, offer everything."""
-        sender = self._sender
-        size, base = None, sender.base
-        if self._sure and base is not None and base != version:
-            size = sender.encode(version, limit_bytes=int(LARGEST_SHARE * sender.base_bytes))
-        self._is_full = size is None
+        encoder = self._encoder
+        base, size = encoder.base, None
+        if base is not None and base != version:
+            try:
+                size = encoder.encode(version, limit_bytes=int(LARGEST_SHARE * encoder.base_bytes))
+            except (MemoryError, OutOfDeviceMemory) as error:
+                log.warning("version %d is sent in full: no memory for its delta: %s", version, error)
+                encoder.forget()
         if size is None:
-            sender.full(version)
-            return Offer(parts={rank: Portion(dense, (), sender.contribution(rank)) for rank, dense in self._dense.items()})
-        parts = {
-            rank: Portion(dense, tuple(len(message) for message in sender.messages(rank)), sender.contribution(rank))
-            for rank, dense in self._dense.items()
-        }
-        return Offer(base=base, parts=parts, changed=size.changed, elements=size.elements)
+            encoder.full(version)
+        parts = {rank: Portion(dense, encoder.sizes(rank), encoder.digest(rank)) for rank, dense in self._dense.items()}
+        return Offer(parts=parts) if size is None else Offer(base=base, parts=parts, changed=size.changed, elements=size.elements)
 
-    def send(self, exchanger: Exchanger, version: int, base: int | None, timeout_s: float) -> None:
-        """Send this rank's part of an update that was offered: of a delta, or, without `base`, of a full update.
+    def send(self, exchanger: Exchanger, *, coded: bool, timeout_s: float) -> None:
+        """Send this rank's part of an update that was offered.
 
         Raises:
             TransferError, WaitTimeout: as `Exchanger.run`.
         """
-        if base is not None:
-            exchanger.carry({rank: self._sender.messages(rank) for rank in self._dense}, {}, _refuse, timeout_s)
-            return
-        if not self._is_full:
-            self._sender.abandon()
-            self._sender.full(version)
-            self._is_full = True
-        exchanger.run(timeout_s)
+        exchanger.run(timeout_s, encoder=self._encoder if coded else None)
 
-    def commit(self) -> None:
-        """Take the version as the next base: every engine serves it. Where that fails, there is no base, and the next update is full.
-
-        Raises nothing: for the other ranks the version is published. A device that does not work fails the next `offer`.
-        """
-        try:
-            self._sender.commit()
-            self._sure = True
-        except Exception as error:
-            log.warning("the next update is full: %s", failing.in_one_line(error), exc_info=not isinstance(error, AsyncmoeError))
-            self.abandon()
-
-    def abandon(self) -> None:
+    def forget(self) -> None:
         """Forget the version, of which an engine may or may not have something: the next update is full."""
-        self._sender.abandon()
-        self._sure = False
+        self._encoder.forget()
 
 
 def common_base(offers: Mapping[int, Offer]) -> int | None:
@@ -138,7 +105,7 @@ def comings(offers: Mapping[int, Offer], engine_ranks: Iterable[int], base: int 
     for rank in engine_ranks:
         parts = {source: one.parts[rank] for source, one in offers.items() if rank in one.parts}
         sizes = {source: part.sizes for source, part in parts.items()} if base is not None else {}
-        found[rank] = Coming(sizes, sum(part.contribution for part in parts.values()) & _WORD)
+        found[rank] = Coming(sizes, {source: part.digest for source, part in parts.items()})
     return found
 
 
@@ -161,7 +128,3 @@ def unsupported(config: Config) -> str:
         "adapters are sent whole": config.adapter is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _refuse(source: int, message: object) -> None:
-    raise InvariantBroken(f"got a message from rank {source}, expected none: a trainer rank only sends")

@@ -84,15 +84,12 @@ class Sender:
             self._epoch += 1
         self.doubted = False
         try:
-            pause_ms = self._lead(version, expected) if self._rank == 0 else self._follow(version)
-            if self._deltas is not None:
-                self._deltas.commit()
-            return pause_ms
-        except AsyncmoeError:
-            if self._deltas is not None:
-                self._deltas.abandon()
-            raise  # this rank has already reported the failure, or received it from another
+            return self._lead(version, expected) if self._rank == 0 else self._follow(version)
         except Exception as error:
+            if self._deltas is not None:
+                self._deltas.forget()
+            if isinstance(error, AsyncmoeError):
+                raise  # this rank has already reported the failure, or received it from another
             self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
             raise
 
@@ -186,7 +183,7 @@ class Sender:
     def _offer(self, version: int) -> Offer:
         try:
             if self._deltas is None:
-                self._deltas = DeltaSource(self.met.plan, self._rank, self._tensors, self._sync.delta_base, self._side)
+                self._deltas = DeltaSource(self.met.plan, self._rank, self._tensors, self.met.terms.bucket_bytes, self._side)
             return self._deltas.offer(version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
@@ -215,7 +212,7 @@ class Sender:
             if self._deltas is None:
                 self._exchanger.run(met.terms.timeout_s)
             else:
-                self._deltas.send(self._exchanger, version, base, met.terms.timeout_s)
+                self._deltas.send(self._exchanger, coded=base is not None, timeout_s=met.terms.timeout_s)
         except Exception as error:
             met.store.fail(self._number, key, failing.said(error, met.terms, self._rank, self._device))
             if not isinstance(error, AsyncmoeError):

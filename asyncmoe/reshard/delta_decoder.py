@@ -1,0 +1,197 @@
+"""The receiver's half of the delta codec: keeps the coded bytes, proves that they fit, and scatters them into storages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncmoe.errors import InvariantBroken, OutOfDeviceMemory, TransferError
+from asyncmoe.reshard.chunks import BUCKET_BYTES
+from asyncmoe.reshard.delta_lanes import WORD, DeltaLane, lanes_of
+from asyncmoe.reshard.delta_work import Work, work_on
+from asyncmoe.reshard.gpu import Relieve, nothing_to_give
+from asyncmoe.reshard.layout import MOST_THREADS, whole_number
+from asyncmoe.reshard.memory import Array, addresses_of, check_apart, device_of, memories_of
+from asyncmoe.reshard.plan import Plan
+
+
+@dataclass(eq=False)
+class _Source:
+    """What one rank sends.
+
+    Attributes:
+        digest: the sum of the terms of its elements, as they lay in the destination's storages when they were read or written last.
+        coded: (address, bytes) of the messages of the next version.
+        proved: the sum that they make of it; None: not proved.
+    """
+
+    lane: DeltaLane
+    digest: int = 0
+    coded: list[tuple[int, int]] = field(default_factory=list)
+    proved: int | None = None
+
+
+class DeltaDecoder:
+    """This rank's side, as a destination, of an exchange of deltas.
+
+    Around an exchange of everything, `forget` comes before it, and `adopt` after it, which reads the canonical digest
+    (`asyncmoe.reshard.delta_lanes`) of everything from the destination. Then, for each version: `expect` takes memory for the messages,
+    `Exchanger.run` brings them there; `prove` computes, from the old bits as they lie in memory now, whether they make what their senders
+    have, while the old weights are still in use; `commit` writes the changed elements straight into the storages.
+
+    Args:
+        plan: the plan, or its part of this rank.
+        bucket_bytes: as the exchange's, as are `threads`, `stream` and `relieve`. Order `commit` and what reads the weights on other
+            streams with waits on both sides.
+        limit_bytes: the most that the messages of a version may take.
+
+    Raises:
+        LayoutError: as `lanes_of`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        limit_bytes: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        threads: int = 0,
+        stream: int = 0,
+        relieve: Relieve = nothing_to_give,
+    ) -> None:
+        self.rank = whole_number(rank, "rank")
+        self._how = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream"), relieve
+        self._limit_bytes = whole_number(limit_bytes, "limit_bytes")
+        self._storages = plan.destinations.get(rank, {})
+        lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, bucket_bytes)
+        self._sources = {lane.source: _Source(lane) for lane in lanes}
+        self.version: int | None = None
+        """The version that the destination is proved to hold; None: none, so that only everything helps."""
+        self._work: Work | None = None
+        self._bound: object = None
+        self._places = np.empty(0, np.int64)
+
+    def bind(self, destination_arrays: Mapping[str, Array]) -> None:
+        """Set the arrays of the storages, as for `Exchanger.bind`; they are kept alive until the next `bind`. Forgets nothing: the caller
+        has put the same bits there.
+
+        Raises:
+            LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.
+        """
+        found = memories_of(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
+        check_apart({}, found)
+        device = device_of(found.values(), "destination arrays of a delta")
+        if self._work is None or self._work.device != device:
+            self._work = work_on(device, *self._how)
+        self._places, self._bound = addresses_of(found.values()), destination_arrays
+
+    def forget(self) -> None:
+        """Hold no version: call before anything else writes to the arrays, as an exchange of everything does."""
+        self.version = None
+        self._let_go(all_=True)
+
+    def adopt(self, version: int, digests: Mapping[int, int]) -> None:
+        """Take what the arrays hold as a version, after an exchange of everything.
+
+        Args:
+            digests: by source rank, what it says of its elements (`DeltaEncoder.digest`).
+
+        Raises:
+            TransferError: they hold something else; no version is held then.
+        """
+        self.forget()
+        for source, one in self._sources.items():
+            one.digest = sum(self._there.read(one.lane.table, i, self._places) for i in range(len(one.lane))) & WORD
+            if one.digest != digests.get(source):
+                raise self._lost(source, f"version {version} has other bits than rank {source} has")
+        self.version = version
+
+    def expect(self, sizes: Mapping[int, Sequence[int]]) -> None:
+        """Take memory for the messages of the next version, by source rank, in order; nothing is written to the destination.
+
+        Raises:
+            TransferError: they are not as many as the plan has, or too large, or there is no memory for them. The version stays.
+        """
+        self._let_go(all_=False)
+        total = sum(map(sum, sizes.values()))
+        if total > self._limit_bytes:
+            raise self._refused(self.rank, f"a delta of {total} bytes came, expected at most {self._limit_bytes}")
+        for source in {*sizes, *self._sources}:
+            table, count = (one.lane.table, len(one.lane)) if (one := self._sources.get(source)) else (None, 0)
+            theirs, most = list(sizes.get(source, ())), [table.bound(i) for i in range(count)] if table else []
+            if table is None or len(theirs) != count or any(not 0 < size <= bound for size, bound in zip(theirs, most, strict=True)):
+                raise self._refused(source, f"a delta of messages of {theirs[:9]} bytes came, expected at most {most[:9]}")
+        try:
+            for source, one in self._sources.items():
+                one.coded = [(self._there.room(("coded", source, i), size), size) for i, size in enumerate(sizes[source])]
+        except (MemoryError, OutOfDeviceMemory) as error:
+            raise self._refused(self.rank, f"no memory for a delta of {total} bytes: {error}") from error
+
+    def sizes(self, source: int) -> tuple[int, ...]:
+        """Return the bytes of the messages that are expected from a source rank, in order."""
+        return tuple(nbytes for _, nbytes in self._sources[source].coded)
+
+    def take(self, source: int, number: int, address: int) -> None:
+        """Keep a copy of a message that lies at an address on the same device, without waiting."""
+        self._there.copy(self._sources[source].coded[number][0], address, self._sources[source].coded[number][1])
+
+    def prove(self, digests: Mapping[int, int]) -> None:
+        """Check that what came, applied to what lies in memory now, gives what the senders have. Writes nothing.
+
+        Args:
+            digests: as for `adopt`.
+
+        Raises:
+            TransferError: it does not; no version is held then, because it may be the memory that differs.
+        """
+        for source, one in self._sources.items():
+            one.proved = (one.digest + self._apply(source, write=False)) & WORD
+            if one.proved != digests.get(source):
+                raise self._lost(source, "the delta does not make the new version of what lies in memory")
+
+    def commit(self, version: int) -> None:
+        """Write what was proved into the destination.
+
+        Raises:
+            TransferError: memory changed since: the destination may be partly written, and no version is held.
+            InvariantBroken: nothing is proved.
+        """
+        if self.version is None or any(one.proved is None for one in self._sources.values()):
+            raise InvariantBroken(f"rank {self.rank}: got version {version} of a delta to write, expected one that is proved")
+        self.version = None
+        for source, one in self._sources.items():
+            one.digest = (one.digest + self._apply(source, write=True)) & WORD
+            if one.digest != one.proved:
+                raise self._lost(source, "a delta, or what lies in memory, changed while it was written")
+        self._let_go(all_=False)
+        self.version = version
+
+    @property
+    def _there(self) -> Work:
+        if self._work is None:
+            raise InvariantBroken(f"rank {self.rank}: got a decoder of deltas without arrays, expected bind before it")
+        return self._work
+
+    def _apply(self, source: int, *, write: bool) -> int:
+        one = self._sources[source]
+        try:
+            return sum(self._there.apply(one.lane.table, i, *message, self._places, write=write) for i, message in enumerate(one.coded))
+        except ValueError as error:
+            raise self._lost(source, str(error)) from None
+
+    def _let_go(self, *, all_: bool) -> None:
+        for one in self._sources.values():
+            one.coded, one.proved = [], None
+        if self._work is not None:
+            self._work.release(all_=all_)
+
+    def _refused(self, source: int, what: str) -> TransferError:
+        self._let_go(all_=True)
+        return TransferError(source, self.rank, what)
+
+    def _lost(self, source: int, what: str) -> TransferError:
+        self.forget()
+        return TransferError(source, self.rank, f"{what}; the next update of this rank must be everything")

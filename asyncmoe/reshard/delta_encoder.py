@@ -1,0 +1,196 @@
+"""The sender's half of the delta codec: what it sent last, compared with what it would send now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import asyncmoe.reshard._C as _C
+from asyncmoe.errors import InvariantBroken
+from asyncmoe.reshard.chunks import BUCKET_BYTES, TRAILER_BYTES, trailer_offset
+from asyncmoe.reshard.delta_lanes import WORD, DeltaLane, lanes_of
+from asyncmoe.reshard.delta_work import PAYLOAD, Work, work_on
+from asyncmoe.reshard.gpu import Relieve, nothing_to_give
+from asyncmoe.reshard.layout import MOST_THREADS, whole_number
+from asyncmoe.reshard.memory import Array, addresses_of, device_of, memories_of
+from asyncmoe.reshard.plan import Plan
+from asyncmoe.reshard.programs import message_program, scales_of
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSize:
+    """The size of a delta, as this rank sends it; what several destinations get alike counts once.
+
+    Attributes:
+        nbytes: bytes of all messages.
+        changed, elements: elements whose stored bits changed, and all elements.
+    """
+
+    nbytes: int
+    changed: int
+    elements: int
+
+
+@dataclass(eq=False)
+class _Stream:
+    """What one or several destinations are sent alike: destinations of equal layouts get equal messages.
+
+    Attributes:
+        digest: the sum of the terms of all elements in the base.
+        coded: (address, bytes) of the messages of the latest delta.
+    """
+
+    lane: DeltaLane
+    pack: _C.Program
+    destinations: list[int] = field(default_factory=list)
+    digest: int = 0
+    base: list[int] = field(default_factory=list)
+    coded: list[tuple[int, int]] = field(default_factory=list)
+
+
+class DeltaEncoder:
+    """This rank's side, as a source, of an exchange of deltas.
+
+    It keeps the bytes that it sent last as they are stored at the destinations, the base: as many as in an exchange of everything, once for
+    destinations with equal layouts. `encode` compares what it would send now with the base and codes, block by block of at most 128 KiB,
+    positions and values of the elements whose bits changed, or all elements where that is smaller; `Exchanger.run` sends the messages. With
+    float8, values and scales are compared as they are stored (`Scaler.write` comes first, as before an exchange).
+
+    The base is what the destinations have only if they prove and write what was sent. Else call `forget`: the next update is everything.
+
+    Args:
+        plan: the plan, or its part of this rank.
+        bucket_bytes: as the exchange's, as are `threads`, `stream` and `relieve`.
+
+    Raises:
+        LayoutError: as `lanes_of`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        threads: int = 0,
+        stream: int = 0,
+        relieve: Relieve = nothing_to_give,
+    ) -> None:
+        self.rank = whole_number(rank, "rank")
+        self._how = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream"), relieve
+        lanes = lanes_of(plan, lambda transfer: transfer.source == rank, bucket_bytes)
+        self._scales = scales_of(plan.sources.get(rank, {}), [lane.chunks.copies for lane in lanes])
+        self._storages = {**plan.sources.get(rank, {}), **self._scales.storages}
+        self._streams: list[_Stream] = []
+        for lane in lanes:
+            alike = next((one for one in self._streams if one.lane.sends_like(lane)), None)
+            if alike is None:
+                alike = _Stream(lane, message_program(lane.chunks, "destination", self._scales))
+                self._streams.append(alike)
+            alike.destinations.append(lane.destination)
+        self.base_bytes = sum(sum(one.lane.chunks.nbytes) for one in self._streams)
+        """Bytes of the elements in the base."""
+        self.base: int | None = None
+        """The version in the base; None: none, so that the next update must be everything."""
+        self._elements = sum(one.lane.element_count for one in self._streams)
+        self._work: Work | None = None
+        self._bound: object = None
+        self._sources = np.empty(0, np.int64)
+
+    def bind(self, source_arrays: Mapping[str, Array]) -> None:
+        """Set the arrays of the storages, as for `Exchanger.bind`. They are kept alive until the next `bind`.
+
+        Takes the memory of the base, when it is called first or with arrays on another device: there is no base then.
+
+        Raises:
+            LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.
+            MemoryError, OutOfDeviceMemory: there is no room for the base.
+        """
+        found = memories_of(self._storages, source_arrays, f"rank {self.rank}: source array", write=False)
+        device = device_of(found.values(), "source arrays of a delta")
+        if self._work is None or self._work.device != device:
+            self.forget()
+            self._work = None
+            work = work_on(device, *self._how)
+            for number, stream in enumerate(self._streams):
+                sizes = [trailer_offset(nbytes) + TRAILER_BYTES for nbytes in stream.lane.chunks.nbytes]
+                stream.base = [work.room(("base", number, i), nbytes) for i, nbytes in enumerate(sizes)]
+            self._work = work
+        self._sources, self._bound = addresses_of(found.values()), source_arrays
+
+    def full(self, version: int) -> None:
+        """Make the sources as they are now the base, before an exchange of everything."""
+        work = self._begin()
+        for stream in self._streams:
+            terms = (work.fill(stream.lane.table, stream.pack, i, self._sources, base) for i, base in enumerate(stream.base))
+            stream.digest = sum(terms) & WORD
+        self.base = version
+
+    def encode(self, version: int, *, limit_bytes: int) -> DeltaSize | None:
+        """Code the difference of the sources, as they are now, from the base, which becomes the new version.
+
+        Returns:
+            What it came to; None if the messages would take more than `limit_bytes`: there is no base then; send everything.
+
+        Raises:
+            InvariantBroken: there is no base, or no arrays are bound.
+            MemoryError, OutOfDeviceMemory: there is no memory for the messages; there is no base then.
+        """
+        if self.base is None:
+            raise InvariantBroken(f"rank {self.rank}: version {version} was coded without a base; call full first")
+        work = self._begin()
+        size = self._coded(work, limit_bytes)
+        if size is None:
+            self.forget()
+        else:
+            self.base = version
+        return size
+
+    def forget(self) -> None:
+        """Hold no base, and let go of the messages."""
+        self._let_go(all_=True)
+
+    def digest(self, destination: int) -> int:
+        """Return the sum of the terms of all elements that a destination has from this rank in the base's version."""
+        return sum(stream.digest for stream in self._streams if destination in stream.destinations) & WORD
+
+    def sizes(self, destination: int) -> tuple[int, ...]:
+        """Return the bytes of the latest delta's messages to a destination, in order."""
+        return tuple(nbytes for stream in self._streams if destination in stream.destinations for _, nbytes in stream.coded)
+
+    def put(self, destination: int, number: int, address: int) -> None:
+        """Copy a message of the latest delta to an address on the same device, without waiting."""
+        assert self._work is not None
+        coded = next(stream.coded for stream in self._streams if destination in stream.destinations)
+        self._work.copy(address, *coded[number])
+
+    def _coded(self, work: Work, limit_bytes: int) -> DeltaSize | None:
+        nbytes = changed = 0
+        for number, stream in enumerate(self._streams):
+            table = stream.lane.table
+            payload = work.room(PAYLOAD, max(map(table.bound, range(len(stream.lane)))))
+            for i, base in enumerate(stream.base):
+                coded, difference, found = work.encode(table, stream.pack, i, self._sources, base, payload)
+                nbytes, changed = nbytes + coded, changed + found
+                if nbytes > limit_bytes:
+                    return None
+                kept = work.room(("coded", number, i), coded)
+                work.copy(kept, payload, coded)
+                stream.coded.append((kept, coded))
+                stream.digest = (stream.digest + difference) & WORD
+        return DeltaSize(nbytes, changed, self._elements)
+
+    def _begin(self) -> Work:
+        if self._work is None:
+            raise InvariantBroken(f"rank {self.rank}: a delta was coded without arrays; call bind first")
+        self._let_go(all_=False)
+        return self._work
+
+    def _let_go(self, *, all_: bool) -> None:
+        self.base = None
+        for stream in self._streams:
+            stream.coded = []
+        if self._work is not None:
+            self._work.release(all_=all_)

@@ -13,7 +13,7 @@ from asyncmoe.log.fold import LogState
 from asyncmoe.log.queue_log import CONTROLLER, QueueLog
 from tests.redis_server import LocalRedis, needed
 from tests.system.runs import logs, metrics, start, wait_for
-from tests.system.test_log import SHAPE, WARM, check, kill, trained
+from tests.system.test_log import ENDS, SHAPE, WARM, check, kill, trained
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough, needed()]
 
@@ -32,7 +32,7 @@ def recorded(server: LocalRedis, directory: Path) -> LogState:
 @pytest.mark.parametrize("every", [0, 5])
 def test_a_run_that_is_killed_with_its_server_trains_everything_once(tmp_path: Path, every: int) -> None:
     server, directory = LocalRedis(tmp_path / "redis"), tmp_path / "run"
-    shape = (*SHAPE, f"trainer.checkpoint_every={every}", f"log.redis={server.url}", "trainer.max_restarts=0")
+    shape = (*SHAPE, f"trainer.checkpoint_every={every}", f"log.redis={server.url}", *ENDS)
     try:
         command = start(directory, *shape)
         assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)

@@ -57,7 +57,7 @@ def test_a_kept_configuration_means_the_same_in_every_directory(tmp_path: Path, 
 
 def test_a_home_directory_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    paths = {"run": {"dir": "~/r", "steps": 9}, "model": {"path": "~/m"}, "lora": {"start": "~/$A"}, "journal": {"folder": "~"}}
+    paths = {"run": {"dir": "~/r", "steps": 9}, "model": {"path": "~/m"}, "lora": {"start": "~/$A"}, "log": {"folder": "~"}}
     rows = {"task": {"kind": "dataset", "sources": [{"path": "~/a.jsonl"}, {"path": "b~/~.jsonl"}]}, "engines": {"python": "~/p"}}
     own = {"evaluation": {"sets": {"far": {"kind": "jsonl", "path": "~/c"}}}, "sync": {"method": "disk", "directory": "~/d"}}
     shown = str(configuration.parse({**paths, **rows, **own}).model_dump(mode="json"))

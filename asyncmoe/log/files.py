@@ -241,8 +241,8 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            got = f"{path.parent}, in use by another controller ({file.read(256) or 'it says no more'})"
-            raise UserError("log", got=got, expected="one controller of a run", hint="end the other one") from None
+            got = f"{path.parent}, in use by another process ({file.read(256) or 'it says no more'})"
+            raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise

@@ -206,6 +206,7 @@ class Log(ABC):
             self._failure = self._failure or error
             waiting, self._waiting = self._waiting, []
             self._queue.clear()
+        log.error("%s", error)
         for _, future in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

@@ -118,7 +118,7 @@ class RedisLog(Log):
     """The log of one stream, asyncmoe:RUN:WRITER. Opening it blocks. Arguments as for `FileLog`.
 
     Raises:
-        UserError: the server cannot be used, or another controller writes the log.
+        UserError: the server cannot be used, or another process writes the log.
         StorageError: the server does not answer, or is full.
     """
 
@@ -210,8 +210,8 @@ class RedisLog(Log):
 
     def _taken(self) -> UserError:
         holder = (self._call(lambda client: client.get(self._lock)) or b"one that has ended ?").decode(errors="replace")
-        got = f"{self._server.name} {self._all}*, in use by another controller ({holder.rpartition(' ')[0]})"
-        return UserError("log", got=got, expected="one controller of a run", hint="end the other one")
+        got = f"{self._server.name} {self._all}*, in use by another process ({holder.rpartition(' ')[0]})"
+        return UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it")
 
     def _page(self, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         return self._call(lambda client: client.xrange(self._key, after, f"{self._opened}-0", _PAGE))

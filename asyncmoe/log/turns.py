@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 import msgspec
 
@@ -40,6 +41,8 @@ class Turns:
         self._log, self._told_full = kept, False
         self._found: dict[EpisodeKey, dict[bytes, deque[int]]] = {}
         self._since: dict[int, int] = {}
+        self._forgetting: Future[int] | asyncio.Future[int] = Future()
+        self._forgetting.set_result(0)
         for position, data in kept.read():
             try:
                 one = records.answered(data)
@@ -79,8 +82,8 @@ class Turns:
 
     def over(self, group: int) -> None:
         """Forget the answers of a group that is finished, ended, or starts again."""
-        if self._since.pop(group, None) is not None:
-            self._log.forget(self._needed)
+        if self._since.pop(group, None) is not None and self._forgetting.done():
+            self._forgetting = asyncio.get_running_loop().run_in_executor(None, self._log.forget, self._needed)
         for key in [key for key in self._found if key.group == group]:
             del self._found[key]
 

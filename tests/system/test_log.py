@@ -42,8 +42,8 @@ def trained(directory: Path, before: int, step: int) -> bool:
 
 def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
     """Of each start of the trainer: the step it began at, and what it trained, by step: loss and (key, digest) of the trajectories."""
-    told = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    sampled = [json.loads(line) for line in (directory / "samples" / "trainer.jsonl").read_text().splitlines() if line.endswith("}")]
+    told = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().split("\n") if line.endswith("}")]
+    sampled = [json.loads(line) for line in (directory / "samples" / "trainer.jsonl").read_text().split("\n") if line.endswith("}")]
     losses: list[tuple[int, dict[int, dict[str, float]]]] = []
     for one in told:
         if "resumed_at" in one:
@@ -105,7 +105,7 @@ def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> Non
     command = start(directory, *shape)
     status, _, error = command.finish()
     assert status == 0, error[-3000:] + logs(directory)
-    told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
+    told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().split("\n") if line.endswith("}")]
     assert told[-1]["recalled_tokens"] > 100, told[-1]
     assert told[-1]["rejected"] == {}, told[-1]
     check(directory, count=3)
@@ -151,7 +151,7 @@ def check(directory: Path, count: int = 9, known: LogState | None = None, *, aga
     known = known or told_by_log(directory)
     leased = {number for lease in known.leases.values() for number in lease.numbers}
     assert leased >= {int(key[1:].split(".")[0]) for key in every_key}
-    told = [json.loads(line) for line in (directory / "samples" / "rollout.jsonl").read_text().splitlines() if line.endswith("}")]
+    told = [json.loads(line) for line in (directory / "samples" / "rollout.jsonl").read_text().split("\n") if line.endswith("}")]
     ended = {one["group"] for one in told if one["record"] in ("group", "stale") and one["fate"] in ("dropped", "rejected")}
     assert set(known.groups) | ended == set(range(known.next)), "no prompt is passed over, and each that was asked is in one state"
     asked = [(one["group"], one.get("attempt", 0)) for one in told if one["record"] == "group"]

@@ -114,7 +114,7 @@ def test_the_bound_holds_and_a_closed_log_takes_nothing(home: Home, tmp_path: Pa
 
 @BACKENDS
 def test_one_writer_at_a_time(home: Home, tmp_path: Path) -> None:  # noqa: F811
-    with closing(home.log(tmp_path, "0")), pytest.raises(UserError, match=rf"in use by another controller \(process {os.getpid()} on "):
+    with closing(home.log(tmp_path, "0")), pytest.raises(UserError, match=rf"in use by another process \(process {os.getpid()} on "):
         home.log(tmp_path, "0")
     home.log(tmp_path, "0").close()
 
@@ -507,7 +507,7 @@ def test_a_controller_that_wakes_up_after_it_was_replaced_writes_nothing(tmp_pat
         old._over.set()  # type: ignore[attr-defined]  # as if suspended: its lock expires
         with closing(redis_log(server.url)) as new:
             await keep(new, b"two")
-            with pytest.raises(UserError, match=r"in use by another controller \(process \d+ on .*\), expected one controller of a run"):
+            with pytest.raises(UserError, match=r"in use by another process \(process \d+ on .*\), expected one controller of a run, "):
                 await keep(old, bytes(100))
             old.close()
             await keep(new, b"three")

@@ -48,7 +48,7 @@ def test_everything_of_a_killed_run_goes_on(home: Home, tmp_path: Path) -> None:
         assert {item.key: b"".join(again.queue.fetch(1, [item.key])) for item in leased.items} == frames
         again.queue.commit(1)
         assert [item.group for item in (await again.lease(2)).items] == [5, 5, 4, 4]
-        with pytest.raises(UserError, match=r"^log: got .*, in use by another controller \(process \d+ on .*\), expected one controller"):
+        with pytest.raises(UserError, match=r"^log: got .*, in use by another process \(process \d+ on .*\), expected one controller"):
             home.opened(tmp_path / "again")
         again.log.close()
 

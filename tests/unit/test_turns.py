@@ -28,6 +28,11 @@ def opened(folder: Path, attempts: dict[int, int], segment_bytes: int = 1 << 16,
         store.close()
 
 
+async def settled(store: Turns) -> None:
+    while not store._forgetting.done():
+        await asyncio.sleep(0.001)
+
+
 def test_answers_are_found_again_in_their_order_and_once(tmp_path: Path) -> None:
     async def first() -> None:
         with opened(tmp_path, {}) as store:
@@ -76,7 +81,7 @@ def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
             full = store._log.size
             for group in (0, 1, 3):
                 store.over(group)
-            written(store._log)
+                await settled(store)
             assert full - store._log.size >= 2 * 2000, "what is older than all that is needed"
         with opened(tmp_path, dict.fromkeys(range(5), 0)) as store:
             found = [await store.recall(EpisodeKey(group, 0, 0), b"r") is not None for group in range(5)]
@@ -95,7 +100,7 @@ def test_what_exceeds_the_bound_is_not_recorded_until_groups_end(tmp_path: Path,
             assert [one.message for one in caplog.records if "log.max_bytes" in one.message] != []
             for group in range(8):
                 store.over(group)
-            written(store._log)
+                await settled(store)
             await store.record(KEY, b"later", bytes(4000))
         with opened(tmp_path, dict.fromkeys(range(20), 0), max_bytes=40_000) as store:
             assert await store.recall(KEY, b"later") == bytes(4000)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import NonNegative, Positive, Section, refused
+
+_HOST = r"([^/@:?]*@)?(\[[^]]+\]|[^/@:?\s]+)(:[1-9]\d*)?"
+_ADDRESS = re.compile(rf"(rediss?://{_HOST}(/\d*)?|unix:///[^?]+)(\?(?!.*password=).*)?")
 
 
 class LogSection(Section):
@@ -46,30 +49,14 @@ class LogSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> LogSection:
-        if self.redis is not None:
-            _check_address(self.redis)
-            if self.folder is not None:
-                raise refused("log.folder", self.folder, "null with log.redis; leave one of them out")
+        if self.redis is not None and self.folder is not None:
+            raise refused("log.folder", self.folder, "null with log.redis; leave one of them out")
+        if self.redis is not None and not _ADDRESS.fullmatch(self.redis):
+            forms = "redis://host:port/database, rediss://host:port/database or unix:///path?db=database, where database is a number"
+            got = re.sub("//.*@|password=.*", "(hidden)", self.redis)  # which `config.yaml` would show
+            raise refused("log.redis", got, f"{forms}, without a password, which is in ASYNCMOE_LOG_PASSWORD")
         return self
 
     def place(self, run_dir: Path) -> Path:
         """Return the folder of the log of a run that keeps it in one."""
         return self.folder or run_dir / "log"
-
-
-def _check_address(url: str) -> None:
-    """Refuse an address that is none of a Redis server, or has a password, which `config.yaml` would show. Raises ValueError."""
-    forms = "redis://host:port/database, rediss://host:port/database or unix:///path?db=database, where database is a number"
-    try:
-        parts = urlsplit(url)
-        secret = parts.password is not None or "password" in parse_qs(parts.query)
-        local = parts.scheme == "unix" and bool(parts.path)
-        database = parts.path.removeprefix("/")
-        numbered = not database or (database.isascii() and database.isdigit())
-        good = local or (parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0 and numbered)
-    except ValueError as error:
-        raise refused("log.redis", error, forms) from error
-    if secret:
-        raise refused("log.redis", "an address with a password", "one without; ASYNCMOE_LOG_PASSWORD has it")
-    if not good:
-        raise refused("log.redis", url, forms)

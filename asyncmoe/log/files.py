@@ -132,7 +132,7 @@ class FileLog(Log):
         with storage.writing("the log", self._folder), ExitStack() as held:
             storage.make_private(folder)
             storage.make_private(self._folder)
-            _sync_folder(folder)
+            storage.sync_directory(folder)
             held.enter_context(_locked(self._folder / "lock"))
             firsts = segments_in(self._folder)
             for first in firsts:
@@ -180,9 +180,9 @@ class FileLog(Log):
                     freed += path_of(self._folder, first).stat().st_size
                     path_of(self._folder, first).unlink()
             if freed:
-                _sync_folder(self._folder)
+                storage.sync_directory(self._folder)
         with self._changed:
-            self._size -= freed
+            self.size -= freed
         return freed
 
     def _write(self, batch: Sequence[Record]) -> None:
@@ -214,7 +214,7 @@ class FileLog(Log):
         self._file = os.open(path_of(self._folder, first), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.pwrite(self._file, header(self._identity, first), 0)
         os.fsync(self._file)
-        _sync_folder(self._folder)
+        storage.sync_directory(self._folder)
         self._first = first
 
     def _sync(self) -> None:
@@ -292,11 +292,3 @@ def _cut(path: Path, first: int, identity: bytes) -> int:
             file.truncate(HEADER_BYTES + end - first)
             os.fsync(file.fileno())
     return end
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -40,6 +40,7 @@ class Log(ABC):
         max_bytes: bound on them; None: none.
 
     Attributes:
+        end, size: as above; what is not yet written counts.
         cpu_s: CPU seconds that its thread has taken.
         damaged: `read` has found that records are lost.
     """
@@ -47,33 +48,23 @@ class Log(ABC):
     def __init__(self, name: str, end: int = 0, size: int = 0, max_bytes: int | None = None) -> None:
         self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
         self._changed = threading.Condition()
-        self._end = self._written = self._durable = end
-        self._size, self._unwritten = size, 0
+        self.end = self._written = self._durable = end
+        self.size, self._unwritten = size, 0
         self._queue: deque[Record] = deque()
         self._waiting: list[tuple[int, Future[None]]] = []
         self._failure: AsyncmoeError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="log", daemon=True)
 
-    @property
-    def end(self) -> int:
-        """Position of the next record."""
-        return self._end
-
-    @property
-    def size(self) -> int:
-        """Bytes that are kept, those included that are not yet written."""
-        return self._size
-
     def is_full(self, nbytes: int) -> bool:
         """Whether a record of so many bytes would exceed the bound."""
-        return self._max_bytes is not None and self._size + nbytes + HEAD_BYTES > self._max_bytes
+        return self._max_bytes is not None and self.size + nbytes + HEAD_BYTES > self._max_bytes
 
     async def room(self, nbytes: int) -> None:
         """Wait until no more bytes wait to be written than should. Raises as `append`."""
         self._check(nbytes)
         if self._unwritten and self._unwritten + nbytes > MOST_UNWRITTEN:
-            await self.durable(self._end - 1)
+            await self.durable(self.end - 1)
 
     def append(self, parts: Sequence[Buffer]) -> int:
         """Hand over a record and return its position. Never waits.
@@ -89,10 +80,10 @@ class Log(ABC):
         nbytes = sum(map(len, views))
         with self._changed:
             self._check(nbytes)
-            position = self._end
+            position = self.end
             self._queue.append((position, views))
-            self._end += nbytes + HEAD_BYTES
-            self._size += nbytes + HEAD_BYTES
+            self.end += nbytes + HEAD_BYTES
+            self.size += nbytes + HEAD_BYTES
             self._unwritten += nbytes + HEAD_BYTES
             self._changed.notify()
         return position
@@ -121,7 +112,7 @@ class Log(ABC):
             self._thread.join(_CLOSE_S)
             if self._thread.is_alive():
                 raise WaitTimeout(self.name, "what was appended to be written", _CLOSE_S)
-            log.info("%s: %d bytes are kept, %.2f s of CPU time", self.name, self._size, self.cpu_s)
+            log.info("%s: %d bytes are kept, %.2f s of CPU time", self.name, self.size, self.cpu_s)
         self._let_go()
 
     # ------------------------------------------------------------ a backend's
@@ -163,7 +154,7 @@ class Log(ABC):
             raise InvariantBroken(f"{self.name} was used after it was closed")
         if nbytes and self.is_full(nbytes):
             hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
-            got = f"{gibibytes(self._size)} in {self.name} and {gibibytes(nbytes)} more"
+            got = f"{gibibytes(self.size)} in {self.name} and {gibibytes(nbytes)} more"
             raise StorageError(f"log.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes or 0)}; {hint}")
 
     def _serve(self) -> None:

@@ -172,9 +172,9 @@ class RedisLog(Log):
     def forget(self, below: int) -> int:
         """See `Log`."""
         self._call(lambda client: client.xtrim(self._key, minid=f"{below}-0", approximate=False))
-        freed = self._size - self._usage()
+        freed = self.size - self._usage()
         with self._changed:
-            self._size -= freed
+            self.size -= freed
         return max(freed, 0)
 
     def _write(self, batch: Sequence[Record]) -> None:

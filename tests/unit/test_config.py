@@ -182,8 +182,10 @@ def test_an_environment_may_reward_steps_itself() -> None:
 
 
 def test_an_address_of_redis_has_no_password() -> None:
-    line = refused(with_value("log.redis", "redis://:secret@redis.site:6379"))
-    assert "log.redis: got an address with a password, expected one without; ASYNCMOE_LOG_PASSWORD has it" in line
+    for url in ("redis://:secret@redis.site:6379", "redis://me:secret@redis.site", "rediss://redis.site?password=secret"):
+        line = refused(with_value("log.redis", url))
+        assert "without a password, which is in ASYNCMOE_LOG_PASSWORD" in line
+        assert "secret" not in line.partition("expected")[0].partition("got")[2]
 
 
 def test_a_database_of_redis_is_a_number() -> None:

@@ -114,7 +114,7 @@ fuzz: setup
 	@mkdir -p build
 	$(TRAIN)/bin/python -m tests.fuzz --out build/fuzz.json $(FUZZ)
 
-# 2,000 random faults in runs of the real controller, journal and supervisor with light engines and ranks, then 100 in runs of real ones: hours;
+# 2,000 random faults in runs of the real controller, log and supervisor with light engines and ranks, then 100 in runs of real ones: hours;
 # the same command continues. CHAOS="--seed 1" changes that; CHAOS=--report prints the summary.
 test-chaos: setup
 	$(TRAIN)/bin/python -m tests.chaos --tier protocol --faults 2000 $(CHAOS)

@@ -267,6 +267,18 @@ def replace(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
+def sync_directory(path: Path) -> None:
+    """Have a directory's entries on its disk, on file systems that can. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as file systems in user space answer that cannot (fsync(2))
+            raise
+    finally:
+        os.close(handle)
+
+
 def share(folder: Path, like: str) -> None:
     """Give files of tensors, which safetensors writes for its user alone, the mode of another file in their folder."""
     for path in folder.glob("*.safetensors"):

@@ -225,17 +225,17 @@ def batches_(
     typer.echo(batches.table(results))
 
 
-@bench.command("journal")
-def journal_(
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there; pairs in it count.")] = None,
-    pairs: Annotated[int, typer.Option(help="Stretches of a run with and without the journal, in turn.", min=10)] = 60,
+@bench.command("log")
+def log_(
+    json_path: Results = None,
+    folder: Annotated[Path | None, typer.Option(help="On the disk to measure; default: a temporary one.")] = None,
 ) -> None:
-    """What the journal of the queue costs controller and trainer, in CPU seconds a token."""
-    from benchmarks import journal
+    """How fast the log takes groups, turns and changes, each durable before the next, next to the disk; CPU seconds. 2 GB of room."""
+    from benchmarks import log
 
-    results = journal.run(pairs, _earlier(json_path))
+    results = log.run(folder)
     _show(results, json_path)
-    typer.echo(journal.table(results))
+    typer.echo(log.table(results))
 
 
 @bench.command("async")

@@ -1,6 +1,6 @@
 """What the controller costs a trajectory when rollout workers do the rest, and what a trajectory costs that a worker holds.
 
-The controller is the real one's fleet, producer, queue and journal, in a process of its own. Its workers only answer, all from one other
+The controller is the real one's fleet, producer, queue and log, in a process of its own. Its workers only answer, all from one other
 process, which also leases and commits as a trainer's rank does. Everything travels over TCP, encrypted, as between machines.
 """
 

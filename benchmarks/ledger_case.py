@@ -20,13 +20,14 @@ import numpy as np
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import WaitTimeout
+from asyncmoe.log.files import FileLog
 from asyncmoe.process import freeze
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueRequest, QueueService
 from asyncmoe.rollout.engines.engine import Engine, EngineHandle
 from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.held import HeldGroups
@@ -126,21 +127,21 @@ async def controller(case: LedgerCase, folder: Path) -> dict[str, Any]:
     """Return {"cpu_us_per_trajectory", "per_s" (trajectories), "cores" (of the controller meanwhile), "idle_cores" (while it waits)}."""
     config, batch = configured(folder, case.workers, case.groups, _GROUP), case.groups * _GROUP
     pool = Pool([cast(EngineHandle, _Handle(f"engine.{n}")) for n in range(case.engines)], 1 << 16, 60.0, lambda *_: None)
-    journaling = Journaling.open(config, {"hidden_size": 8}, NOTHING)
-    fleet = WorkerFleet(config, pool, lambda *_: None, journaling.for_workers, lambda _: ("http://10.0.0.1:30000", "k" * 40))
-    journaling.settled, journaling.retain = fleet.settled, fleet.retain
+    run_log = RunLog.open(config, {"hidden_size": 8}, NOTHING)
+    fleet = WorkerFleet(config, pool, lambda *_: None, run_log.for_workers, lambda _: ("http://10.0.0.1:30000", "k" * 40))
+    run_log.retain = fleet.retain
     queue = BoundedQueue(
         capacity=config.queue_capacity,
         batch=batch,
         group_size=_GROUP,
         max_staleness=1,
         on_freed=fleet.over,
-        journal=journaling.journal,
-        resumed=await journaling.resume(0),
+        log=run_log.queue_log,
+        resumed=await run_log.resume(0),
     )
     queue.holders = fleet.holders
     clock = _Clock(queue, case.steps, config.digest)
-    producer = Producer(queue, _Asks(), fleet.episode, _GROUP, journal=journaling.journal, elsewhere=fleet)
+    producer = Producer(queue, _Asks(), fleet.episode, _GROUP, queue_log=run_log.queue_log, elsewhere=fleet)
     command = [sys.executable, "-m", "benchmarks.ledger_workers", *map(str, (case.workers, case.steps + 1, batch))]
     pipe = asyncio.subprocess.PIPE
     other = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -168,7 +169,7 @@ async def controller(case: LedgerCase, folder: Path) -> dict[str, Any]:
     other.stdin.close()
     with suppress(TimeoutError):
         await asyncio.wait_for(other.wait(), _LINE_S)
-    await journaling.close()
+    await run_log.close()
     count = trained - batch
     return {
         "cpu_us_per_trajectory": round(1e6 * clock.cpu_s / count, 1),
@@ -186,10 +187,10 @@ async def _line(process: asyncio.subprocess.Process) -> bytes:
 
 
 async def held(count: int, tokens: int, folder: Path) -> dict[str, Any]:
-    """Hold trajectories with routes as a rollout worker does, in the journal too; return {"trajectories", "tokens", "MB_each"}."""
+    """Hold trajectories with routes as a rollout worker does, in the log too; return {"trajectories", "tokens", "MB_each"}."""
     recording = Recording(ROUTING, vocabulary=1 << 16)
     groups = HeldGroups(configured(folder, 1, 2, 2), 1, recording)
-    groups.open("bench")
+    groups.log = FileLog(folder / "log", "bench", "1")
     experts = np.ascontiguousarray(drawn(tokens - 1))
     await _add(groups, 0, experts, tokens)  # and what is needed once
     before = _resident()

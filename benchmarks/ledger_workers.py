@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, suppress
 import msgspec
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.journal.segment_format import Place
+from asyncmoe.log.records import Place
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.workers.figures import Figures
 from asyncmoe.rollout.workers.news import UnheardOutcomes
@@ -79,8 +79,8 @@ class AnsweringWorker:
 
     def _packed(self, request: WorkerPack) -> WorkerPacked:
         items = tuple(self._item(EpisodeId(request.group, one.episode, one.attempt), max(request.newest - 1, 0)) for one in request.members)
-        place = Place(self._number, 0, self._offset, TOKENS * len(items))
-        self._offset = place.end
+        place = Place(self._number, self._offset)
+        self._offset += TOKENS * len(items)
         return WorkerPacked(items, 0, place)
 
     def _item(self, place: EpisodeId, version: int) -> Item:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 SAFE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
-"""What journal.redis needs."""
+"""What log.redis needs."""
 _UP_S = 20.0
 
 

@@ -7,11 +7,11 @@ python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 kind=${1:-address,undefined}
 tests="reshard_copy reshard_program reshard_cast reshard_float8 reshard_checksum reshard_exchanger reshard_shm reshard_random reshard_errors"
 tests+=" reshard_cuda_emulated reshard_delta reshard_delta_cuda_emulated"
-tests+=" record_routes record_masks record_checksum record_answer rollout_sampled journal_segments"
-# Threads of one process that use the extension at the same time: those that pack and unpack, exchangers, the journal's writers. TSan sees no
+tests+=" record_routes record_masks record_checksum record_answer rollout_sampled turns"
+# Threads of one process that use the extension at the same time: those that pack and unpack, exchangers, the log's writers. TSan sees no
 # memory that processes share.
 threaded="reshard_copy reshard_program reshard_float8 reshard_checksum reshard_exchanger reshard_shm record_routes record_masks"
-threaded+=" record_checksum journal_segments"
+threaded+=" record_checksum turns"
 case $kind in
     address,undefined) libraries="libubsan.so libasan.so" ;;
     thread) libraries="libtsan.so" tests=$threaded ;;

@@ -6,15 +6,14 @@ the directory is renamed, and the rename before older checkpoints are deleted: a
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncmoe import storage
 from asyncmoe.checkpoints import manifest
 from asyncmoe.checkpoints.facts_file import FACTS
 from asyncmoe.checkpoints.manifest import Manifest
@@ -94,27 +93,15 @@ def publish(written: Path, final: Path, sealed: Manifest | None = None) -> None:
             files[name] = manifest.seal(written / name, sync=True)
     manifest.write(written, files)
     for folder in (*(path for path in written.rglob("*") if path.is_dir()), written):
-        sync_directory(folder)
+        storage.sync_directory(folder)
     replaced = final.with_suffix(DELETING)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     written.rename(final)
-    sync_directory(final.parent)
-    sync_directory(final.parent.parent)  # of the first checkpoint the folder is new
+    storage.sync_directory(final.parent)
+    storage.sync_directory(final.parent.parent)  # of the first checkpoint the folder is new
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Have a directory's entries on its disk, on file systems that can. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as file systems in user space answer that cannot (fsync(2))
-            raise
-    finally:
-        os.close(handle)
 
 
 def kept(steps: Sequence[int], keep: int, keep_every: int) -> set[int]:
@@ -148,5 +135,5 @@ def set_aside(checkpoint: Path) -> Path:
         number += 1
         aside = checkpoint.with_suffix(f"{DAMAGED}-{number}")
     checkpoint.rename(aside)
-    sync_directory(checkpoint.parent)
+    storage.sync_directory(checkpoint.parent)
     return aside

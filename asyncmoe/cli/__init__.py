@@ -56,11 +56,11 @@ for _command in (
     app.command()(_command)
 app.command("simulate", context_settings={"ignore_unknown_options": True})(planning.simulate_command)  # `read_plant` refuses them
 app.command()(report.report)
-app.command("log")(records.log_command)
+app.command()(records.resend)
 app.command()(checkpoints.checkpoints)
 app.command()(records.stacks)
 app.command()(records.show)
-app.command()(records.journal)
+app.command("log")(records.log_command)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(bench.commands(), name="bench")
 

@@ -11,7 +11,7 @@ import typer
 from asyncmoe.errors import DataError, UserError
 
 
-def log_command(
+def resend(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="wandb, mlflow or trackio; default: all that the run is configured for.")
@@ -103,32 +103,22 @@ def show(
     command.show(run_dir, wanted, form, command.colour_of(colour), tokens)
 
 
-def journal(place: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or folder of a journal.")]) -> None:
-    """List the segments of a run's journal and verify the checksum of every payload. Changes nothing; the run may be running.
+def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """List the logs of a run and verify the checksum of every record. Changes nothing; the run may be running.
 
-    Ends with status 1 if a payload is damaged. docs/journal-format.md has
-    the bytes of the files.
+    Ends with status 1 if a record is damaged. docs/log-format.md has the bytes
+    of the files.
     """
-    from asyncmoe.journal import segment_listing
-
-    _refuse_in_redis(place)
-    segments = list(segment_listing.examine(segment_listing.folder_of(place)))
-    if segments:
-        typer.echo(segment_listing.table(segments))
-    if not all(each.whole for each in segments):
-        raise typer.Exit(1)
-
-
-def _refuse_in_redis(run_dir: Path) -> None:
-    """Refuse a run whose journal has no segments. Raises DataError."""
-    from asyncmoe.journal.belonging import Belonging
-    from asyncmoe.journal.in_redis.scripts import Keys
+    from asyncmoe.log import belonging, files
     from asyncmoe.telemetry.report.settings import settings
 
-    if (server := settings(run_dir).get("journal.redis", "null")) == "null":
-        return
-    ours = Belonging.of_run(run_dir, {})
-    keys = Keys(ours.run if ours.noted else "*").every
-    hint = f"redis-cli --scan --pattern '{keys}' lists its keys; the run verifies each payload that it reads"
-    got, expected = f"{run_dir}, whose journal is in {server}", "a run whose journal is in a folder"
-    raise DataError("journal", got=got, expected=expected, hint=hint)
+    known, told = belonging.read(run_dir), settings(run_dir).get("log.folder", "null")
+    folder = run_dir / belonging.FOLDER if told == "null" else Path(told)
+    if known is None or known.redis or not folder.is_dir():
+        got = f"{run_dir}, whose log is in Redis" if known is not None and known.redis else f"{run_dir}, without one"
+        raise DataError("log", got=got, expected="a run whose log is in a folder")
+    found = [files.examine(each) for each in sorted(folder.iterdir()) if each.is_dir()]
+    for each in found:
+        typer.echo(each)
+    if any("damaged" in each for each in found):
+        raise typer.Exit(1)

@@ -26,12 +26,21 @@ class Gone:
     idle: tuple[Any, ...] | None = ()
 
 
-_MEMORY = "nothing: trajectories stay in the memory of the process that sampled them, and in the journal"
+_MEMORY = "nothing: trajectories stay in the memory of the process that sampled them, and in the log"
 _STORE = "nothing: sync.method disk writes versions to sync.directory"
 _VERIFY = "nothing: sync.verify_every compares the checksums of every engine"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
+    "journal.enabled": Gone("log.enabled", (True,)),
+    "journal.folder": Gone("log.folder", (None,)),
+    "journal.max_bytes": Gone("log.max_bytes", (256 << 30,)),
+    "journal.piece_tokens": Gone("log.piece_tokens", (1024,)),
+    "journal.redis": Gone("log.redis", (None,)),
+    "journal.redis_password_variable": Gone("the password in the variable ASYNCMOE_LOG_PASSWORD", (None,)),
+    "journal.redis_patience_s": Gone("nothing: a server that does not answer is waited for for a minute", None),
+    "journal.segment_bytes": Gone("nothing: a file of the log has 64 MiB", None),
+    "journal.turns": Gone("nothing: turns are recorded; log.piece_tokens=0 records whole responses only", (True,)),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
     "queue.mooncake.patience_s": Gone(_MEMORY, None),
@@ -39,7 +48,7 @@ KEYS: Mapping[str, Gone] = {
     "queue.mooncake.segment_bytes": Gone(_MEMORY, None),
     "queue.payload_bytes": Gone("nothing: queue.capacity bounds what is queued", None),
     "queue.payloads": Gone(_MEMORY, ("workers",)),
-    "queue.redis": Gone(_MEMORY + "; journal.redis keeps the journal in Redis", (None,)),
+    "queue.redis": Gone(_MEMORY + "; log.redis keeps the log in Redis", (None,)),
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
@@ -63,19 +72,21 @@ VALUES: Mapping[tuple[str, str], str] = {
 """(Key, removed value of it) -> what to do instead."""
 
 TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}}
-"""What the section `task` had besides: journals have a digest of all of it."""
+"""What the section `task` had besides: logs have a digest of all of it."""
 
 _UNMEASURED = "nothing: it is measured no more"
 COMMANDS: Mapping[str, str] = {
+    "journal": "asyncmoe log",
     "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",
     "bench context": _UNMEASURED,
+    "bench journal": "asyncmoe bench log",
     "bench peers": "asyncmoe bench learning --arms dense-trl, which trains next to TRL",
     "bench policies": "asyncmoe simulate",
     "bench queue": "asyncmoe bench batches",
-    "bench redis": "asyncmoe bench journal",
+    "bench redis": "asyncmoe bench log",
     "bench samples": _UNMEASURED,
     "bench sandbox": _UNMEASURED,
-    "bench segments": "asyncmoe bench journal",
+    "bench segments": "asyncmoe bench log",
     "bench staging": "asyncmoe plan --config FILE",
     "bench store": "asyncmoe bench sync",
 }

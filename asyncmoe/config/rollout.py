@@ -94,7 +94,7 @@ class RolloutSection(Section):
         0,
         description="Rollout workers: processes that run the episodes, each on engines of its own, and hold the trajectories until the "
         "trainer has fetched them from there. One process takes in what some dozens of GPUs sample (docs/measurements.md); beyond, raise "
-        "this. 0: the controller runs the episodes. Needs the journal in a folder that all of them share.",
+        "this. 0: the controller runs the episodes. Needs the log in a folder that all of them share.",
     )
     start_workers: bool = Field(
         True,

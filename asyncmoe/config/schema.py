@@ -17,8 +17,8 @@ from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section, refused
-from asyncmoe.config.journal import JournalSection
 from asyncmoe.config.keep import KeepSection
+from asyncmoe.config.log import LogSection
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.config.model import ModelSection
 from asyncmoe.config.objective import ObjectiveSection
@@ -56,7 +56,7 @@ class Config(Section):
     keep: KeepSection = KeepSection()
     engines: EngineSection = EngineSection()
     queue: QueueSection = QueueSection()
-    journal: JournalSection = JournalSection()
+    log: LogSection = LogSection()
     train: Literal["full", "lora"] = Field("full", description="full: train all weights. lora: freeze them and train adapters (`lora`).")
     trainer: TrainerSection = TrainerSection()
     lora: LoraSection = LoraSection()
@@ -126,8 +126,8 @@ class Config(Section):
             if self.run.mode == "async"
             else "queue.admission is trajectory, and a round starts whole groups; set one of them to its default"
             if self.queue.admission == "trajectory"
-            else "journal.enabled is false, and only the journal remembers prompts that were put off; enable it"
-            if not self.journal.enabled
+            else "log.enabled is false, and only the log remembers prompts that were put off; enable it"
+            if not self.log.enabled
             else ""
         )
         if self.rollout.tail_batching > 1 and because:
@@ -187,7 +187,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_workers(self) -> Config:
         slots = self.train == "lora" and self.sync.method != "reshard"
-        for key, got, expected in workers.refused(self.rollout, self.journal, self.engines, slots):
+        for key, got, expected in workers.refused(self.rollout, self.log, self.engines, slots):
             raise refused(key, got, expected, "change it, or set rollout.workers to 0")
         return self
 
@@ -236,8 +236,8 @@ class Config(Section):
     @property
     def survives_controller(self) -> bool:
         """True if a controller that is lost can be started again in place, while engines and trainer ranks wait for it. It must know from
-        the journal what the trainer has, and whether an engine holds a whole version."""
-        return self.sync.method == "reshard" and self.journal.enabled and self.engines.orphan_s > 0
+        the log what the trainer has, and whether an engine holds a whole version."""
+        return self.sync.method == "reshard" and self.log.enabled and self.engines.orphan_s > 0
 
     @property
     def renews_engines(self) -> bool:

@@ -73,7 +73,7 @@ class LoggersSection(Section):
         "every five minutes and at the end.",
     )
     finish_timeout_s: Seconds = Field(
-        30.0, description="Seconds that the end of a run waits for loggers to send the rest; `asyncmoe log RUN` sends what is missing."
+        30.0, description="Seconds that the end of a run waits for loggers to send the rest; `asyncmoe resend RUN` sends what is missing."
     )
 
 

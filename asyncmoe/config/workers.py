@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncmoe.config.engines import EngineSection
-from asyncmoe.config.journal import JournalSection
+from asyncmoe.config.log import LogSection
 from asyncmoe.config.rollout import RolloutSection
 
 
-def refused(rollout: RolloutSection, journal: JournalSection, engines: EngineSection, slots: bool) -> Iterator[tuple[str, Any, str]]:
+def refused(rollout: RolloutSection, log: LogSection, engines: EngineSection, slots: bool) -> Iterator[tuple[str, Any, str]]:
     """Yield keys with values that rollout workers cannot work with, and what is expected of each.
 
     Args:
@@ -19,10 +19,8 @@ def refused(rollout: RolloutSection, journal: JournalSection, engines: EngineSec
     if not rollout.workers:
         return
     because = f"because rollout.workers is {rollout.workers}"
-    if not journal.enabled:
-        yield "journal.enabled", False, f"true {because}: what a lost worker held is read from the journal"
-    if journal.redis is not None:
-        yield "journal.redis", journal.redis, f"null {because}: each worker writes to the journal's folder"
+    if not log.enabled:
+        yield "log.enabled", False, f"true {because}: what a lost worker held is read from the log"
     if slots:
         yield "sync.method", "broadcast", f"reshard {because} and train is lora"
     if rollout.max_concurrent < rollout.workers:

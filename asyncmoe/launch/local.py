@@ -22,11 +22,10 @@ from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
-from asyncmoe.config.journal import JournalSection
+from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.errors import ConfigError, DataError, UserError, together
-from asyncmoe.journal import belonging
 from asyncmoe.launch import preflight, prepared
 from asyncmoe.launch.local_controller import local_controller
 from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
@@ -34,12 +33,13 @@ from asyncmoe.launch.local_trainer import LocalTrainer
 from asyncmoe.launch.run_processes import Processes
 from asyncmoe.launch.served import served
 from asyncmoe.launch.watch import supervise
+from asyncmoe.log import belonging
 from asyncmoe.models import origin, resume
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
-from asyncmoe.rollout import journaling
+from asyncmoe.rollout import run_log
 from asyncmoe.rollout.engines import succession
 from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
@@ -92,8 +92,8 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     if config.telemetry.tensorboard == "on":
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
-    if config.journal.enabled and config.journal.redis is not None and config.launch == "local":
-        _check_redis(config.journal)
+    if config.log.enabled and config.log.redis is not None and config.launch == "local":
+        _check_redis(config.log)
     if config.launch == "local":
         rollout_code.check(config)
     plugin_probe.check(config)
@@ -105,12 +105,12 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     _check_adapter(config, hf)
     _check_host(config, hf)
     newest = checkpoints.newest(config.run.dir)
-    has = newest.name if newest is not None else "a journal" if belonging.has_begun(config.run.dir) else ""
+    has = newest.name if newest is not None else "a log" if belonging.has_begun(config.run.dir) else ""
     if has and not config.run.resume:
         hint = "set run.resume=true or another run.dir"
         raise ConfigError("run.dir", got=f"{config.run.dir} with {has}", expected="a new directory", hint=hint)
-    if not config.journal.enabled:
-        belonging.refuse_without(config.run.dir, config.journal.place(config.run.dir))
+    if not config.log.enabled:
+        belonging.refuse_without(config.run.dir, config.log.place(config.run.dir))
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
@@ -135,16 +135,16 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
     if newest is not None and int(checkpoints.facts(newest)["step"]) == config.warmup.steps + config.run.steps:
         taken = f"all {config.run.steps} steps are taken already; a higher number goes on from {newest}"
         print(f"run.steps: {taken}", file=sys.stderr, flush=True)
-    if config.journal.enabled and begun:
-        journaling.belonging_of(config, hf, models.recording(config, hf))  # as the controller refuses, after the start
+    if config.log.enabled and begun:
+        run_log.belonging_of(config, hf, models.recording(config, hf))  # as the controller refuses, after the start
 
 
-def _check_redis(section: JournalSection) -> None:
-    """Refuse a Redis server that cannot keep the journal. Raises UserError."""
-    installed.need("redis", "journal.redis")
-    from asyncmoe.journal.in_redis import opening
+def _check_redis(section: LogSection) -> None:
+    """Refuse a Redis server that cannot keep the log. Raises UserError."""
+    installed.need("redis", "log.redis")
+    from asyncmoe.log import redis
 
-    opening.server_of(section).close()
+    redis.RedisServer(str(section.redis), patience_s=0.0).check()
 
 
 def _check_without_gpu(config: Config, here: bool) -> None:

@@ -30,10 +30,10 @@ class PartRestarts:
         trainer = config.trainer
         self._watcher, self._part = watcher, part
         if part == "trainer":
-            self._most, self._key, self._journal = trainer.max_restarts, "trainer.max_restarts", config.journal.enabled
+            self._most, self._key, self._logged = trainer.max_restarts, "trainer.max_restarts", config.log.enabled
         else:
-            self._most, self._key, self._journal = config.run.controller_restarts, "run.controller_restarts", True
-        self._prepares = self._most > 0 and self._journal and (trainer.standby or part == "controller")
+            self._most, self._key, self._logged = config.run.controller_restarts, "run.controller_restarts", True
+        self._prepares = self._most > 0 and self._logged and (trainer.standby or part == "controller")
         self._history: list[StartFailure] = []
         self.newest = NewestStart()
 
@@ -73,7 +73,7 @@ class PartRestarts:
         """
         failed = StartFailure(str(error), error.exit_code, self.newest.last_steps(view))
         went_on = others() and not (self._part == "trainer" and isinstance(error, ProcessSilent) and error.controller)
-        decision = decide(self._history, failed, Allowance(self._most, self._journal, went_on, stopping(), self._part, self._key))
+        decision = decide(self._history, failed, Allowance(self._most, self._logged, went_on, stopping(), self._part, self._key))
         if isinstance(decision, EndRun) or starter is None:
             raise self._in_context(error, decision.why if isinstance(decision, EndRun) else "", went_on)
         when = f" in {decision.after_s:.0f} s" if decision.after_s else ""

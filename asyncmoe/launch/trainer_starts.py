@@ -32,14 +32,14 @@ class Allowance:
 
     Attributes:
         max_restarts: failures in a row after which the run goes on; 0: none.
-        journal: whether the journal has the batches since the checkpoint.
+        logged: whether the log has the batches since the checkpoint.
         others: whether the parts that it needs go on.
         stopping: whether the user has asked the run to stop.
         who, key: the part, and the key that sets `max_restarts`, in messages.
     """
 
     max_restarts: int
-    journal: bool
+    logged: bool
     others: bool
     stopping: bool = False
     who: str = "trainer"
@@ -71,8 +71,8 @@ def decide(history: Sequence[StartFailure], failure: StartFailure, allowance: Al
     """
     if failure.exit_code in RECURRING or allowance.stopping or not allowance.others or not allowance.max_restarts:
         return EndRun()
-    if not allowance.journal:
-        return EndRun(f"the {allowance.who} does not start again without the journal (journal.enabled)")
+    if not allowance.logged:
+        return EndRun(f"the {allowance.who} does not start again without the log (log.enabled)")
     row = in_a_row([*history, failure])
     if row > allowance.max_restarts:
         return EndRun(f"the {allowance.who} was lost {row} times without a new step; {allowance.key} is {allowance.max_restarts}")

@@ -70,7 +70,7 @@ def differing(config: Config, newest: Path | None, teacher: str = "none") -> Ite
     compared.
 
     Args:
-        newest: the checkpoint from which the run goes on; None: the run has groups in its journal, but no checkpoint yet.
+        newest: the checkpoint from which the run goes on; None: the run has groups in its log, but no checkpoint yet.
         teacher: see `origin_of`.
 
     Raises:

@@ -9,8 +9,8 @@ trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajecto
 than `Admission.age_bound` versions (max_staleness, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
-through this queue. With a journal, what was leased from step k on is leased again, unchanged, what was queued is queued, and what was
-running starts again (`asyncmoe.journal.recovery`). Without one, all of it counts as never started and is sampled again, and steps after k
+through this queue. With a log, what was leased from step k on is leased again, unchanged, what was queued is queued, and what was
+running starts again (`asyncmoe.log.fold`). Without one, all of it counts as never started and is sampled again, and steps after k
 that an earlier process trained but did not save are trained again, on new trajectories.
 """
 
@@ -23,8 +23,8 @@ from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, WaitTimeout
-from asyncmoe.journal.recovery import Reopened
-from asyncmoe.journal.unjournaled import Unjournaled
+from asyncmoe.log.fold import Reopened
+from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
@@ -56,8 +56,8 @@ class BoundedQueue:
         recording: data that sampled trajectories must carry.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_freed: called with groups of which nothing is kept any more.
-        journal: learns of every change.
-        resumed: what an earlier process left in the journal.
+        log: learns of every change.
+        resumed: what an earlier process left in the log.
 
     Attributes:
         holders: returns where each rollout worker serves the trajectories that it holds, by number.
@@ -82,7 +82,7 @@ class BoundedQueue:
         drop_above: int | None = None,
         on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
         on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-        journal: Unjournaled | None = None,
+        log: QueueLog | None = None,
         resumed: Resumption = UNDISTURBED,
     ) -> None:
         if batch % group_size:
@@ -103,8 +103,8 @@ class BoundedQueue:
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
         self._changes, self._recalling = Changes(), asyncio.Lock()
-        self._journal, self._resumed = journal or Unjournaled(), resumed
-        self._journal.follow(lambda: self._accounts)
+        self._log, self._resumed = log or QueueLog(), resumed
+        self._log.follow(lambda: self._accounts)
         for group in resumed.queued:
             self._lanes["rl"].insert(group)
 
@@ -181,7 +181,7 @@ class BoundedQueue:
             TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or carries no version.
             InvariantBroken: not one whole group of `group_size` episodes, or a key that is already queued or leased.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
-            StorageError: the journal cannot be written.
+            StorageError: the log cannot be written.
             AsyncmoeError: the error passed to `fail`.
         """
         await self.put(whole(trajectories, self._group_size, self._recording, self.newest_version), wait_s)
@@ -190,7 +190,7 @@ class BoundedQueue:
         """Queue a group that is `whole`. Waits and raises as `put_group`."""
         self._arrivals += 1
         group = replace(group, arrival=self._arrivals)
-        await self._journal.finished(group)
+        await self._log.finished(group)
         await self._insert(self._lanes["rl"], group, wait_s)
 
     async def put_demonstrations(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
@@ -226,7 +226,7 @@ class BoundedQueue:
             ProtocolError: the step was already committed, ranks disagree on the other arguments, `count` is not whole groups, `version` is
                 older than the engines', or steps not yet committed hold too many episodes.
             ConfigError: `count` exceeds the capacity.
-            StorageError, DataError: the journal cannot be written or read.
+            StorageError, DataError: the log cannot be written or read.
             AsyncmoeError: the error passed to `fail`.
         """
         if not math.isfinite(wait_s) or count <= 0:
@@ -240,14 +240,14 @@ class BoundedQueue:
         if phase == "rl" and not self._stopping:
             await self._resumed.load(step, terms, self._replay)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
-        await self._journal.granted(step)
+        await self._log.granted(step)
         return answer if answer is not None else self._answer(step, phase)
 
     async def foresee(self, step: int, count: int, version: int, wait_s: float) -> Foreseen:
         """Return the batch that step `step` will get when it is leased at `version`, as soon as nothing that runs is expected to change it.
 
         Nothing is decided, dropped or held. Without items: it is not known within `wait_s`, or never, because the run stops, the step is
-        over, or its batch is read from the journal once it is leased.
+        over, or its batch is read from the log once it is leased.
 
         Raises:
             ProtocolError: `count` is not whole groups, or `wait_s` is not finite.
@@ -281,18 +281,18 @@ class BoundedQueue:
         return [frame for key in keys for frame in part(frames[key], layers, masks)]
 
     async def recall(self, step: int, keys: Sequence[str]) -> None:
-        """Read leased trajectories that this process does not hold from the journal, so that they can be fetched here.
+        """Read leased trajectories that this process does not hold from the log, so that they can be fetched here.
 
         Raises:
             ProtocolError: `step` holds no lease.
-            DataError: a payload is damaged, or there is no journal.
+            DataError: a payload is damaged, or there is no log.
         """
         async with self._recalling:
             lane = self._lanes[self._leases.phase(step)]
             missing = {key for key in keys if key not in lane.frames(step)}
             groups = [group for group in lane.groups(step) if missing & group.keys]
             for group in groups:
-                frames = (await self._journal.payload(group)).frames
+                frames = (await self._log.payload(group)).frames
                 if step in self._leases.answers and self._lanes[self._leases.phase(step)] is lane:
                     lane.supply(step, frames)
 
@@ -319,14 +319,12 @@ class BoundedQueue:
                 self._accounts = self._accounts.skip(count, dropped)
             else:
                 self._count(self.ledger.train(count))
-            self._journal.committed(step, dropped)
-        else:
-            self._journal.warmed_up(step)
+        self._log.committed(step, dropped)
         self._changes.wake()
 
     async def settled(self) -> None:
-        """Return once all commits so far are in the journal. Raises StorageError: the journal cannot be written."""
-        await self._journal.settled()
+        """Return once all commits so far are in the log. Raises StorageError: the log cannot be written."""
+        await self._log.settled()
 
     def release(self, step: int) -> None:
         """End the lease of `step` untrained and return its groups to the queue. Used when a trainer died.
@@ -339,7 +337,7 @@ class BoundedQueue:
         count = self._lanes[phase].release(step)
         if phase == "rl":
             self._count(self.ledger.release(count))
-            self._journal.released(step)
+            self._log.released(step)
         self._changes.wake()
 
     # ------------------------------------------------------------ controller side
@@ -361,11 +359,11 @@ class BoundedQueue:
         self._leases = self._leases.reopen(found.step)
         self._accounts = self._accounts.untrain(found.trained, found.skipped)
         if self.ledger.leased != (leased := sum(lease.count for lease in found.replays.values())):
-            raise InvariantBroken(f"queue: {leased} episodes of the journal are leased again, the ledger says {self.ledger}")
+            raise InvariantBroken(f"queue: {leased} episodes of the log are leased again, the ledger says {self.ledger}")
         self._lanes["rl"].forget_leases()
         self._lanes["warmup"].clear()  # so that whoever waits for space puts what is forgotten with it
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
-        self._journal.reopened(found)
+        self._log.reopened(found)
         self._changes.wake()
 
     def stop(self) -> None:
@@ -410,7 +408,7 @@ class BoundedQueue:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
         weights = [self._weight(group, terms.version) if terms.phase == "rl" else 1.0 for group in groups]
         if terms.phase == "rl":
-            self._journal.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
+            self._log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)
 
     def _foreseen(self, step: int, count: int, version: int) -> Foreseen | None:
@@ -459,11 +457,11 @@ class BoundedQueue:
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
-                self._journal.again(start, "stale")
+                self._log.again(start, "stale")
         else:
             self._accounts = self._accounts.drop(count, "stale")
             for group in stale:
-                self._journal.ended(group.number, "dropped", "stale")
+                self._log.ended(group.number, "dropped", "stale")
         if self._on_stale is not None:
             self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
@@ -473,7 +471,7 @@ class BoundedQueue:
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
         depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
-        return Leased(step, items, depth, dropped, stop, self._journal.lineage, replayed, self._holders_of(items))
+        return Leased(step, items, depth, dropped, stop, self._log.history, replayed, self._holders_of(items))
 
     def _holders_of(self, items: Sequence[Item]) -> dict[int, Rendezvous]:
         where = self.holders()

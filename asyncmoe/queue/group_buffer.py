@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken, TrajectoryRejected
-from asyncmoe.journal.segment_format import Place
+from asyncmoe.log.records import Place
 from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Recording, Trajectory, encode, validate
 
@@ -32,7 +32,7 @@ class Group:
     attempt: int = 0
     """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
     place: Place | None = None
-    """Where the journal has its payload already."""
+    """Where the log has its payload already."""
 
     def __len__(self) -> int:
         return self._episodes

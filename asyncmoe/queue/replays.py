@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncmoe.errors import DataError
-from asyncmoe.journal.journal import Journal
+from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.leases import LeaseTerms
@@ -27,7 +27,7 @@ class Resumption:
         queued: groups to queue, by arrival.
         starts: groups to start before any new one.
         arrivals: number of the newest arrival.
-        journal: holds the leases that are granted again; None: there are none.
+        log: holds the leases that are granted again; None: there are none.
         served: newest version that an earlier process may have published.
     """
 
@@ -35,13 +35,13 @@ class Resumption:
     queued: Sequence[Group] = ()
     starts: Sequence[Start] = ()
     arrivals: int = 0
-    journal: Journal | None = None
+    log: QueueLog | None = None
     served: int = 0
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def holds(self, step: int) -> bool:
         """Whether the lease of a step is still to be read."""
-        return self.journal is not None and self.journal.replay(step) is not None
+        return self.log is not None and self.log.replay(step) is not None
 
     async def load(self, step: int, terms: LeaseTerms, hold: Hold) -> None:
         """Grant the lease of a step again if an earlier trainer was granted it. Any number of ranks may ask at the same time.
@@ -49,25 +49,25 @@ class Resumption:
         Raises:
             DataError: the trainer asks for other terms than then, or a payload is damaged.
         """
-        journal = self.journal
-        if journal is None or journal.replay(step) is None:
+        log = self.log
+        if log is None or log.replay(step) is None:
             return
         async with self._reading:
-            if (lease := journal.replay(step)) is None:
+            if (lease := log.replay(step)) is None:
                 return
             if (terms.count, terms.version) != (lease.count, lease.version):
                 got = f"{terms.count} episodes at version {terms.version}"
                 expected = f"{lease.count} at version {lease.version}, as when it was leased first"
-                raise DataError(f"{journal.name}: lease of step {step}", got=got, expected=expected)
-            groups = await journal.groups([one.number for one in lease.groups])
+                raise DataError(f"{log.name}: lease of step {step}", got=got, expected=expected)
+            history, groups = log.history, await log.groups(lease.groups)
             for group, one in zip(groups, lease.groups, strict=True):
                 if tuple(item.key for item in group.items) != one.keys:
                     got = f"other trajectories in group {one.number}"
-                    raise DataError(f"{journal.name}: lease of step {step}", got=got, expected=f"{one.keys}")
-            if journal.replay(step) is not lease:
+                    raise DataError(f"{log.name}: lease of step {step}", got=got, expected=f"{one.keys}")
+            if (log.history, log.replay(step)) != (history, lease):
                 return  # the trainer that asked is lost, and the leases of the next one are others
-            journal.replayed(step)
-            hold(step, groups, [one.weight for one in lease.groups], lease.lineage < journal.lineage)
+            log.replayed(step)
+            hold(step, groups, [one.weight for one in lease.groups], lease.history < log.history)
 
 
 UNDISTURBED = Resumption()

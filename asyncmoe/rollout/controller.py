@@ -30,10 +30,10 @@ from asyncmoe.rollout.engines.weight_updates import turns
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.evaluation import Evaluator
-from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.scoring.stages import write_log
 from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
@@ -88,10 +88,10 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     at = given()
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
-    journaling = Journaling.open(config, hf, models.recording(config, hf))
-    keeper = kept.take_over(config, run_dir, memory)  # after the journal, which refuses a second controller
+    run_log = RunLog.open(config, hf, models.recording(config, hf))
+    keeper = kept.take_over(config, run_dir, memory)  # after the log, which refuses a second controller
     keep_files()
-    parts.run(_serve(config, run_dir, at, loaded, journaling, memory, keeper))
+    parts.run(_serve(config, run_dir, at, loaded, run_log, memory, keeper))
 
 
 async def _serve(
@@ -99,7 +99,7 @@ async def _serve(
     run_dir: Path,
     at: RendezvousVariables | None,
     loaded: RolloutParts,
-    journaling: Journaling,
+    run_log: RunLog,
     memory: Sequence[str],
     keeper: KeeperClient | None = None,
 ) -> None:
@@ -113,9 +113,9 @@ async def _serve(
     recorder = Recorder(run_dir)
     succession = Succession(run_dir) if config.engines.join and config.survives_controller else None
     try:
-        if succession is not None and journaling.is_new:
+        if succession is not None and run_log.is_new:
             succession.forget()
-        if keeper is not None and keeper.found and journaling.is_new:  # the engines' version is of steps that nothing knows any more
+        if keeper is not None and keeper.found and run_log.is_new:  # the engines' version is of steps that nothing knows any more
             await asyncio.gather(*(keeper.stop(index) for index in keeper.found))
             keeper.forget()
         left = keeper or succession
@@ -123,7 +123,7 @@ async def _serve(
             await loaded.check(config)
         for index in range(0 if config.engines.join else config.engines.count):
             engines.append(start(index, 0) if keeper is None else keeper.engine(index))
-        controller = Controller(config, engines, start, recorder, loaded, journaling, keeper, succession)
+        controller = Controller(config, engines, start, recorder, loaded, run_log, keeper, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port or at)
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
@@ -146,7 +146,7 @@ async def _serve(
             succession.close()
         await loaded.close()
         recorder.close()
-        await journaling.close()
+        await run_log.close()
         write_log(loaded.scorer, run_dir)
 
 
@@ -160,11 +160,11 @@ class Controller:
         start: Callable[[int, int], EngineProcess],
         recorder: Recorder,
         loaded: RolloutParts,
-        journaling: Journaling,
+        run_log: RunLog,
         keeper: KeeperClient | None = None,
         succession: Succession | None = None,
     ) -> None:
-        self._config, self._engines, self._recorder, self._journaling = config, engines, recorder, journaling
+        self._config, self._engines, self._recorder, self._run_log = config, engines, recorder, run_log
         self._advice = Advice()
         self._task, self._scorer, self._loaded = loaded.task, loaded.scorer, loaded
         recording = models.recording(config, models.hf_config_of(config))
@@ -182,9 +182,9 @@ class Controller:
             config.engines.hang_timeout_s * PAUSE_SHARE,
             None if left is None else left.note,
         )
-        self._fleet = WorkerFleet(config, self._pool, recorder.generated, journaling.for_workers) if config.rollout.workers else None
+        self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers) if config.rollout.workers else None
         if self._fleet is not None:
-            journaling.settled, journaling.retain = self._fleet.settled, self._fleet.retain
+            run_log.retain = self._fleet.retain
         self._keeper = keeper
         self._lifecycle = EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper, succession)
         if left is not None:
@@ -194,7 +194,7 @@ class Controller:
             config,
             loaded,
             recording,
-            journaling,
+            run_log,
             self._pool,
             self._coordinator,
             TakenOver(found, self._lifecycle.taken, self._go_on),
@@ -252,7 +252,7 @@ class Controller:
 
     async def _note(self, request: TrainerMessage) -> None:
         if isinstance(request, Saved):
-            await self._journaling.saved()
+            await self._run_log.saved()
         if isinstance(request, Commit) and request.step + 1 == self._config.warmup.steps + self._config.run.steps:
             self._trained.set()
 
@@ -329,21 +329,21 @@ class Controller:
         rollout = config.rollout
         if self._fleet is not None and samples is not None:
             self._fleet.sampled = samples.noted
-        opened, turns = None if samples is None else samples.opened, self._journaling.journal.turns
-        stage = replace(self._stage, opened=opened, turns=turns, piece=0 if turns is None else config.journal.piece_tokens)
+        opened, turns = None if samples is None else samples.opened, self._run_log.queue_log.turns
+        stage = replace(self._stage, opened=opened, turns=turns, piece=0 if turns is None else config.log.piece_tokens)
         producer = Producer(
             queue,
             self._task,
             partial(episode.run, stage) if self._fleet is None else self._fleet.episode,
             rollout.group_size,
-            self._journaling.first_group,
+            self._run_log.first_group,
             oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
             unit=config.queue.admission,
             start_over=config.scoring.start_over,
             samples=samples,
             max_rejected=rollout.max_rejected_share,
-            journal=self._journaling.journal,
+            queue_log=self._run_log.queue_log,
             elsewhere=self._fleet,
             rounds=Rounds(rollout.groups_per_step, rollout.tail_batching),
             most_s=config.environment.timeout_s + config.scoring.deadline_s,

@@ -13,7 +13,7 @@ import uvloop
 
 from asyncmoe import plugins
 from asyncmoe.config import Config
-from asyncmoe.journal.unjournaled import Unjournaled
+from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
@@ -186,7 +186,7 @@ def queue_of(
     recording: Recording,
     trained_steps: int,
     on_stale: Callable[[Sequence[Group], bool, int], None],
-    journal: Unjournaled | None = None,
+    queue_log: QueueLog | None = None,
     resumed: Resumption = UNDISTURBED,
     on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
 ) -> BoundedQueue:
@@ -206,6 +206,6 @@ def queue_of(
         recording=recording,
         on_stale=on_stale,
         on_freed=on_freed,
-        journal=journal,
+        log=queue_log,
         resumed=resumed,
     )

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
-from asyncmoe.journal.unjournaled import Unjournaled
+from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.rejections import Rejections
@@ -62,7 +62,7 @@ class Producer:
         start_over: reasons after which a group is restarted, in addition to engine failures.
         samples: keeps some groups to be read; None: keeps none.
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
-        journal: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
+        queue_log: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
         elsewhere: holds what `episode` brings; None: this process does.
         rounds: has groups start in rounds, of which the slowest are put off; needs `unit` group. None: no rounds.
         most_s: seconds that the limits of the configuration allow an episode; a group in which none ends for longer is named in the log.
@@ -82,14 +82,14 @@ class Producer:
         start_over: frozenset[str] = frozenset(),
         samples: Samples | None = None,
         max_rejected: float = 1.0,
-        journal: Unjournaled | None = None,
+        queue_log: QueueLog | None = None,
         elsewhere: Elsewhere | None = None,
         rounds: Rounds[Start] | None = None,
         most_s: float | None = None,
     ) -> None:
         self._elsewhere, self._most_s = elsewhere, most_s
         self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
-        self._filter_equal, self._samples, self._journal = filter_equal, samples, journal or Unjournaled()
+        self._filter_equal, self._samples, self._log = filter_equal, samples, queue_log or QueueLog()
         self._start_over = _ENGINE | start_over
         self._line = Line(first_group, unit, group_size, oversample)
         self._flights: dict[Start, Flight] = {}
@@ -147,7 +147,7 @@ class Producer:
     def _start(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
         flight = self._flights.get(admit.group)
         if flight is None:
-            self._journal.begun(admit.group)
+            self._log.begun(admit.group)
             flight = Flight(admit.group, self._task.prompt(admit.group.number), Gathering(self._size))
             self._flights[admit.group] = flight
             self._rounds.add(flight)
@@ -175,7 +175,7 @@ class Producer:
             trajectories = [trajectory for episode in episodes for trajectory in episode]
             if self._filter_equal and nothing_to_learn(trajectories):
                 self._queue.discarded(self._size, EQUAL, spare=self._rounds.lose(flight))
-                self._journal.ended(flight.group.number, "dropped", EQUAL)
+                self._log.ended(flight.group.number, "dropped", EQUAL)
                 self._drop(flight)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
@@ -192,7 +192,7 @@ class Producer:
             places, spare = (0, places + spare) if self._rounds.lose(flight) else (places, spare)
             self._queue.rejected(places, rejected.reason, spare)
             if not flight.restarted:
-                self._journal.ended(flight.group.number, "rejected", rejected.reason)
+                self._log.ended(flight.group.number, "rejected", rejected.reason)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             if not (flight.restarted and rejected.reason in _TAKES_MANY):
                 self._note(rejected)
@@ -206,7 +206,7 @@ class Producer:
         """Count a group as complete; if its round needs no more, put off what the round has left, to be sampled again in a later one."""
         for late in self._rounds.complete(flight):
             self._queue.spared(late.state.places + late.state.spare, DEFERRED)
-            self._journal.again(late.deferred, DEFERRED)
+            self._log.again(late.deferred, DEFERRED)
             self._drop(late)
             late.ended.put_nowait(None)
 
@@ -233,7 +233,7 @@ class Producer:
         if flight.restarted:
             again = Start(group.number, attempt + 1, failures)
             self._line = self._line.again(again)
-            self._journal.again(again, rejected.reason)
+            self._log.again(again, rejected.reason)
 
     def _drop(self, flight: Flight) -> None:
         """Have what holds the episodes forget them, once: the next attempt may have some of the same names."""

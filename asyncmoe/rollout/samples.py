@@ -162,7 +162,7 @@ def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
     section = config.telemetry.samples
     if not section.groups:
         return None
-    file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, section.max_bytes, step, kept=config.journal.enabled)
+    file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, section.max_bytes, step, kept=config.log.enabled)
     return Samples(file, choice_of(config), pieces, section.max_tokens)
 
 

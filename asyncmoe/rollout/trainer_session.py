@@ -1,6 +1,6 @@
 """What the controller has for its trainer, from the first `Hello` on, and what each `Hello` makes of it.
 
-The first start of the trainer makes the queue, or has it go on from the journal if only the controller was lost. A later start, after the
+The first start of the trainer makes the queue, or has it go on from the log if only the controller was lost. A later start, after the
 trainer was lost, has the same queue go back to a checkpoint.
 """
 
@@ -19,9 +19,9 @@ from asyncmoe.rollout import parts
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.epochs import TrainerEpochs
-from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
+from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rpc.environment import trainer_epoch
@@ -61,14 +61,14 @@ class TrainerSession:
         config: Config,
         loaded: RolloutParts,
         recording: Recording,
-        journaling: Journaling,
+        run_log: RunLog,
         pool: Pool,
         coordinator: WeightUpdateCoordinator,
         taken_over: TakenOver,
         fleet: WorkerFleet | None = None,
     ) -> None:
         self._fleet = fleet
-        self._config, self._tokenizer, self._recording, self._journaling = config, loaded.tokenizer, recording, journaling
+        self._config, self._tokenizer, self._recording, self._run_log = config, loaded.tokenizer, recording, run_log
         self._pool, self._coordinator, self._taken_over = pool, coordinator, taken_over
         self.queue: BoundedQueue | None = None
         self.service: QueueService | None = None
@@ -92,9 +92,9 @@ class TrainerSession:
         """Meet a start of the trainer, unless another of its ranks has brought that about.
 
         Raises:
-            UserError: it has another configuration, clock or version of asyncmoe, or its checkpoint is not the journal's.
-            ProtocolError: it is an older start, or has taken other steps than the journal or the queue knows.
-            AsyncmoeError: a later start without a journal, or engines did not end what the lost trainer had asked of them.
+            UserError: it has another configuration, clock or version of asyncmoe, or its checkpoint is not the log's.
+            ProtocolError: it is an older start, or has taken other steps than the log or the queue knows.
+            AsyncmoeError: a later start without a log, or engines did not end what the lost trainer had asked of them.
         """
         check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
         async with self._meeting:
@@ -109,19 +109,19 @@ class TrainerSession:
             self._epochs = self._epochs.met()
 
     async def _meet(self, hello: Hello) -> None:
-        config, journaling, taken_over = self._config, self._journaling, self._taken_over
+        config, run_log, taken_over = self._config, self._run_log, self._taken_over
         check_digest(hello.config_digest, config.digest)
-        step = journaling.committed() if hello.goes_on else hello.step
+        step = run_log.committed() if hello.goes_on else hello.step
         await taken_over.known.wait()
-        resumed = await journaling.resume(step, goes_on=hello.goes_on)
-        queue = parts.queue_of(config, self._recording, step, self._stale, journaling.journal, resumed, self._freed)
+        resumed = await run_log.resume(step, goes_on=hello.goes_on)
+        queue = parts.queue_of(config, self._recording, step, self._stale, run_log.queue_log, resumed, self._freed)
         if self._fleet is not None:
             queue.holders = self._fleet.holders
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service
         self.samples = samples_of(config, Pieces(self._tokenizer), step)
-        self._pool.lineage = journaling.journal.lineage
+        self._pool.lineage = run_log.queue_log.history
         if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
             queue.set_version(self._pool.version)
             taken_over.serve(self._pool.version)
@@ -134,12 +134,12 @@ class TrainerSession:
         """Serve a trainer that was started again in place; the one before it is lost. Engines and producer go on all the time."""
         config = self._config
         check_digest(hello.without_layout, config.digest_without_layout)  # its parallel layout may differ
-        self._journaling.check_reopen(hello.step, queue)
+        self._run_log.check_reopen(hello.step, queue)
         log.warning("the trainer was lost, and started again (start %d): it goes on from step %d", hello.epoch, hello.step)
         self._epochs = self._epochs.meeting(hello.epoch)
         queue.trainer_lost()
         await self._coordinator.forget_sender("the trainer was lost")
-        self._pool.lineage = await self._journaling.reopen(queue, hello.step)
+        self._pool.lineage = self._run_log.reopen(queue, hello.step)
         went_back, self.went_back = self.went_back, asyncio.Event()
         went_back.set()
         self.service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def fetch(client: Client, request: Fetch, items: Sequence[Item], holders: Mapping[int, Rendezvous], timeout_s: float) -> list[Buffer]:
     """Return the frames of trajectories, in the order of `request.keys`; with `request.ahead` none, if some have left the queue.
 
-    What a worker does not send, because it is lost or silent, the controller reads from the journal, but for what is fetched ahead.
+    What a worker does not send, because it is lost or silent, the controller reads from the log, but for what is fetched ahead.
 
     Args:
         client: of the controller.

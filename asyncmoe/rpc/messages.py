@@ -300,7 +300,7 @@ class Leased(Message, frozen=True):
     stop: bool = False
     """The run stops here and resumes later: save a checkpoint and send `Goodbye`. All ranks get the same answer for a step."""
     lineage: int = 0
-    """Number of restarts so far that trained steps again, from the journal: the same step of another lineage has other weights."""
+    """Number of restarts so far that trained steps again, from the log: the same step of another lineage has other weights."""
     replayed: bool = False
     """An earlier trainer was given this batch for this step: it is leased again as it was."""
     holders: dict[int, Rendezvous] = msgspec.field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The client of a trainer rank, which outlives its controller: it waits for the next one, introduces itself, and asks again.
 
-Every request of a rank may be asked again. A lease is decided once, and the next controller has it from the journal, or draws the same
-demonstrations. A commit that the journal has is accepted. Of a weight update the next controller knows nothing: it refuses the commit, and
+Every request of a rank may be asked again. A lease is decided once, and the next controller has it from the log, or draws the same
+demonstrations. A commit that the log has is accepted. Of a weight update the next controller knows nothing: it refuses the commit, and
 the version is sent again (`asyncmoe.trainer.weight_sync.reshard`).
 """
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from asyncmoe.journal.segment_format import Place
+from asyncmoe.log.records import Number, Place
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.peers import Facts
@@ -107,10 +107,10 @@ class WorkerJoin(Message, frozen=True):
 
 
 class WorkerBegin(Message, frozen=True):
-    """First message: what the run's journal is, and which groups are under way."""
+    """First message: what the run's log is, and which groups are under way."""
 
-    journal: str = ""
-    """Identity of the journal's segments; empty: there is no journal."""
+    log: str = ""
+    """Random name of the run's log; empty: there is no log."""
     under_way: dict[int, int] = msgspec.field(default_factory=dict)
     """Attempts, by number, of the groups whose answers a worker before this one may have recorded."""
 
@@ -141,7 +141,7 @@ class WorkerStop(Message, frozen=True):
 
 
 class WorkerPack(Message, frozen=True):
-    """Make a group of these episodes, whole and checked, and put it into the journal. Answered with `WorkerPacked`."""
+    """Make a group of these episodes, whole and checked, and put it into the log. Answered with `WorkerPacked`."""
 
     group: Count
     members: tuple[EpisodeMember, ...]
@@ -171,10 +171,9 @@ class WorkerFetch(Message, frozen=True):
 
 
 class WorkerRetain(Message, frozen=True):
-    """Delete the worker's segments of the journal below `below` that are not in `live`, and hold nothing that the worker keeps."""
+    """Let go of the worker's payloads before position `below`, but for those that it holds; None: of all."""
 
-    live: tuple[Count, ...]
-    below: Count
+    below: Number | None
 
 
 class WorkerEnd(Message, frozen=True):

@@ -19,7 +19,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     version: Annotated[int | None, Metric("Version of the weights after the step.")] = None
     lineage: Annotated[
         int | None,
-        Metric("Number of restarts so far that trained steps again from the journal: a step of another lineage has other weights."),
+        Metric("Number of restarts so far that trained steps again from the log: a step of another lineage has other weights."),
     ] = None
 
     # Learning

@@ -6,13 +6,12 @@ The two ranks are one tensor-parallel group over both trainer hosts, so a trajec
 from __future__ import annotations
 
 import json
-import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +19,8 @@ from typing import Any
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
-from asyncmoe.journal import rows
-from asyncmoe.journal.states_file import FILE
+from asyncmoe.log import records
+from asyncmoe.log.files import scan
 from asyncmoe.models.make import make_model
 from benchmarks.network import flows
 from benchmarks.network.flows import Connection
@@ -50,7 +49,7 @@ OPTIONS = (
     "warmup.steps=4",
     "warmup.batch=16",
     "warmup.lr=1e-9",  # a random model writes long responses
-    "trainer.keep_checkpoints=9",  # so that the journal keeps what was trained
+    "trainer.keep_checkpoints=9",  # so that the log keeps what was trained
     "sync.verify_every=1",
     "cluster.network=10.77.0.0/24",
     "engines.start_timeout_s=600",
@@ -64,7 +63,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Payloads:
-    """What a run trained, by its journal: groups, trajectories, and the bytes that workers wrote of them."""
+    """What a run trained, by its log: groups, trajectories, and the bytes that workers wrote of them."""
 
     groups: int
     trajectories: int
@@ -130,12 +129,12 @@ def measured(run: Path, model: Path, wire: Wire, options: Sequence[str] = (), ti
 
 
 def trained(run: Path) -> Payloads:
-    """Return what a run trained; the journal must still have all of it (`trainer.keep_checkpoints`)."""
-    with closing(sqlite3.connect(run / "journal" / FILE)) as connection:
-        known = rows.read(connection)
-    leased = [group for lease in known.leases.values() for group in lease.groups]
-    places = [known.groups[group.number].place for group in leased]
-    return Payloads(len(leased), sum(len(group.keys) for group in leased), sum(place.length for place in places if place is not None))
+    """Return what a run trained; the log must still have all of it (`trainer.keep_checkpoints`)."""
+    entries = [records.entry(data, "log") for _, _, data in scan(run / "log" / "0") if data is not None]
+    leased = [group for one in entries if isinstance(one.change, records.StepLeased) for group in one.change.groups]
+    sizes = {(log.name, at): len(data) for log in (run / "log").iterdir() for at, _, data in scan(log) if data is not None}
+    places = [(str(group.place.writer), group.place.position) for group in leased]
+    return Payloads(len(leased), sum(len(group.keys) for group in leased), sum(sizes[place] for place in places))
 
 
 def summary(sent: Sequence[Mapping[str, Any]], names: Mapping[str, str], payloads: Payloads) -> dict[str, Any]:

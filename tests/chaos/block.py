@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.journal import rows
-from asyncmoe.journal.recovery import JournalRows
-from asyncmoe.journal.states_file import FILE
+from asyncmoe.log import records
+from asyncmoe.log.files import scan
+from asyncmoe.log.fold import LogState, fold
 from tests.chaos import faults, invariants
 from tests.chaos.faults import Done
 from tests.chaos.invariants import Said
@@ -52,7 +49,10 @@ class Block:
 
     def __init__(self, world: World, faults_: Sequence[Fault]) -> None:
         self._world, self._faults = world, faults_
-        self._journal: JournalRows | None = None
+        self._log: LogState | None = None
+        self._lost = set[int]()
+        """Groups of which damage has left nothing."""
+        self._after_damage = False
         self._pending: list[Pending] = []
         self._over: dict[int, float] = {}
         self._floor = 0
@@ -157,7 +157,7 @@ class Block:
         return found + world.wrongs()[:3] + list(invariants.cause_named(causes, self._said(pending[0])))
 
     def _stopped(self, pending: Sequence[Pending], causes: Sequence[str], *, blame: bool = True) -> list[str]:
-        """Return what is wrong with a run that has ended: processes that are left, the cause it names, its journal."""
+        """Return what is wrong with a run that has ended: processes that are left, the cause it names, its log."""
         world = self._world
         assert world.command is not None
         mark, found = world.command.mark, list[str]()
@@ -168,24 +168,22 @@ class Block:
         if blame:
             found += invariants.cause_named(causes, self._said(pending[0]))
         damaged = any(one.fault.kind == "damage" and one.done.restore is not None for one in pending)
-        return found if damaged else found + self._journal_holds()
-
-    def _journal_holds(self) -> list[str]:
-        now = self._read_journal()
-        ended = invariants.ended_of(self._world.lines(self._world.run_dir / "samples" / "rollout.jsonl"))
-        found = list(invariants.nothing_lost(self._journal, now, self._world.trained(), ended, self._world.warm))
-        self._journal = now
+        found += self._log_holds(damaged or self._after_damage)
+        self._after_damage = damaged
         return found
 
-    def _read_journal(self) -> JournalRows:
-        """Read a copy, as the next controller will read the original: opening would fold the log into the file."""
-        copy = self._world.folder / "read"
-        shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir()
-        for path in (self._world.run_dir / "journal").glob(f"{FILE}*"):
-            shutil.copy(path, copy)
-        with closing(sqlite3.connect(copy / FILE)) as connection:
-            return rows.read(connection)
+    def _log_holds(self, damaged: bool = False) -> list[str]:
+        now, world = self._read_log(), self._world
+        ended = self._lost | invariants.ended_of(world.lines(world.run_dir / "samples" / "rollout.jsonl"))
+        if damaged:
+            self._lost |= set(range(now.next)) - set(now.groups) - ended - invariants.groups_of(world.trained())
+        found = [] if damaged else list(invariants.nothing_lost(self._log, now, world.trained(), ended, world.warm))
+        self._log = now
+        return found
+
+    def _read_log(self) -> LogState:
+        found = scan(self._world.run_dir / "log" / "0")
+        return fold((at, records.entry(data, "the log")) for at, _, data in found if data is not None)
 
     def _ended(self) -> dict[str, Any]:
         """Stop the run as a user does; nothing may be left."""
@@ -197,7 +195,7 @@ class Block:
         mark, found = world.command.mark, [] if ended else ["the run did not end within 60 s of Ctrl-C"]
         if not wait_for(lambda: not marked_pids(mark), _ORPHAN_S):
             found.append(f"processes are left: {world.pids()}")
-        found += self._journal_holds() + list(invariants.trained_once(self._world.trained()))
+        found += self._log_holds() + list(invariants.trained_once(self._world.trained()))
         found += [f"left over: {name}" for name in world.leftovers()]
         if (world.run_dir / "rendezvous.json").exists():
             found.append("left over: rendezvous.json")

@@ -41,12 +41,13 @@ CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("half", "engine"): (_LOST,),
     ("full disk", "disk"): (r"No space left on device", r"ENOSPC"),
     ("damage", "checkpoint"): (r"is damaged",),
-    ("damage", "segment"): (r"journal",),
-    ("damage", "states.sqlite"): (r"states\.sqlite.*sampled again",),
-    ("damage", "states.sqlite-wal"): (r"states\.sqlite-wal.*sampled again",),
-    ("damage", "journal.json"): (r"journal\.json",),
+    ("damage", "log.json"): (r"log\.json",),
 }
 """By kind and what sort of target it has: the causes that may be named. Where there are none, no end may be blamed on anything."""
+
+
+_LOGS = {"payloads": "1", "turns": "1.turns", "changes": "0"}
+"""Damage of these ends no run: it goes on without the records that are lost."""
 
 
 @dataclass(frozen=True)
@@ -167,36 +168,31 @@ def _damaged(world: World, fault: Fault) -> Done:
     kept = world.folder / "kept"
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir()
-    journal = world.run_dir / "journal"
-    shutil.copytree(journal, kept / "journal")
-    shutil.copy(world.run_dir / "journal.json", kept)
+    shutil.copy(world.run_dir / "log.json", kept)
 
     def restore() -> None:
-        shutil.rmtree(journal)
-        shutil.copytree(kept / "journal", journal)
-        shutil.copy(kept / "journal.json", world.run_dir)
+        shutil.copy(kept / "log.json", world.run_dir)
 
     data = bytearray(path.read_bytes())
-    if fault.number % 2 and fault.target in ("states.sqlite", "journal.json", "rendezvous.json"):
+    if fault.number % 2 and fault.target in ("log.json", "rendezvous.json"):
         del data[len(data) // 2 :]
     else:
-        at = int(len(data) * (0.1 + 0.5 * fault.amount)) if fault.target != "states.sqlite" else 20
+        at = int(len(data) * (0.1 + 0.5 * fault.amount))
         data[at : at + 8] = bytes(255 - one for one in data[at : at + 8])
     path.write_bytes(data)
+    if fault.target in _LOGS:
+        world.damaged()
     return Done(now, str(path.relative_to(world.run_dir)), stops=True, restore=restore)
 
 
 def _file(run_dir: Path, fault: Fault) -> Path | None:
-    journal = run_dir / "journal"
     match fault.target:
         case "checkpoint":
             found = directories.complete(run_dir)
             return max(found[-1].iterdir(), key=lambda path: path.stat().st_size) if len(found) > 1 else None
-        case "segment" | "turns":
-            files = sorted((journal / ("segments" if fault.target == "segment" else "turns")).glob("*.segment"))
+        case "payloads" | "turns" | "changes":
+            files = sorted((run_dir / "log" / _LOGS[fault.target]).glob("*.segment"))
             return files[int(len(files) * fault.amount)] if files else None
-        case "rendezvous.json" | "journal.json":
-            path = run_dir / fault.target
         case _:
-            path = journal / fault.target
+            path = run_dir / fault.target
     return path if path.exists() else None

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncmoe.journal.recovery import JournalRows
+from asyncmoe.log.fold import LogState
 
 Record = Mapping[str, Any]
 
@@ -16,13 +16,13 @@ def newest(trained: Sequence[Record]) -> dict[int, Record]:
     """Return what each step was trained on in the lineage behind the newest weights, by step.
 
     Args:
-        trained: of each start of the trainer a record with `resumed_at`, followed by one of each step.
+        trained: of each start of the trainer a record with `resumed_at`, followed by one of each step; "damaged" where the log was.
     """
     found: dict[int, Record] = {}
     for one in trained:
         if "resumed_at" in one:
             found = {step: what for step, what in found.items() if step <= one["resumed_at"]}
-        else:
+        elif "step" in one:
             found[one["step"]] = one
     return found
 
@@ -31,6 +31,8 @@ def trained_once(trained: Sequence[Record]) -> Iterator[str]:
     """Every step is trained on the batch of its first time, no sample is in two steps, and no step is passed over."""
     first: dict[int, Record] = {}
     for one in trained:
+        if "damaged" in one:
+            first.clear()
         if "step" not in one:
             continue
         before = first.setdefault(one["step"], one)
@@ -66,15 +68,13 @@ def ended_of(samples: Iterable[Record]) -> set[int]:
     return {one["group"] for one in samples if one["record"] in ("group", "stale") and one["fate"] in ("dropped", "rejected")}
 
 
-def nothing_lost(
-    before: JournalRows | None, now: JournalRows, trained: Sequence[Record], ended: Collection[int], warm: int = 0
-) -> Iterator[str]:
+def nothing_lost(before: LogState | None, now: LogState, trained: Sequence[Record], ended: Collection[int], warm: int = 0) -> Iterator[str]:
     """What was finished at one stop is finished, as it was, at the next, or was trained or dropped meanwhile; no prompt is passed over.
 
     Args:
-        before, now: the journal at two stops.
+        before, now: the log at two stops.
         ended: groups that were dropped or rejected until now.
-        warm: steps of the warm-up, which the journal counts too.
+        warm: steps of the warm-up, which the log counts too.
     """
     done = groups_of(trained)
     for number, group in ({} if before is None else before.groups).items():
@@ -87,12 +87,12 @@ def nothing_lost(
             yield f"group {number} was finished at {group.place}, and is now {after.state} at {after.place}"
     if lost := set(range(now.next)) - set(now.groups) - set(ended) - done:
         yield f"groups {sorted(lost)[:5]} are in no state"
-    for lease in now.leases.values():
-        step = lease.step + 1 - warm
+    for at, lease in now.leases.items():
+        step = at + 1 - warm
         one = newest(trained).get(step)
-        keys = sorted(key for group in lease.groups for key in group.keys)
-        if one is not None and lease.committed and sorted(one["keys"]) != keys:
-            yield f"step {step} was trained on another batch than the journal's lease"
+        keys = sorted(key for group in lease.terms.groups for key in group.keys) if lease.terms is not None else None
+        if one is not None and lease.committed and keys is not None and sorted(one["keys"]) != keys:
+            yield f"step {step} was trained on another batch than the log's lease"
 
 
 @dataclass(frozen=True)

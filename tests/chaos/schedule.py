@@ -8,11 +8,11 @@ from random import Random
 from typing import Literal
 
 Kind = Literal["kill", "stop", "hang", "interrupt", "drop", "delay", "half", "full disk", "slow disk", "clock", "damage"]
-Moment = Literal["any time", "recovery", "staging", "commit", "checkpoint", "segment", "states"]
+Moment = Literal["any time", "recovery", "staging", "commit", "checkpoint", "payload", "change"]
 
 PROCESSES = ("supervisor", "controller", "agent", "rank.0", "rank.1", "engine.0", "engine.1")
 """engine.0 and engine.1 here are the first and the second engine that runs, whatever its seed."""
-FILES = ("checkpoint", "segment", "turns", "states.sqlite", "states.sqlite-wal", "rendezvous.json", "journal.json")
+FILES = ("checkpoint", "payloads", "turns", "changes", "rendezvous.json", "log.json")
 KINDS: dict[Kind, tuple[float, tuple[str, ...]]] = {
     "kill": (8.0, PROCESSES),
     "stop": (4.0, PROCESSES),
@@ -33,11 +33,11 @@ MOMENTS: dict[Moment, float] = {
     "staging": 2.0,
     "commit": 2.0,
     "checkpoint": 2.0,
-    "segment": 2.0,
-    "states": 2.0,
+    "payload": 2.0,
+    "change": 2.0,
 }
 """recovery: while the run still recovers from the fault before. The others: at the next sign that a version is staged or committed, a
-checkpoint is written, a payload or a row of the journal is written."""
+checkpoint is written, a payload or a change is written to the log."""
 
 
 @dataclass(frozen=True)

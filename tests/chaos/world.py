@@ -61,7 +61,7 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
             "max_total_tokens": 4096,
             **engines,
         },
-        "journal": {"piece_tokens": 12, "segment_bytes": 1 << 16},
+        "log": {"piece_tokens": 12},
         "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
         "sync": {"timeout_s": 20.0, "verify_every": 2},
         "verify": {"probe_every": 0},
@@ -83,7 +83,7 @@ class World:
     keeps_engines = True
     """Whether engines outlive their controller, for the next one."""
     warm = 0
-    """Steps of the warm-up, which `trained` does not count, but the journal does."""
+    """Steps of the warm-up, which `trained` does not count, but the log does."""
     recovery_s = 150.0
     """Longest recovery: every limit of the configuration is far below it."""
     disk_bytes = 48 << 20
@@ -222,6 +222,11 @@ class World:
         """Return what each start of the trainer has trained, as `invariants.newest` takes it."""
         return self.lines(self.notes / "trained.jsonl")
 
+    def damaged(self) -> None:
+        """Note that records of the log were damaged: what is trained again from here on may be in other batches."""
+        with (self.notes / "trained.jsonl").open("a") as file:
+            file.write('{"damaged": true}\n')
+
     def best(self) -> int:
         """Return the highest step that was ever trained."""
         return max((one["step"] for one in self.trained() if "step" in one), default=0)
@@ -237,16 +242,15 @@ class World:
 
     def sign(self, moment: Moment) -> object:
         """Return what changes when a moment comes; None: it is not there at the moment."""
-        journal = self.run_dir / "journal"
         match moment:
             case "staging" | "commit":
                 return sum(path.read_text().count(f'"what": "{moment}"') for path in self.notes.glob("engine-*.jsonl"))
             case "checkpoint":
                 return [path.name for path in (self.run_dir / "checkpoints").glob("*.writing")] or None
-            case "segment":
-                return sizes(journal / "segments", "*")
+            case "payload":
+                return sizes(self.run_dir / "log" / "1", "*")
             case _:
-                return sizes(journal, "states.sqlite*")
+                return sizes(self.run_dir / "log" / "0", "*")
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
         """Return the records of a file of JSON lines, without a line that is not whole. Sampled texts hold every sort of line break."""

@@ -41,9 +41,9 @@ def test_a_wrong_key_value_or_combination_is_named(tmp_path: Path, override: str
 
 @needed()
 def test_a_redis_server_that_does_not_answer_is_named_before_anything_starts(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, f"journal.redis=unix://{tmp_path}/absent", model=tmp_path / "model"))
-    assert line.startswith(f"journal.redis: got unix://{tmp_path}/absent: "), line
-    assert "expected a Redis server that answers; start it, or name another one" in line
+    line = refused(*arguments(tmp_path, f"log.redis=unix://{tmp_path}/absent", model=tmp_path / "model"))
+    assert line.startswith(f"log.redis: unix://{tmp_path}/absent ("), line
+    assert "does not answer: bring it back, or name another one" in line
     assert not (tmp_path / "run" / "logs").exists()
 
 

@@ -17,7 +17,7 @@ import pytest
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.heartbeats import TRAINER
 from tests.system.runs import ONE_RANK, Command, logs, marked, marked_pids, metrics, nccl_settings, start, wait_for
-from tests.system.test_journal import SHAPE, WARM, check, trained
+from tests.system.test_log import SHAPE, WARM, check, trained
 from tests.system.test_restarts import ENGINE, pid_of
 
 pytestmark = pytest.mark.system

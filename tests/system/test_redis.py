@@ -1,4 +1,4 @@
-"""A run whose journal is in Redis: killed with its server, and gone on with, it trains every group once."""
+"""A run whose log is in Redis: killed with its server, and gone on with, it trains every group once."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.config.journal import JournalSection
-from asyncmoe.journal.belonging import Belonging
-from asyncmoe.journal.recovery import JournalRows
+from asyncmoe.log import belonging
+from asyncmoe.log.fold import LogState
+from asyncmoe.log.queue_log import CONTROLLER, QueueLog
 from tests.redis_server import LocalRedis, needed
 from tests.system.runs import logs, metrics, start, wait_for
-from tests.system.test_journal import SHAPE, WARM, check, kill, trained
+from tests.system.test_log import ENDS, SHAPE, WARM, check, kill, trained
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough, needed()]
 
 
-def recorded(server: LocalRedis, directory: Path) -> JournalRows:
-    """What a journal knows after its run."""
-    from asyncmoe.journal.in_redis import opening
+def recorded(server: LocalRedis, directory: Path) -> LogState:
+    """What a log tells after its run."""
+    from asyncmoe.log import redis
 
-    ours = Belonging.of_run(directory, {})
-    journal = opening.open_journal(JournalSection(redis=server.url), ours)
-    journal.close()
-    return journal.recorded
+    ours = belonging.read(directory)
+    assert ours is not None
+    log = QueueLog(redis.RedisLog(redis.RedisServer(server.url), ours.run, CONTROLLER))
+    log.close()
+    return log.state
 
 
 @pytest.mark.parametrize("every", [0, 5])
 def test_a_run_that_is_killed_with_its_server_trains_everything_once(tmp_path: Path, every: int) -> None:
     server, directory = LocalRedis(tmp_path / "redis"), tmp_path / "run"
-    shape = (*SHAPE, f"trainer.checkpoint_every={every}", f"journal.redis={server.url}", "trainer.max_restarts=0")
+    shape = (*SHAPE, f"trainer.checkpoint_every={every}", f"log.redis={server.url}", *ENDS)
     try:
         command = start(directory, *shape)
         assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
@@ -45,7 +46,7 @@ def test_a_run_that_is_killed_with_its_server_trains_everything_once(tmp_path: P
         server.start()
         status, _, error = start(directory, *shape).finish()
         assert status == 0, error[-3000:] + logs(directory)
-        assert not (directory / "journal").exists()
+        assert not (directory / "log").exists()
         check(directory, known=recorded(server, directory))
     finally:
         server.close()

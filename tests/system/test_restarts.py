@@ -17,7 +17,7 @@ import pytest
 
 from asyncmoe.telemetry import processes
 from tests.system.runs import Command, logs, marked_pids, metrics, nccl_settings, start, wait_for
-from tests.system.test_journal import SHAPE, WARM, check, passes, trained
+from tests.system.test_log import SHAPE, WARM, check, passes, trained
 
 pytestmark = pytest.mark.system
 ENGINE = "sglang"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from asyncmoe.journal import rows
-from asyncmoe.journal.states_file import FILE
 from benchmarks.network.hosts import Wire, missing
 from benchmarks.network.whole_run import measured, table
 from tests.system.runs import metrics, provide
-from tests.system.test_journal import WARM, ledger_adds_up
+from tests.system.test_log import WARM, ledger_adds_up, told_by_log
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough, pytest.mark.skipif(bool(why := missing()), reason=why)]
 STEPS = 4
@@ -36,19 +32,18 @@ def test_a_run_over_hosts_trains_everything_once_and_each_trajectory_travels_onc
 
 
 def trained_once(run: Path) -> None:
-    """Prove it from the records and the journal."""
+    """Prove it from the records and the log."""
     told = metrics(run)
     assert [record["step"] for record in told] == list(range(1, WARM + STEPS + 1))
     rl = told[WARM:]
     assert min(record["grad_norm"] for record in rl) > 0, "every step changed the weights"
     assert {record["lineage"] for record in rl} == {0}
     assert max(record["logprob_diff_max_same_version"] or 0.0 for record in rl) < 1e-4
-    with closing(sqlite3.connect(run / "journal" / FILE)) as connection:
-        known = rows.read(connection)
+    known = told_by_log(run)
     assert sorted(known.leases) == list(range(WARM, WARM + STEPS))
     assert all(lease.committed and not lease.skipped for lease in known.leases.values())
-    keys = [key for lease in known.leases.values() for group in lease.groups for key in group.keys]
+    groups = [group for lease in known.leases.values() if lease.terms is not None for group in lease.terms.groups]
+    keys = [key for group in groups for key in group.keys]
     assert len(keys) == len({key.partition(".a")[0] for key in keys}) == 16 * STEPS
-    places = [known.groups[group.number].place for lease in known.leases.values() for group in lease.groups]
-    assert {place.writer for place in places if place is not None} == {1, 2}, "both workers have a part in it"
+    assert {group.place.writer for group in groups} == {1, 2}, "both workers have a part in it"
     ledger_adds_up(run)

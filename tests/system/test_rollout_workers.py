@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.system.runs import ONE_RANK, Command, logs, metrics, provide, refused, start, wait_for
-from tests.system.test_journal import SHAPE, WARM, check, trained
+from tests.system.test_log import SHAPE, WARM, check, trained
 from tests.system.test_restarts import pid_of
 
 pytestmark = pytest.mark.system
@@ -47,7 +47,7 @@ def test_a_run_outlives_a_rollout_worker(tmp_path: Path, number: signal.Signals)
 def test_what_workers_cannot_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for overrides, expected in (
         (("rollout.workers=2", "engines.count=1"), "rollout.workers: got 2, expected at most engines.count = 1"),
-        (("rollout.workers=1", "journal.enabled=false"), "journal.enabled: got False, expected true because rollout.workers is 1"),
+        (("rollout.workers=1", "log.enabled=false"), "log.enabled: got False, expected true because rollout.workers is 1"),
     ):
         assert expected in refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", *overrides)
     assert not (tmp_path / "run").exists()

@@ -169,7 +169,7 @@ def check_targets(targets: Exposed) -> None:
     assert len(targets.unix) >= 3, "the controller's and SGLang's"
     assert not [name for name in targets.unix if name.startswith("@")]
     text = "\n".join(targets.files)
-    run = ("metrics.jsonl", "journal/states.sqlite", "rendezvous.json", "samples", "checkpoints", "logs/trainer.log")
+    run = ("metrics.jsonl", "log/0/lock", "rendezvous.json", "samples", "checkpoints", "logs/trainer.log")
     for part in (*run, "/ranks", "/workers", "asyncmoe-meeting-", "/dev/shm/"):
         assert part in text, part
 

@@ -39,7 +39,7 @@ from tests.unit import openai_policy
 SIZE, GROUPS = 2, 4
 
 
-def config_of(run_dir: Path, journal: bool = False, **samples: Any) -> Config:
+def config_of(run_dir: Path, logged: bool = False, **samples: Any) -> Config:
     """A configuration whose steps have four groups of two, all of them kept."""
     return parse(
         {
@@ -48,7 +48,7 @@ def config_of(run_dir: Path, journal: bool = False, **samples: Any) -> Config:
             "task": {"kind": "arithmetic"},
             "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
             "telemetry": {"samples": {"groups": GROUPS, **samples}},
-            "journal": {"enabled": journal},
+            "log": {"enabled": logged},
         }
     )
 

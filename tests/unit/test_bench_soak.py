@@ -35,7 +35,7 @@ def samples(grown_mb: float = 0.0, noise_mb: float = 0.0, descriptors: int = 0, 
                 "s": at,
                 "steps": int(at),
                 "processes": {"controller": each} | passing,
-                "folders": {"journal": {"files": 2, "bytes": int(1e6 + 1e3 * at)}},
+                "folders": {"log": {"files": 2, "bytes": int(1e6 + 1e3 * at)}},
             }
         )
     return made
@@ -50,7 +50,7 @@ def test_a_slope_is_found_within_its_interval(grown: float) -> None:
     assert memory["per_hour"] == pytest.approx(3.6 * memory["per_1000_steps"], abs=0.01)
     assert found["flat"] == (grown < BOUND_MB)
     assert found["passing"] == {"short": 1}
-    assert found["folders"]["journal"]["bytes"]["per_1000_steps"] == pytest.approx(1e6)
+    assert found["folders"]["log"]["bytes"]["per_1000_steps"] == pytest.approx(1e6)
     assert f"{memory['per_1000_steps']:.2f}" in table(found)
 
 

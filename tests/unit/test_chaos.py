@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncmoe.journal.recovery import JournalRows, LeasedGroup, RecordedGroup, RecordedLease
-from asyncmoe.journal.segment_format import Place
+from asyncmoe.log.fold import LogState, RecordedGroup, RecordedLease
+from asyncmoe.log.records import LeasedGroup, Place, StepLeased
 from asyncmoe.trajectory import Trajectory
 from tests.chaos import invariants, report, schedule
 from tests.chaos.block import Block
@@ -47,19 +47,21 @@ def test_a_sample_trained_twice_or_a_step_passed_over_is_found(more: list[dict[s
 
 
 def test_a_finished_group_that_is_gone_or_moved_is_found() -> None:
-    place = Place(0, 1, 64, 100)
-    finished = RecordedGroup(2, 3, "queued", episodes=2, place=place)
-    lease = RecordedLease(0, 2, 0, 0, True, (LeasedGroup(0, 1.0, ("g0.e0.a0.t0", "g0.e1.a0.t0")),))
-    before = JournalRows({0: replace(finished, number=0, state="leased", step=0), 2: finished}, {0: lease}, 0, 3)
+    finished, keys = RecordedGroup(2, "queued", 0, 3, episodes=2, place=Place(0, 64)), ("g0.e0.a0.t0", "g0.e1.a0.t0")
+
+    def lease(number: int, *keys: str) -> RecordedLease:
+        terms = StepLeased(0, 2, 0, 0, (LeasedGroup(number, 1.0, keys, 1, 2, Place(0, 64)),))
+        return RecordedLease(1, (number,), terms, committed=True)
+
+    before = LogState({0: replace(finished, number=0, state="leased", step=0), 2: finished}, {0: lease(0, *keys)}, 0, 3)
     assert list(invariants.nothing_lost(None, before, TWO, ())) == []
     assert list(invariants.nothing_lost(before, replace(before, groups={2: finished}), TWO, ())) == []
-    moved = replace(finished, place=replace(place, offset=900))
+    moved = replace(finished, place=Place(0, 900))
     for now, word in ((replace(before, groups={}), "is gone"), (replace(before, groups={2: moved}), "is now queued")):
         assert any(word in one for one in invariants.nothing_lost(before, now, TWO, ()))
-    other = replace(before, leases={0: replace(lease, groups=(LeasedGroup(2, 1.0, ("g2.e0.a0.t0",)),))})
-    assert any("journal's lease" in one for one in invariants.nothing_lost(None, other, TWO, ()))
-    later = replace(before, leases={4: replace(lease, step=4)})
-    assert list(invariants.nothing_lost(None, later, TWO, (), warm=4)) == []
+    other = replace(before, leases={0: lease(2, "g2.e0.a0.t0")})
+    assert any("log's lease" in one for one in invariants.nothing_lost(None, other, TWO, ()))
+    assert list(invariants.nothing_lost(None, replace(before, leases={4: lease(0, *keys)}), TWO, (), warm=4)) == []
 
 
 def test_a_cause_that_was_not_done_is_found() -> None:

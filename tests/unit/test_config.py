@@ -181,21 +181,22 @@ def test_an_environment_may_reward_steps_itself() -> None:
     parse({**GOOD, "objective": {"process": {"weight": 0.5}}, "environment": {"kind": "mine:Own"}})
 
 
-def test_a_password_for_no_server_is_refused() -> None:
-    line = refused(with_value("journal.redis_password_variable", "SECRET"))
-    assert "journal.redis_password_variable: got SECRET, expected null without journal.redis; name the server in journal.redis" in line
-    parse({**GOOD, "journal": {"redis": "redis://redis.site:6379", "redis_password_variable": "SECRET"}})
+def test_an_address_of_redis_has_no_password() -> None:
+    for url in ("redis://:secret@redis.site:6379", "redis://me:secret@redis.site", "rediss://redis.site?password=secret"):
+        line = refused(with_value("log.redis", url))
+        assert "without a password, which is in ASYNCMOE_LOG_PASSWORD" in line
+        assert "secret" not in line.partition("expected")[0].partition("got")[2]
 
 
 def test_a_database_of_redis_is_a_number() -> None:
-    line = refused(with_value("journal.redis", "redis://redis.site/queue"))
+    line = refused(with_value("log.redis", "redis://redis.site/queue"))
     assert "got redis://redis.site/queue, expected redis://host:port/database" in line
-    parse({**GOOD, "journal": {"redis": "redis://redis.site/3"}})
+    parse({**GOOD, "log": {"redis": "redis://redis.site/3"}})
 
 
 def test_a_number_has_64_bits() -> None:
-    assert f"got {2**63}, expected a number of at most 64 bits" in refused(with_value("journal.max_bytes", 2**63))
-    parse(with_value("journal.max_bytes", 2**63 - 1))
+    assert f"got {2**63}, expected a number of at most 64 bits" in refused(with_value("log.max_bytes", 2**63))
+    parse(with_value("log.max_bytes", 2**63 - 1))
 
 
 @pytest.mark.parametrize("section", ["process", "distill"])

@@ -26,6 +26,8 @@ from asyncmoe.launch import local
 from asyncmoe.launch.ray import driver
 from asyncmoe.launch.slurm import control, supervise
 from asyncmoe.launch.validate import validate
+from asyncmoe.log import belonging
+from asyncmoe.log.belonging import Belonging
 from asyncmoe.simulate.plant import Plant
 
 ROOT = Path(__file__).parents[2]
@@ -280,18 +282,18 @@ def test_a_damaged_checkpoint_is_set_aside_before_anything_starts(tmp_path: Path
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_a_run_with_a_journal_keeps_its_records_and_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_log_keeps_its_records_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before its first checkpoint, too."""
     monkeypatch.setattr(local.versions, "record", lambda *_: None)
     run = tmp_path / "run"
     run.mkdir()
     for begun in (True, False):
         (run / "metrics.jsonl").write_text("{}\n")
-        (run / "journal.json").write_text(json.dumps({"journal": "x", "begun": begun}))
+        belonging.write(run, Belonging("x", {}, begun=begun))
         local.prepare(demo(tmp_path))
         assert (run / "metrics.jsonl").exists() == begun
-    (run / "journal.json").write_text('{"journal": "x", "begun": true}')
-    with pytest.raises(UserError, match=r"^run\.dir: got .* with a journal, expected a new directory; set run\.resume=true"):
+    belonging.write(run, Belonging("x", {}, begun=True))
+    with pytest.raises(UserError, match=r"^run\.dir: got .* with a log, expected a new directory; set run\.resume=true"):
         local.check(demo(tmp_path, "run.resume=false"))
-    with pytest.raises(UserError, match=r"^journal\.enabled: got false, expected true, because the run has a journal; or delete .*journal"):
-        local.check(demo(tmp_path, "journal.enabled=false"))
+    with pytest.raises(UserError, match=r"^log\.enabled: got false, expected true, because the run has a log; or delete .*log"):
+        local.check(demo(tmp_path, "log.enabled=false"))

@@ -1,4 +1,4 @@
-"""A controller that is lost while the trainer goes on: the ranks meet its successor, at a real journal and engines that are not SGLang."""
+"""A controller that is lost while the trainer goes on: the ranks meet its successor, at a real log and engines that are not SGLang."""
 
 from __future__ import annotations
 

@@ -68,16 +68,13 @@ def test_every_folder_has_a_floor() -> None:
     assert {f"asyncmoe.{name}" for name in folders} <= set(known)
 
 
-def test_the_payload_store_knows_nothing_of_what_it_keeps() -> None:
-    """What lies in the segments is the journal's affair: they can be read, checked and measured without it."""
-    store = {
-        f"asyncmoe.journal.{name}"
-        for name in ("segments", "segment_format", "segment_folder", "segment_scan", "segment_listing", "payload_writer")
-    }
+def test_a_log_knows_nothing_of_what_it_keeps() -> None:
+    """It can be read, checked and measured without the queue."""
+    store = {f"asyncmoe.log.{name}" for name in ("log", "files", "redis")}
     below = {"asyncmoe.errors", "asyncmoe.storage", "asyncmoe.trajectory"}
     known, files = store | below, modules()
     found = {(name, module) for name in store for module in imported(files[name]) if module.startswith("asyncmoe.")}
-    assert ("asyncmoe.journal.segments", "asyncmoe.trajectory.Buffer") in found, "imports are found"
+    assert ("asyncmoe.log.files", "asyncmoe.trajectory.Buffer") in found, "imports are found"
     strange = {(name, module) for name, module in found if where(module, dict.fromkeys(known, 1)) is None}
     assert not strange
 

@@ -19,6 +19,17 @@ from asyncmoe.usage import invoke
 
 NEEDED: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 DEFAULTS: dict[str, Any] = {
+    "journal": {
+        "enabled": True,
+        "turns": True,
+        "piece_tokens": 1024,
+        "folder": None,
+        "redis": None,
+        "redis_password_variable": None,
+        "redis_patience_s": 60.0,
+        "max_bytes": 256 << 30,
+        "segment_bytes": 256 << 20,
+    },
     "task": {"kind": "arithmetic", "curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}},
     "queue": {
         "payloads": "workers",

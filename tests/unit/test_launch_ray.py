@@ -157,7 +157,7 @@ def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
     lost, killed = Ended("trainer.0", 1, "from rank 0 to rank 1: lost"), Ended("trainer.1", 1, "a rank was ended by SIGKILL")
     assert str(failure([silent, lost, killed, waited])) == "trainer.1: a rank was ended by SIGKILL"
     assert str(failure([lost, Ended("engine.0", -9, None)])) == "engine.0: -9"
-    mute, full = Ended("trainer", 2, None), Ended("controller", 2, "the journal: cannot write ...: No space left on device")
+    mute, full = Ended("trainer", 2, None), Ended("controller", 2, "the log: cannot write ...: No space left on device")
     assert str(failure([mute, full])) == f"controller: {full.reason}", "a full disk kept the trainer's reason out of its log"
     assert not certain([mute])
     assert failure([mute]).exit_code == UserError.exit_code

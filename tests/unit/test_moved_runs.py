@@ -48,16 +48,16 @@ def test_a_kept_configuration_means_the_same_in_every_directory(tmp_path: Path, 
     for name in ("model", "adapter", "rows.jsonl"):
         Path(name).touch()
     own = {"kind": "dataset", "sources": [{"path": "rows.jsonl"}, {"path": "org/name"}]}
-    more = {"task": own, "lora": {"start": "adapter"}, "model": {"path": "model"}, "journal": {"folder": "own/journal"}}
+    more = {"task": own, "lora": {"start": "adapter"}, "model": {"path": "model"}, "log": {"folder": "own/log"}}
     kept = moved.absolute(configuration.parse({"run": {"dir": "run", "steps": 9}, **more}))
     assert [kept.run.dir, kept.model.path, kept.lora.start] == [tmp_path / "run", tmp_path / "model", tmp_path / "adapter"]
     assert [one.path for one in kept.task.sources] == [tmp_path / "rows.jsonl", Path("org/name")]
-    assert kept.journal.folder == tmp_path / "own" / "journal"
+    assert kept.log.folder == tmp_path / "own" / "log"
 
 
 def test_a_home_directory_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    paths = {"run": {"dir": "~/r", "steps": 9}, "model": {"path": "~/m"}, "lora": {"start": "~/$A"}, "journal": {"folder": "~"}}
+    paths = {"run": {"dir": "~/r", "steps": 9}, "model": {"path": "~/m"}, "lora": {"start": "~/$A"}, "log": {"folder": "~"}}
     rows = {"task": {"kind": "dataset", "sources": [{"path": "~/a.jsonl"}, {"path": "b~/~.jsonl"}]}, "engines": {"python": "~/p"}}
     own = {"evaluation": {"sets": {"far": {"kind": "jsonl", "path": "~/c"}}}, "sync": {"method": "disk", "directory": "~/d"}}
     shown = str(configuration.parse({**paths, **rows, **own}).model_dump(mode="json"))

@@ -14,7 +14,7 @@ from test_config import refused, with_value
 from test_producer import GROUP, Numbers, alone, respond, until
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.journal.unjournaled import Unjournaled
+from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.rounds import Rounds
@@ -66,10 +66,11 @@ def test_the_slowest_are_put_off_and_have_a_batch_of_their_own() -> None:
     assert dict(cancelled) == {0: 1, 3: 1, 6: 1, 9: 1}
 
 
-class Noted(Unjournaled):
+class Noted(QueueLog):
     """Knows what became of each group last."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.last: dict[int, tuple[str, int]] = {}
 
     def begun(self, group: Start) -> None:
@@ -98,10 +99,10 @@ class Life:
         self.random, self.options, self.notes = random.Random(seed), options, Noted()
         self.started: dict[int, list[int]] = {}
         self.trained: Counter[int] = Counter()
-        self.queue = BoundedQueue(capacity=3 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=max_staleness, journal=self.notes)
+        self.queue = BoundedQueue(capacity=3 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=max_staleness, log=self.notes)
 
     async def run(self, steps: int, rounds: Rounds[Start]) -> None:
-        producer = Producer(self.queue, Numbers(), alone(self._play), GROUP, rounds=rounds, journal=self.notes, **self.options)
+        producer = Producer(self.queue, Numbers(), alone(self._play), GROUP, rounds=rounds, queue_log=self.notes, **self.options)
         producing = asyncio.create_task(producer.run())
         for step in range(steps):
             leased = asyncio.create_task(self.queue.lease(step, "rl", BATCH, step, 20.0))

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from asyncmoe.config.rollout import Interruption
-from asyncmoe.journal.turns import EpisodeKey, Turns
+from asyncmoe.log.records import EpisodeKey
+from asyncmoe.log.turns import Turns
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
-from tests.unit.journal_stores import IDENTITY
+from tests.unit.log_lives import Home
 
 KEY = EpisodeKey(0, 0, 0)
 
@@ -52,7 +53,7 @@ def answered(
     """One response, in a process of its own as far as the store knows."""
 
     async def ask() -> list[Turn]:
-        with closing(Turns.open(folder, IDENTITY, {0: 0}, segment_bytes=1 << 20, max_bytes=1 << 24)) as store:
+        with closing(Turns(Home().log(folder, "1.turns"), {0: 0})) as store:
             recall: Any = Recall(pool, store, KEY, resumes=how == "abort_resume")  # type: ignore[arg-type]
             sampling = Sampling(temperature, most, (7,))
             return await respond(pool, (7, 8, 9), [], sampling, how, answers=recall, piece=piece)  # type: ignore[arg-type]

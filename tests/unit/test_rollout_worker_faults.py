@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, StorageError
-from asyncmoe.journal.segment_format import Place
+from asyncmoe.log.records import Place
 from asyncmoe.rollout.scoring import stages
 from asyncmoe.rollout.scoring.tracebacks import Raised, Tracebacks
 from asyncmoe.rollout.workers import process, worker
@@ -261,9 +261,9 @@ def test_a_rank_lets_go_of_a_worker_that_was_replaced(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_is_no_reply() -> None:
-    fine, wrong = (WorkerPacked((), 0, Place(1, 2, offset, 4)) for offset in (3, -3))
+    fine, wrong = (WorkerPacked((), 0, Place(1, offset)) for offset in (3, -3))
     assert decode_reply(encode(fine)) == fine
-    with pytest.raises(ProtocolError, match="offset"):
+    with pytest.raises(ProtocolError, match=r"place\[1\]"):
         decode_reply(encode(wrong))
 
 

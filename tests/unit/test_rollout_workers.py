@@ -76,7 +76,7 @@ def test_columns_that_json_can_hold_reach_a_worker(tmp_path: Path, monkeypatch: 
     assert {json.dumps(call.args[1].columns) for call in seen.call_args_list} == {json.dumps(columns)}
 
 
-def test_what_a_lost_worker_held_comes_from_the_journal(tmp_path: Path) -> None:
+def test_what_a_lost_worker_held_comes_from_the_log(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=2, engines=4, seed=2) as cluster:
             leased = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)

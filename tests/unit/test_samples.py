@@ -343,11 +343,11 @@ def test_what_a_resume_undoes_is_said_and_the_same_key_is_not_mistaken(tmp_path:
     assert load(found, found.entries[3]).trained["g1.e0.a0.t0"].step == 6
 
 
-def test_a_run_with_a_journal_loses_no_queued_group(tmp_path: Path) -> None:
-    run = SampledRun(tmp_path / "run", journal=True)
+def test_a_run_with_a_log_loses_no_queued_group(tmp_path: Path) -> None:
+    run = SampledRun(tmp_path / "run", logged=True)
     early, late = run.group(0, ["19", "18"]), run.group(1, ["one", "two"])
     run.train(early, 5)
-    run = SampledRun(tmp_path / "run", step=5, journal=True)
+    run = SampledRun(tmp_path / "run", step=5, logged=True)
     found = index(tmp_path / "run")
     assert [(entry.group, entry.outcome) for entry in found.entries] == [(0, "lost"), (1, "queued")]
     run.train(early, 5)

@@ -14,9 +14,10 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.rollout import controller
-from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.scoring import loading, trial
 from asyncmoe.rollout.scoring.tracebacks import LOG
 from asyncmoe.rollout.tasks import Gold, Prompt
@@ -72,7 +73,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
         scorer = loading.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
         loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
-        await controller._serve(made, run_dir, None, loaded, Journaling(made, None), ())
+        await controller._serve(made, run_dir, None, loaded, RunLog(made, QueueLog()), ())
 
     monkeypatch.setattr(controller.backend, "start", start)
     run_dir.mkdir(exist_ok=True)

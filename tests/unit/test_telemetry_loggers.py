@@ -301,7 +301,7 @@ def test_a_run_goes_on_without_its_logger_and_says_so_once(tmp_path: Path) -> No
             view.refresh()
     lines = [line for line in out.getvalue().splitlines() if line.startswith("mlflow: ")]
     assert ["the run goes on" in line for line in lines] == [True, False]
-    assert lines[1].endswith(f"to send what is missing: asyncmoe log {config.run.dir}")
+    assert lines[1].endswith(f"to send what is missing: asyncmoe resend {config.run.dir}")
     assert "step 8/8" in out.getvalue()
     logged = summarise(config.run.dir)["loggers"]
     assert isinstance(logged, dict)

@@ -1,4 +1,4 @@
-"""A trainer that is lost and started again, at a real controller with a journal and engines that are not SGLang."""
+"""A trainer that is lost and started again, at a real controller with a log and engines that are not SGLang."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
 from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.epochs import TrainerEpochs
-from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.recorder import Recorder
+from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import (
     Commit,
@@ -169,9 +169,9 @@ class StandIn:
 async def controller(config: Config) -> AsyncIterator[Running]:
     hf, loaded = models.hf_config_of(config), parts.load(config)
     config.run.dir.mkdir(parents=True, exist_ok=True)
-    journaling = Journaling.open(config, hf, models.recording(config, hf))
+    run_log = RunLog.open(config, hf, models.recording(config, hf))
     engines: list[EngineProcess] = [Process(f"engine.{index}") for index in range(config.engines.count)]
-    made = Controller(config, engines, lambda index, attempt: Process(f"engine.{index}"), Recorder(config.run.dir), loaded, journaling)
+    made = Controller(config, engines, lambda index, attempt: Process(f"engine.{index}"), Recorder(config.run.dir), loaded, run_log)
     async with Server(made.answer) as server:
         fakes = [engine.client for engine in engines if isinstance(engine.client, FakeEngine)]
         rendezvous = await server.start()
@@ -185,7 +185,7 @@ async def controller(config: Config) -> AsyncIterator[Running]:
             if not serving.done():
                 made._over.set()
             await serving
-            await journaling.close()
+            await run_log.close()
             await loaded.close()
 
 
@@ -302,11 +302,11 @@ def test_another_layout_may_come_and_another_configuration_may_not(model: Path, 
     in_loop(body())
 
 
-def test_without_a_journal_it_is_refused(model: Path, tmp_path: Path) -> None:
+def test_without_a_log_it_is_refused(model: Path, tmp_path: Path) -> None:
     async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run", journal={"enabled": False})) as running:
+        async with controller(config_of(model, tmp_path / "run", log={"enabled": False})) as running:
             await running.trainer(0).hello(0)
-            with pytest.raises(AsyncmoeError, match=r"needs the journal, and journal\.enabled is false"):
+            with pytest.raises(AsyncmoeError, match=r"needs the log, and log\.enabled is false"):
                 await running.trainer(1).hello(0)
 
     in_loop(body())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from asyncmoe.errors import AnomalyFound, AsyncmoeError, ConfigError, Disagreement, InvariantBroken, StorageError
 from asyncmoe.launch.trainer_starts import LONGEST_WAIT_S, Allowance, EndRun, StartAgain, StartFailure, decide, in_a_row
 
-GOES_ON = Allowance(max_restarts=2, journal=True, others=True)
+GOES_ON = Allowance(max_restarts=2, logged=True, others=True)
 
 
 def failed(step: int = 0, exit_code: int = 1) -> StartFailure:
@@ -17,7 +17,7 @@ def failed(step: int = 0, exit_code: int = 1) -> StartFailure:
 
 
 def test_a_lost_trainer_starts_again_at_once_and_with_waits_when_it_goes_on_failing() -> None:
-    allowance = Allowance(max_restarts=4, journal=True, others=True)
+    allowance = Allowance(max_restarts=4, logged=True, others=True)
     history = [failed(7)]
     assert decide([], history[0], allowance) == StartAgain(after_s=0.0, row=1)
     waits = []
@@ -49,10 +49,10 @@ def test_what_would_recur_is_not_tried_again(kind: type[AsyncmoeError]) -> None:
 @pytest.mark.parametrize(
     ("allowance", "why"),
     [
-        (Allowance(0, journal=True, others=True), ""),
-        (Allowance(2, journal=True, others=False), ""),
-        (Allowance(2, journal=True, others=True, stopping=True), ""),
-        (Allowance(2, journal=False, others=True), "the trainer does not start again without the journal (journal.enabled)"),
+        (Allowance(0, logged=True, others=True), ""),
+        (Allowance(2, logged=True, others=False), ""),
+        (Allowance(2, logged=True, others=True, stopping=True), ""),
+        (Allowance(2, logged=False, others=True), "the trainer does not start again without the log (log.enabled)"),
     ],
 )
 def test_a_restart_needs_the_rest_of_the_run(allowance: Allowance, why: str) -> None:
@@ -61,7 +61,7 @@ def test_a_restart_needs_the_rest_of_the_run(allowance: Allowance, why: str) -> 
 
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(0, 4))
 def test_a_trainer_that_does_not_get_on_is_started_a_bounded_number_of_times(steps: list[int], most: int) -> None:
-    allowance, history, best, stuck = Allowance(most, journal=True, others=True), [], 0, 0
+    allowance, history, best, stuck = Allowance(most, logged=True, others=True), [], 0, 0
     for step in steps:
         stuck = 0 if step > best else stuck + 1
         decision = decide(history, failed(step), allowance)

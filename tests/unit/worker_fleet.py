@@ -1,4 +1,4 @@
-"""Rollout workers, a controller and a trainer's rank in one process: real sockets, queue and journal around engines that only count."""
+"""Rollout workers, a controller and a trainer's rank in one process: real sockets, queue and log around engines that only count."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
-from asyncmoe.rollout.journaling import Journaling
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.worker import RolloutWorker
@@ -101,7 +101,7 @@ class Cluster:
         for handle in self.handles:
             handle.client = SlowEngine(handle.name, self.draw)
         self.pool = Pool(self.handles, 64, 30.0, lambda *_: None)
-        self.journaling = Journaling.open(self.config, HF, NOTHING)
+        self.run_log = RunLog.open(self.config, HF, NOTHING)
         self.fleet: WorkerFleet
         self.queue: BoundedQueue
         self.lent: dict[int, Lent] = {}
@@ -113,9 +113,9 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         config = self.config
-        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.journaling.for_workers, lambda engine: (f"at {engine.name}", ""))
-        self.journaling.settled, self.journaling.retain = self.fleet.settled, self.fleet.retain
-        resumed = await self.journaling.resume(0)
+        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers, lambda engine: (f"at {engine.name}", ""))
+        self.run_log.retain = self.fleet.retain
+        resumed = await self.run_log.resume(0)
         self.queue = BoundedQueue(
             capacity=config.queue_capacity,
             batch=BATCH,
@@ -123,7 +123,7 @@ class Cluster:
             max_staleness=config.queue.staleness.max_staleness,
             rule="requeue",
             on_freed=self.fleet.over,
-            journal=self.journaling.journal,
+            log=self.run_log.queue_log,
             resumed=resumed,
         )
         self.queue.holders = self.fleet.holders
@@ -135,7 +135,7 @@ class Cluster:
             self.parts.task,
             self.fleet.episode,
             SIZE,
-            journal=self.journaling.journal,
+            queue_log=self.run_log.queue_log,
             elsewhere=self.fleet,
             start_over=frozenset({"environment_error"}),
         )
@@ -152,7 +152,7 @@ class Cluster:
         for lent in self.lent.values():
             await lent.kill()
         await self.server.close()
-        await self.journaling.close()
+        await self.run_log.close()
 
     async def start(self, number: int) -> None:
         self.lent[number] = Lent(self, number)

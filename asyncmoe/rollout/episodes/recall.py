@@ -8,7 +8,8 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from asyncmoe.journal.turns import EpisodeKey, Turns
+from asyncmoe.log.records import EpisodeKey
+from asyncmoe.log.turns import Turns
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.rollout.engines.types import ABORTED, Generation, IdLists, Listener, Sampling, Tokens, VersionSpan

@@ -1,7 +1,7 @@
 """The rollout workers of a run, as the controller has them: they join, run groups, and are lost.
 
 A group belongs to the worker that its first episode was given to: its members share prefixes there, and it is one payload. A worker that
-does not answer is lost: its unfinished groups start again elsewhere, and its finished ones are read from the journal.
+does not answer is lost: its unfinished groups start again elsewhere, and its finished ones are read from the log.
 """
 
 from __future__ import annotations
@@ -174,19 +174,10 @@ class WorkerFleet:
             if group.holder and (worker := self._groups.pop(group.number, None)) is not None:
                 worker.over(group.number)
 
-    def settled(self) -> Mapping[int, tuple[RemoteWorker, int]]:
-        """Return each worker, by number, with the segment below which every payload has its row now."""
-        return {worker.joined.number: (worker, worker.settled) for worker in self._alive()}
-
-    def retain(self, live: Mapping[int, frozenset[int]], settled: Mapping[int, tuple[RemoteWorker, int]]) -> None:
-        """Delete the segments of the journal that no row needs.
-
-        Args:
-            live: numbers of the segments that are needed, by writer.
-            settled: what `settled` returned before `live` was read.
-        """
-        for number, (worker, below) in settled.items():
-            worker.tell(WorkerRetain(tuple(sorted(live.get(number, ()))), below))
+    def retain(self, needed: Mapping[int, int]) -> None:
+        """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by writer."""
+        for worker in self._alive():
+            worker.tell(WorkerRetain(needed.get(worker.joined.number)))
 
     # ------------------------------------------------------------ internals
 

@@ -1,10 +1,9 @@
-"""The whole groups that a rollout worker holds: in memory, for the trainer's ranks, and in the journal."""
+"""The whole groups that a rollout worker holds: in memory, for the trainer's ranks, and in the log."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,9 +11,9 @@ import msgspec
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError
-from asyncmoe.journal import payload
-from asyncmoe.journal.journal import SEGMENTS
-from asyncmoe.journal.segments import Segments
+from asyncmoe.log import payload
+from asyncmoe.log.log import Log
+from asyncmoe.log.records import Place
 from asyncmoe.queue.group_buffer import Group, whole
 from asyncmoe.rpc.worker_messages import WorkerFetch, WorkerPacked
 from asyncmoe.trajectory import Buffer, Recording, Trajectory, part
@@ -25,33 +24,30 @@ class HeldGroups:
 
     Args:
         number: of the worker.
+
+    Attributes:
+        log: keeps the payloads; None: nobody does.
     """
 
     def __init__(self, config: Config, number: int, recording: Recording) -> None:
         self._config, self._number, self._recording = config, number, recording
-        self._segments: Segments | None = None
+        self.log: Log | None = None
         self._groups: dict[int, Group] = {}
         self._frames: dict[str, list[Buffer]] = {}
-        self._writing: Counter[int] = Counter()
-
-    def open(self, identity: str) -> None:
-        """Open this worker's segments of the journal. Blocks. Raises as `Segments.open`."""
-        section = self._config.journal
-        bounds = {"segment_bytes": section.segment_bytes, "max_bytes": section.max_bytes}
-        self._segments = Segments.open(section.place(self._config.run.dir) / SEGMENTS, identity, writer=self._number, **bounds)
+        self._writing: list[int] = []
 
     async def add(self, number: int, trajectories: Sequence[Trajectory], newest: int) -> WorkerPacked:
-        """Check and hold a group; return once it is in the journal.
+        """Check and hold a group; return once it is in the log.
 
         Raises:
             TrajectoryRejected: it is unfit for training.
-            StorageError: the journal cannot be written.
+            StorageError: the log cannot be written.
         """
         if number in self._groups:
             raise ProtocolError(f"WorkerPack: got group {number} twice")
         size = self._config.rollout.group_size
         group = await asyncio.to_thread(partial(whole, trajectories, size, self._recording, newest))
-        group = self._groups[number] = await self._journaled(group)
+        group = self._groups[number] = await self._logged(group)
         self._frames.update(group.frames)
         return WorkerPacked(tuple(msgspec.structs.replace(item, holder=self._number) for item in group.items), group.attempt, group.place)
 
@@ -68,27 +64,27 @@ class HeldGroups:
             for key in group.keys:
                 del self._frames[key]
 
-    async def retain(self, live: Iterable[int], below: int) -> None:
-        """Delete the segments below `below` that are not in `live`, and have no group that is held. Raises StorageError."""
-        if self._segments is not None:
-            held = {group.place.segment for group in self._groups.values() if group.place is not None}
-            writing = [number for number, count in self._writing.items() if count]  # these payloads have no group yet
-            await asyncio.to_thread(self._segments.retain, {*live, *held, *writing}, min(below, self._segments.newest))
+    async def retain(self, below: int | None) -> None:
+        """Let go of the payloads before `below` (None: of all) but for those of groups that are held. Raises StorageError."""
+        if self.log is not None:
+            held = [group.place.position for group in self._groups.values() if group.place is not None]
+            kept = min((*held, *self._writing), default=self.log.end)  # those that are written have no place yet
+            await asyncio.to_thread(self.log.forget, kept if below is None else min(below, kept))
 
     def close(self) -> None:
-        """Write what was handed over, and close the segments. Blocks."""
-        if self._segments is not None:
-            self._segments.close()
+        """Write what was handed over, and close the log. Blocks."""
+        if self.log is not None:
+            self.log.close()
 
-    async def _journaled(self, group: Group) -> Group:
-        if (segments := self._segments) is None:
+    async def _logged(self, group: Group) -> Group:
+        if self.log is None:
             return group
         parts = payload.encode(group)
-        await segments.room(sum(memoryview(one).nbytes for one in parts))
-        place = segments.append(parts)
-        self._writing[place.segment] += 1
+        await self.log.room(sum(memoryview(one).nbytes for one in parts))
+        position = self.log.append(parts)
+        self._writing.append(position)
         try:
-            await segments.durable(place)
+            await self.log.durable(position)
         finally:
-            self._writing[place.segment] -= 1
-        return replace(group, place=place)
+            self._writing.remove(position)
+        return replace(group, place=Place(self._number, position))

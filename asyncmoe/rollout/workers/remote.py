@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -68,7 +67,6 @@ class RemoteWorker:
         self._client = AsyncClient(joined.rendezvous, self.name)
         self._running: dict[EpisodeId, asyncio.Future[Told]] = {}
         self._starting: dict[int, _Starting] = {}
-        self._newest, self._packing = 0, Counter[int]()
         self._flushing: asyncio.Task[None] | None = None
         self._told: set[asyncio.Task[None]] = set()
 
@@ -76,11 +74,6 @@ class RemoteWorker:
     def width(self) -> int:
         """Number of its engines that serve."""
         return 0 if self.engines is None else sum(not (one.waiting or one.leaving) for one in self.engines.engines)
-
-    @property
-    def settled(self) -> int:
-        """A segment of the journal such that every payload in an earlier one of this worker's has its row: segments are filled in order."""
-        return min(self._newest, *(segment for segment, count in self._packing.items() if count), self._newest)
 
     async def begin(self, first: WorkerBegin) -> Sequence[int]:
         """Send the first message; return the groups of which it has recorded answers."""
@@ -130,23 +123,18 @@ class RemoteWorker:
 
         Raises:
             TrajectoryRejected: it is unfit for training, or `LOST`.
-            StorageError: the journal cannot be written.
+            StorageError: the log cannot be written.
         """
         self.check()
         members = tuple(EpisodeMember(place.episode, place.attempt) for place in episodes)
-        begun = self._newest
-        self._packing[begun] += 1
         try:
             packed, _ = await self._client.ask(WorkerPack(group, members, newest), _PACK_S)
         except WaitTimeout as error:  # the connection is lost, or nobody answers
             self.lose(str(error))
             raise TrajectoryRejected(LOST, self.gone) from error
-        finally:
-            self._packing[begun] -= 1
         assert isinstance(packed, WorkerPacked)
         if any(item.group != group or item.holder != self.joined.number for item in packed.items):
             raise InvariantBroken(f"{self.name} packed other trajectories than those of group {group}")
-        self._newest = self._newest if packed.place is None else max(self._newest, packed.place.segment)
         return Group(0, packed.items, {}, packed.attempt, packed.place)
 
     def abandon(self, why: str) -> None:

@@ -12,9 +12,7 @@ import msgspec
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected
-from asyncmoe.journal.journal import OF_TURNS, TURNS
-from asyncmoe.journal.turns import Turns
-from asyncmoe.rollout import parts
+from asyncmoe.rollout import parts, run_log
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -89,7 +87,7 @@ class RolloutWorker:
         Raises:
             ProtocolError: it is out of turn, not for a worker, or about what this worker does not hold.
             TrajectoryRejected: a group to pack is unfit for training.
-            StorageError: the journal cannot be written.
+            StorageError: the log cannot be written.
         """
         if isinstance(request, WorkerFetch):  # a trainer's rank asks
             return Fetched(request.keys), self._held.fetch(request)
@@ -122,7 +120,7 @@ class RolloutWorker:
                 for group in request.groups:
                     self._forget(group)
             case WorkerRetain():
-                await self._held.retain(request.live, request.below)
+                await self._held.retain(request.below)
             case WorkerEnd():
                 self.over.set()
             case _:
@@ -146,14 +144,12 @@ class RolloutWorker:
     def _begin(self, request: WorkerBegin) -> tuple[int, ...]:
         if self._begun:
             raise ProtocolError("WorkerBegin: got it twice; a worker serves one controller")
-        section = self._config.journal
-        if request.journal:
-            self._held.open(request.journal)
-            if section.turns:
-                folder = section.place(self._config.run.dir) / TURNS
-                bounds = {"segment_bytes": section.segment_bytes, "max_bytes": section.max_bytes // OF_TURNS}
-                turns = Turns.open(folder, request.journal, request.under_way, writer=self._number, **bounds)
-                self._stage = replace(self._stage, turns=turns, piece=section.piece_tokens)
+        section = self._config.log
+        if request.log:
+            opened = run_log.opener(section, self._config.run.dir, request.log)
+            self._held.log = opened(str(self._number), section.max_bytes)
+            turns = run_log.turns_of(opened, section, self._number, request.under_way)
+            self._stage = replace(self._stage, turns=turns, piece=section.piece_tokens)
         self._begun = True
         return () if self._stage.turns is None else tuple(sorted(self._stage.turns.groups))
 

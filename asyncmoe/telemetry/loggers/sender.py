@@ -1,4 +1,4 @@
-"""Send a run's records to a logger: `python -m asyncmoe.telemetry.loggers RUN NAME`, a process beside the run, and `asyncmoe log RUN`.
+"""Send a run's records to a logger: `python -m asyncmoe.telemetry.loggers RUN NAME`, a process beside the run, and `asyncmoe resend RUN`.
 
 The records are read from the start of their files, and what `State.sent` names is skipped. After any error of a logger's client the sender
 starts over with a new client, later and later, so that a logger that was down gets what it missed, and no more.
@@ -161,7 +161,7 @@ def send(run_dir: Path, names: list[str]) -> dict[str, state.State]:
     wanted = names or checks.configured(config.telemetry)
     if not wanted:
         hint = f"write telemetry.wandb, telemetry.mlflow or telemetry.trackio into {run_dir / 'config.yaml'}"
-        raise UserError("asyncmoe log", got="a run without loggers", expected="one in its configuration", hint=hint)
+        raise UserError("asyncmoe resend", got="a run without loggers", expected="one in its configuration", hint=hint)
     checks.check(config.telemetry)
     stop = threading.Event()
     stop.set()

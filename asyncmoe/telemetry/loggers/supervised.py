@@ -45,7 +45,7 @@ class LoggerProcess:
             return None
         self._told = True
         if self._child.returncode is not None:
-            return f"{problem}; the run goes on without it. Afterwards send what is missing: asyncmoe log {self._run_dir}"
+            return f"{problem}; the run goes on without it. Afterwards send what is missing: asyncmoe resend {self._run_dir}"
         return f"{problem}; the run goes on, and what is missing is sent once it can be"
 
     def ask_to_end(self) -> None:
@@ -74,7 +74,7 @@ class LoggerProcess:
         if found.problem is None:
             return None
         later = f", then: {found.later}" if found.later else ""
-        return f"{found.problem}; to send what is missing: asyncmoe log {self._run_dir}{later}"
+        return f"{found.problem}; to send what is missing: asyncmoe resend {self._run_dir}{later}"
 
     def _problem(self) -> str | None:
         found = state.read(self._run_dir, self.name).problem

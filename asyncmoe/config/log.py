@@ -1,0 +1,62 @@
+"""The log, which keeps the queue's contents on disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from asyncmoe.config.fields import NonNegative, Positive, Section, refused
+
+_HOST = r"([^/@:?]*@)?(\[[^]]+\]|[^/@:?\s]+)(:[1-9]\d*)?"
+_ADDRESS = re.compile(rf"(rediss?://{_HOST}(/\d*)?|unix:///[^?]+)(\?(?!.*password=).*)?")
+
+
+class LogSection(Section):
+    """The log: finished groups, turns of unfinished ones, leases and what became of each group, on disk, so that a stopped run loses none
+    of them."""
+
+    enabled: bool = Field(
+        True,
+        description="Keep the queue on disk: a run that is started again replays the batches it had trained since its checkpoint, trains "
+        "what was queued, and goes on with what was unfinished. false: all of these are sampled again.",
+    )
+    folder: Path | None = Field(
+        None,
+        description="Folder of the log, on the controller's node; null: `log` in run.dir. A local disk is faster than a network file "
+        "system; it survives the processes, not the node.",
+    )
+    redis: str | None = Field(
+        None,
+        description="Keep the log in this Redis server (6.2 or later) instead of a folder: redis://host:port/database, rediss:// "
+        "(TLS) or unix:///path?db=database; a user is named before an @, and the password is in ASYNCMOE_LOG_PASSWORD. It needs "
+        "appendonly yes, appendfsync always, maxmemory-policy noeviction and memory for all that is kept; a run may then go on from "
+        "another node. Needs the extra redis. null: a folder.",
+    )
+    max_bytes: Positive = Field(
+        256 << 30,
+        description="Bound on the bytes of finished groups that a process keeps; turns may take a quarter of it besides. Groups are "
+        "deleted once no checkpoint needs them; a full log ends the run, which loses nothing. Raise it, or save checkpoints more often "
+        "(trainer.checkpoint_every).",
+    )
+    piece_tokens: NonNegative = Field(
+        1024,
+        description="Tokens after which an unfinished response is recorded: it is sampled in requests of so many tokens, each of which "
+        "continues the one before, so that a stopped run loses at most so many tokens of a response. 0: whole responses only. "
+        "Has no effect with rollout.interruption abort_retry or drain.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LogSection:
+        if self.redis is not None and self.folder is not None:
+            raise refused("log.folder", self.folder, "null with log.redis; leave one of them out")
+        if self.redis is not None and not _ADDRESS.fullmatch(self.redis):
+            forms = "redis://host:port/database, rediss://host:port/database or unix:///path?db=database, where database is a number"
+            got = re.sub("//.*@|password=.*", "(hidden)", self.redis)  # which `config.yaml` would show
+            raise refused("log.redis", got, f"{forms}, without a password, which is in ASYNCMOE_LOG_PASSWORD")
+        return self
+
+    def place(self, run_dir: Path) -> Path:
+        """Return the folder of the log of a run that keeps it in one."""
+        return self.folder or run_dir / "log"

@@ -1,0 +1,59 @@
+"""The payload of a finished group: a header, then the frames of its trajectories as the queue holds them.
+
+A 4-byte little-endian length, a msgpack header of that length, and the frames one after the other, in the header's order.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from asyncmoe.errors import DataError
+from asyncmoe.queue.group_buffer import Group
+from asyncmoe.rpc.item import Item
+from asyncmoe.trajectory import Buffer, frames_in
+
+_LENGTH = struct.Struct("<I")
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    attempt: int
+    items: tuple[Item, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    """Bytes of each frame of each item."""
+
+
+def encode(group: Group) -> list[Buffer]:
+    """Return the parts of a group's payload; frames are not copied."""
+    frames = [group.frames[item.key] for item in group.items]
+    sizes = tuple(tuple(memoryview(frame).nbytes for frame in one) for one in frames)
+    header = msgspec.msgpack.encode(_Header(group.attempt, group.items, sizes))
+    return [_LENGTH.pack(len(header)), header, *(frame for one in frames for frame in one)]
+
+
+def decode(payload: Buffer, arrival: int, name: str) -> Group:
+    """The inverse of `encode`; frames are views of the payload, whose checksum must have been verified.
+
+    Args:
+        name: of the group, for messages.
+
+    Raises:
+        DataError: it is no payload, or one of another version.
+    """
+    view = memoryview(payload)
+    try:
+        (length,) = _LENGTH.unpack_from(view)
+        header = msgspec.msgpack.decode(view[_LENGTH.size : _LENGTH.size + length], type=_Header)
+    except (struct.error, ValueError, RecursionError) as error:
+        raise DataError(name, got=f"no header: {error}", expected="a group that this version wrote") from error
+    at, frames = _LENGTH.size + length, {}
+    for item, sizes in zip(header.items, header.sizes, strict=False):
+        frames[item.key] = one = list[Buffer]()
+        for size in sizes:
+            one.append(view[at : at + size])
+            at += size
+    whole = all(len(one) == frames_in(1) for one in frames.values()) and len(frames) == len(header.items) == len(header.sizes)
+    if at != len(view) or not whole or not frames:
+        raise DataError(name, got=f"{len(view)} bytes of {len(frames)} trajectories", expected=f"{at} bytes of {len(header.items)}")
+    return Group(arrival, header.items, frames, header.attempt)

@@ -1,0 +1,173 @@
+"""What the log of a run says: msgpack maps with a tag, each with the queue's ledger after it.
+
+Each record says all that it takes to know of its subject, so that damage loses no more than the records that it covers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from asyncmoe.errors import DataError
+from asyncmoe.queue.accounts import Accounts
+from asyncmoe.trajectory import Buffer
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Also a rollout worker's message has a place."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a payload lies: number of the process that wrote it, and position in its log."""
+
+    writer: Number
+    position: Number
+
+
+class _Record(msgspec.Struct, frozen=True, tag=lambda name: name.lower(), forbid_unknown_fields=True):
+    pass
+
+
+class RunStands(_Record, frozen=True):
+    """Where the run stands; what is older is forgotten.
+
+    Attributes:
+        first: step from which on all leases are known.
+        next: number of the first group never begun.
+        history: number of restarts after which steps were trained again.
+        trained: steps that the trainer has taken, warm-up included; None: unknown.
+        since: position of the oldest record that is needed.
+        again: leases of steps from here on are granted again; None: none are.
+    """
+
+    first: int
+    next: int
+    history: int
+    trained: int | None
+    since: int = 0
+    again: int | None = None
+
+
+class GroupBegun(_Record, frozen=True):
+    """Sampling of a group begins, for the first time or again."""
+
+    number: int
+    attempt: int
+    failures: int
+    history: int
+
+
+class GroupFinished(_Record, frozen=True):
+    """A group is finished; its payload is durable. `arrival`: its place in the order of arrivals."""
+
+    number: int
+    arrival: int
+    attempt: int
+    episodes: int
+    place: Place
+
+
+class GroupEnded(_Record, frozen=True):
+    """A group is dropped or rejected for a reason, and does not start again."""
+
+    number: int
+    state: Literal["dropped", "rejected"]
+    reason: str
+
+
+class GroupAgain(_Record, frozen=True):
+    """A group fell, or was too old or late, and is to start again."""
+
+    number: int
+    attempt: int
+    failures: int
+    reason: str
+
+
+class LeasedGroup(msgspec.Struct, frozen=True):
+    """A group in a lease: the factor on its weight, the keys of its trajectories in order, and the rest as in `GroupFinished`.
+
+    Attributes:
+        order: its arrival.
+    """
+
+    number: int
+    weight: float
+    keys: tuple[str, ...]
+    order: int
+    episodes: int
+    place: Place
+
+
+class StepLeased(_Record, frozen=True):
+    """All that a step was made of.
+
+    Attributes:
+        count: episodes.
+        version: the trainer's.
+        history: in which it was leased first.
+        groups: in order.
+    """
+
+    step: int
+    count: int
+    version: int
+    history: int
+    groups: tuple[LeasedGroup, ...]
+
+
+class StepCommitted(_Record, frozen=True):
+    """A step is over: the trainer has trained on its groups, or has skipped them for a reason. A step of the warm-up has none."""
+
+    step: int
+    skipped: str = ""
+    groups: tuple[int, ...] = ()
+
+
+class StepReleased(_Record, frozen=True):
+    """A lease ends untrained: its groups are queued again."""
+
+    step: int
+
+
+Change = RunStands | GroupBegun | GroupFinished | GroupEnded | GroupAgain | StepLeased | StepCommitted | StepReleased
+
+
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A record of the controller's log. `accounts`: the queue's ledger after the change."""
+
+    change: Change
+    accounts: Accounts | None = None
+
+
+class EpisodeKey(msgspec.Struct, frozen=True, array_like=True):
+    """Names an episode, as `EpisodeId`."""
+
+    group: int
+    episode: int
+    attempt: int
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """A turn of an episode under way, or a piece of a long one. `request`: digest of what was asked."""
+
+    key: EpisodeKey
+    request: bytes
+    answer: bytes
+
+
+encode = msgspec.msgpack.Encoder().encode
+_ENTRIES, _ANSWERS = msgspec.msgpack.Decoder(LogEntry), msgspec.msgpack.Decoder(Answered)
+
+
+def entry(data: Buffer, name: str) -> LogEntry:
+    """Read a record of the controller's log. Raises DataError: another version wrote it."""
+    try:
+        return _ENTRIES.decode(data)
+    except msgspec.MsgspecError as error:
+        raise DataError(name, got=str(error), expected="records that this version knows", hint="use the version that wrote it") from error
+
+
+def answered(data: Buffer) -> Answered:
+    """Read a record of turns, whose checksum was verified. Raises msgspec.MsgspecError."""
+    return _ANSWERS.decode(data)

@@ -1,0 +1,247 @@
+"""Logs in Redis Streams: a record is an entry whose id is its position. The server refuses an entry that is not above the newest.
+
+So a record that is sent again counts once, and of two controllers one can write: a log is opened by an entry at the next multiple of
+`_SESSION`, above all that the one before can send. A lock only keeps a second controller from taking the place of one that is alive: it
+expires some seconds after that has ended. Durable is what the server has acknowledged: it must sync its file before it answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ReadOnlyError, RedisError, ResponseError
+from redis.retry import Retry
+
+from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, gibibytes
+from asyncmoe.log.log import LOST, Log, Record
+from asyncmoe.trajectory import Buffer
+from asyncmoe.trajectory.native import crc32c
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+KEY, PASSWORD = "log.redis", "ASYNCMOE_LOG_PASSWORD"
+_LEAST = (6, 2)
+"""XTRIM MINID came with it."""
+_NEEDS = {
+    "redis_mode": "standalone",
+    "role": "master",
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "no-appendfsync-on-rewrite": "no",
+    "maxmemory-policy": "noeviction",
+}
+"""With anything else a server may lose or evict what it has acknowledged."""
+_ENTRY, _OPENED = b"r", b"o"
+_MOST_BYTES = (512 << 20) - 4
+_SESSION = 1 << 40
+_LOCK_S, _BEAT_S, _CHECK_BEATS, _PAGE = 6.0, 1.0, 5, 16
+_PATIENCE_S, _ANSWER_S, _PAUSE_S = 60.0, 30.0, 0.5
+_BROKEN = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, BusyLoadingError, OSError)
+"""Errors after which a request is sent again. A server that became a replica is one: the address may soon be the new master's."""
+_CRC = struct.Struct("<I")
+
+
+class RedisServer:
+    """A server. Any thread may use it.
+
+    Args:
+        url: redis://host:port/database, rediss:// (TLS) or unix:///path?db=database, without a password.
+        patience_s: seconds for which a request is sent again while the server does not answer.
+    """
+
+    def __init__(self, url: str, patience_s: float = _PATIENCE_S) -> None:
+        self.name, self._patience_s, self.over = re.sub("//[^/@]*@", "//", url.partition("?")[0]), patience_s, threading.Event()
+        once: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "protocol": 2, "password": os.environ.get(PASSWORD)}
+        self.client = redis.Redis.from_url(url, socket_timeout=_ANSWER_S, socket_connect_timeout=5.0, **once)
+
+    def check(self) -> None:
+        """Refuse a server that may lose or evict what it has acknowledged. Raises UserError, StorageError."""
+        told = self.call(lambda client: client.info("server") | client.info("replication") | client.config_get(*_NEEDS))
+        if tuple(int(part) for part in str(told["redis_version"]).split(".")[:2]) < _LEAST:
+            raise UserError(KEY, got=f"Redis {told['redis_version']} at {self.name}", expected="6.2 or later")
+        for setting, expected in _NEEDS.items():
+            if (got := told.get(setting, "nothing")) != expected:
+                hint = "otherwise it may lose or evict what it has acknowledged: name another server, or set it in its redis.conf"
+                raise UserError(KEY, got=f"{self.name} with {setting} {got}", expected=f"{setting} {expected}", hint=hint)
+
+    def call(self, request: Callable[[Any], T]) -> T:
+        """Return what a request answers, which may be sent again. Raises UserError, StorageError."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return request(self.client)
+            except (RedisError, OSError) as error:
+                broken = isinstance(error, _BROKEN) and not isinstance(error, AuthenticationError)
+                if not broken or time.monotonic() >= until or self.over.wait(_PAUSE_S):
+                    raise self.explained(error) from error
+                log.warning("log: %s does not answer (%s); it is asked again", self.name, error)
+
+    def explained(self, error: Exception) -> AsyncmoeError:
+        """Return the error for the user."""
+        said = " ".join(str(error).split())[:300].rstrip(".")
+        if isinstance(error, AuthenticationError | NoPermissionError):
+            hint = f"set {PASSWORD}, and name a user as in redis://user@host; docs/guides/log.md has what it must be allowed"
+            return UserError(KEY, got=f"{said} at {self.name}", expected="a user who may do it", hint=hint)
+        cure = "does not answer: bring it back, or name another one" if isinstance(error, _BROKEN) else "refuses a request: see its log"
+        if "maxmemory" in said:
+            cure = "is full: raise its maxmemory, or save checkpoints more often (trainer.checkpoint_every), which frees what they cover"
+        return StorageError(f"{KEY}: {self.name} ({said}) {cure}; then start the run again: nothing that was acknowledged is lost")
+
+
+def sealed(key: str, position: int, parts: Sequence[Buffer]) -> bytes:
+    """Return a record behind its checksum, which covers where it lies."""
+    crc = crc32c(f"{key} {position}".encode())
+    for part in parts:
+        crc = crc32c(part, crc)
+    return b"".join([_CRC.pack(crc), *parts])
+
+
+def opened(key: str, position: int, data: bytes | None) -> memoryview | None:
+    """Return what `sealed` joined; None if it is damaged."""
+    payload = memoryview(data or b"")[_CRC.size :]
+    return payload if data is not None and sealed(key, position, [payload]) == data else None
+
+
+class RedisLog(Log):
+    """The log of one stream, asyncmoe:RUN:WRITER. Opening it blocks. Arguments as for `FileLog`.
+
+    Raises:
+        UserError: the server cannot be used, or another process writes the log.
+        StorageError: the server does not answer, or is full.
+    """
+
+    def __init__(self, server: RedisServer, run: str, writer: str, max_bytes: int | None = None) -> None:
+        self._server, self._all, self._over = server, f"asyncmoe:{run}:", threading.Event()
+        self._key, self._lock = self._all + writer, f"{self._all}{writer}:lock"
+        self._mine = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex}".encode()
+        self._call = server.call
+        server.check()
+        until = time.monotonic() + _LOCK_S + _BEAT_S
+        while not self._call(self._lock_it):
+            if time.monotonic() >= until:  # else its controller may have ended
+                raise self._taken()
+            time.sleep(_BEAT_S / 10)
+        begin = self._last = self._opened = (self._call(self._newest) // _SESSION + 1) * _SESSION
+        self._call(lambda client: self._newest(client) < begin and client.xadd(self._key, {_OPENED: self._mine}, id=f"{begin}-0"))
+        super().__init__(f"log {server.name} {self._key}", begin + 1, self._usage(), max_bytes)
+        self._beating = threading.Thread(target=self._beat, name="log lock", daemon=True)
+        self._thread.start()
+        self._beating.start()
+
+    def append(self, parts: Sequence[Buffer]) -> int:
+        """See `Log`. Raises StorageError also for a record that no server takes."""
+        if (nbytes := sum(memoryview(part).nbytes for part in parts)) > _MOST_BYTES:
+            raise StorageError(f"{KEY}: got a group of {gibibytes(nbytes)}, expected at most 0.50 GiB; keep the log in a folder")
+        return super().append(parts)
+
+    def read(self) -> Iterator[tuple[int, Buffer]]:
+        """See `Log`."""
+        after = "-"
+        while page := self._page(after):
+            for name, fields in page:
+                after, position = f"({name.decode()}", int(name.partition(b"-")[0])
+                data = opened(self._key, position, fields.get(_ENTRY))
+                if data is not None:
+                    yield position, data
+                elif _OPENED not in fields:
+                    self.damaged = True
+                    log.error("%s is damaged: the record at position %d cannot be read", self.name, position)
+
+    def read_at(self, position: int, writer: str | None = None) -> Buffer:
+        """See `Log`."""
+        key = self._key if writer is None else self._all + writer
+        found = self._call(lambda client: client.xrange(key, f"{position}-0", f"{position}-0"))
+        data = opened(key, position, found[0][1].get(_ENTRY)) if found else None
+        if data is None:
+            got = "a damaged record" if found else "nothing there"
+            raise DataError(f"log {self._server.name} {key} position {position}", got=got, expected="a record", hint=LOST)
+        return data
+
+    def forget(self, below: int) -> int:
+        """See `Log`."""
+        self._call(lambda client: client.xtrim(self._key, minid=f"{below}-0", approximate=False))
+        freed = self.size - self._usage()
+        with self._changed:
+            self.size -= freed
+        return max(freed, 0)
+
+    def _write(self, batch: Sequence[Record]) -> None:
+        def send(client: Any) -> None:
+            newest = self._newest(client)
+            if newest < self._last:
+                lost = "it has lost what it had acknowledged, or somebody has deleted it: delete its keys, which loses what was queued"
+                raise StorageError(f"{self.name}: got records up to {newest}, expected {self._last}; {lost}")
+            if newest > batch[-1][0]:
+                raise self._taken()
+            pipeline = client.pipeline(transaction=False)
+            for position, parts in batch:
+                if position > newest:  # else it was sent before, and the answer was lost
+                    pipeline.xadd(self._key, {_ENTRY: sealed(self._key, position, parts)}, id=f"{position}-0")
+            pipeline.execute()
+
+        self._call(send)
+        self._last = batch[-1][0]
+
+    def _sync(self) -> None:
+        """Do nothing: the server syncs before it answers."""
+
+    def _explained(self, error: Exception) -> AsyncmoeError:
+        return self._server.explained(error)
+
+    def _let_go(self) -> None:
+        if not self._over.is_set():
+            self._over.set()
+            self._beating.join()
+            with suppress(RedisError, OSError):
+                if self._server.client.get(self._lock) == self._mine:
+                    self._server.client.delete(self._lock)
+
+    def _taken(self) -> UserError:
+        holder = (self._call(lambda client: client.get(self._lock)) or b"one that has ended ?").decode(errors="replace")
+        got = f"{self._server.name} {self._all}*, in use by another process ({holder.rpartition(' ')[0]})"
+        return UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it")
+
+    def _page(self, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        return self._call(lambda client: client.xrange(self._key, after, f"{self._opened}-0", _PAGE))
+
+    def _lock_it(self, client: Any) -> bool:
+        return bool(client.set(self._lock, self._mine, nx=True, px=int(_LOCK_S * 1000)) or client.get(self._lock) == self._mine)
+
+    def _newest(self, client: Any) -> int:
+        """Position of the newest entry that there ever was; 0 if there is no such stream."""
+        try:
+            return int(client.xinfo_stream(self._key)["last-generated-id"].partition(b"-")[0])
+        except ResponseError:
+            return 0
+
+    def _usage(self) -> int:
+        return int(self._call(lambda client: client.memory_usage(self._key, samples=0)) or 0)
+
+    def _beat(self) -> None:
+        """Renew the lock. Whoever writes waits for a server that does not answer, and says so."""
+        beats = 0
+        while not self._over.wait(_BEAT_S) and self._failure is None:
+            beats += 1
+            try:
+                held = self._server.client.get(self._lock)
+                if held not in (None, self._mine):
+                    raise self._taken()
+                self._server.client.set(self._lock, self._mine, px=int(_LOCK_S * 1000), nx=held is None)
+                if beats % _CHECK_BEATS == 0:
+                    self._server.check()
+            except UserError as error:
+                self._fail(error)
+            except (RedisError, OSError, StorageError) as error:
+                log.debug("log: %s", error)

@@ -1,0 +1,236 @@
+"""The controller's use of the log: which run it belongs to, what a queue goes on with, and what a checkpoint makes superfluous."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncmoe import checkpoints, installed
+from asyncmoe.config import Config, gone
+from asyncmoe.config.log import LogSection
+from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.log import belonging, turns
+from asyncmoe.log.belonging import Belonging
+from asyncmoe.log.files import FileLog
+from asyncmoe.log.fold import LogState, Recovered, recover
+from asyncmoe.log.log import Log
+from asyncmoe.log.queue_log import CONTROLLER, OWN, QueueLog
+from asyncmoe.log.turns import Turns
+from asyncmoe.models import origin
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.replays import UNDISTURBED, Resumption
+from asyncmoe.rpc.worker_messages import WorkerBegin
+from asyncmoe.trajectory import Recording
+
+log = logging.getLogger(__name__)
+Open = Callable[[str, int | None], Log]
+"""Opens the log of a writer, with a bound on its bytes."""
+
+
+class RunLog:
+    """Connects one controller with the log of its run; with log.enabled=false there is none.
+
+    Attributes:
+        queue_log: for the queue and the producer.
+        first_group: number of the first group never begun; known after `resume`.
+        retain: tells rollout workers the position of the oldest payload that is needed, by worker.
+    """
+
+    def __init__(self, config: Config, queue_log: QueueLog, run: str = "") -> None:
+        self._config, self.queue_log, self._run, self._kept = config, queue_log, run, bool(run)
+        self.first_group = 0
+        self.retain: Callable[[Mapping[int, int]], None] = lambda needed: None
+
+    @classmethod
+    def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording) -> RunLog:
+        """Open the log of a run, if it has one. Blocks.
+
+        Args:
+            hf: configuration of the model.
+            recording: what engines report of each token.
+
+        Raises:
+            UserError: it is another run's, damaged, in use, or does not belong to the newest checkpoint.
+            StorageError: it cannot be written.
+        """
+        run_dir, section = config.run.dir, config.log
+        if not section.enabled:
+            belonging.refuse_without(run_dir, section.place(run_dir))
+            return cls(config, QueueLog())
+        known, now = belonging.read(run_dir), belonging_of(config, hf, recording)
+        if now != known:  # first, so that nothing is left of which no run knows
+            belonging.write(run_dir, now)
+        opened = opener(section, run_dir, now.run)
+        with ExitStack() as held:
+            kept = QueueLog(opened(CONTROLLER, None), lambda: belonging.write(run_dir, msgspec.structs.replace(now, begun=True)))
+            held.callback(kept.close)
+            newest = checkpoints.newest(run_dir)
+            step = 0 if newest is None else int(checkpoints.facts(newest)["step"])
+            if known is not None and known.begun and not kept.state.next:
+                log.warning("%s is gone: what was queued or under way when the run stopped is sampled again", kept.name)
+            if known is not None and not known.begun and known.of != now.of:
+                kept.state = LogState()  # of a run that never began
+            recover(kept.state, step, config.warmup.steps, config.rollout.batch, kept.name)
+            if not config.rollout.workers:  # which have those of their own
+                kept.payloads = opened(str(OWN), section.max_bytes)
+                kept.turns = turns_of(opened, section, OWN, kept.state.under_way)
+            held.pop_all()
+        return cls(config, kept, now.run)
+
+    async def for_workers(self) -> WorkerBegin:
+        """Return what a rollout worker must know of the log that joins now."""
+        return WorkerBegin(self._run, self.queue_log.state.under_way)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no queue has used the log before; also without a log."""
+        return self.queue_log.state.first is None
+
+    def committed(self) -> int:
+        """Return the steps of a trainer that goes on although its controller was lost.
+
+        Raises:
+            ProtocolError: the log does not know of any.
+        """
+        if (trained := self.queue_log.state.trained) is None:
+            raise ProtocolError("hello: the trainer goes on, but no log knows its steps; restart both")
+        return trained
+
+    async def resume(self, step: int, *, goes_on: bool = False) -> Resumption:
+        """Return what the queue of a trainer that has taken `step` steps goes on with.
+
+        Args:
+            goes_on: the trainer was not started again.
+
+        Raises:
+            DataError: the log does not belong to this checkpoint, or is damaged.
+        """
+        config, queue_log = self._config, self.queue_log
+        self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
+        if not self._kept:
+            return UNDISTURBED
+        base, batch = config.warmup.steps, config.rollout.batch
+        lost = await asyncio.to_thread(queue_log.lost, max(step, base))
+        found = queue_log.begin(step, base, batch, self.first_group, goes_on=goes_on, lost=lost)
+        self.first_group = found.next
+        queued = await queue_log.groups(found.queued)
+        if found.replays or queued or found.starts:
+            log.info("log: %s", told(found, goes_on))
+        return Resumption(found.accounts, queued, found.starts, found.arrivals, queue_log, served=max(found.replays, default=-1) + 1)
+
+    def check_reopen(self, step: int, queue: BoundedQueue) -> None:
+        """Refuse a trainer that was started again in place and has taken `step` steps, if it cannot be given the steps since then.
+
+        Raises:
+            AsyncmoeError: there is no log.
+            ProtocolError: it is ahead of the queue.
+        """
+        if not self._kept:
+            raise AsyncmoeError("a trainer was started again in place, which needs the log, and log.enabled is false")
+        if step > queue.trained_steps:
+            raise ProtocolError(f"hello: the trainer has taken {step} steps, the controller counts {queue.trained_steps}; restart both")
+
+    def reopen(self, queue: BoundedQueue, step: int) -> int:
+        """Have a queue that goes on answer a trainer that was started again in place and has taken `step` steps; return the history.
+
+        Raises:
+            DataError: the log does not belong to this checkpoint.
+        """
+        found = self.queue_log.reopening(step, self._config.warmup.steps)
+        queue.reopen(found)
+        steps = f"steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else "no step is trained again"
+        log.info("log: history %d, %s", found.history, steps)
+        return found.history
+
+    async def saved(self) -> None:
+        """Delete what no checkpoint needs that the run may go back to.
+
+        Raises:
+            StorageError: a file could not be deleted.
+        """
+        if not self._kept or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
+            return
+        freed = await self.queue_log.forget(floor)
+        self.retain(self.queue_log.state.payloads)
+        log.info("log: %d bytes freed, %d kept", freed, self.queue_log.size)
+
+    async def close(self) -> None:
+        """Write what was handed over, and close the log."""
+        await asyncio.to_thread(self.queue_log.close)
+
+
+def opener(section: LogSection, run_dir: Path, run: str) -> Open:
+    """Return what opens the logs of a run. Raises UserError: the client of Redis is not installed."""
+    if section.redis is None:
+        return lambda writer, most: FileLog(section.place(run_dir), run, writer, most)
+    installed.need("redis", "log.redis")
+    from asyncmoe.log import redis
+
+    url = section.redis
+    return lambda writer, most: redis.RedisLog(redis.RedisServer(url), run, writer, most)
+
+
+def turns_of(opened: Open, section: LogSection, number: int, under_way: Mapping[int, int]) -> Turns:
+    """Open the turns of a process, and find those of groups under way. Blocks. Raises as `FileLog`."""
+    return Turns(opened(turns.writer(number), section.max_bytes // turns.SHARE), under_way)
+
+
+def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) -> Belonging:
+    """Return which run a log is of, and refuse a configuration that it does not belong to. Raises as `belonging.read` and `check`."""
+    run_dir, of, redis = config.run.dir, identity(config, hf, recording), config.log.redis is not None
+    if (known := belonging.read(run_dir)) is None:
+        return belonging.new(of, redis=redis)
+    if known.begun and origin.read(run_dir):  # with which the launcher has compared the task, which may change by choice
+        of["task"] = known.of.get("task", of["task"])
+    if known.of.get("model", "").rpartition(" ")[2] == of["model"].rpartition(" ")[2]:
+        of["model"] = known.of["model"]  # its directory may have another name
+    now = msgspec.structs.replace(known, of=of, redis=redis)
+    if known.begun:
+        belonging.check(known, now, run_dir, config.log.place(run_dir))
+    return now
+
+
+def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dict[str, str]:
+    """Return what a log belongs to besides its run, by the key that names it: all that must be the same for its groups to be trained.
+
+    Of paths only the last part is in them, so that a run and its files may move; of the model's, see `belonging_of`.
+    """
+    return {
+        "run.seed": str(config.run.seed),
+        "model": f"{config.model.path.name} {_digest(hf)}",
+        "task": f"{config.task.kind} {_digest({**config.task.model_dump(), **gone.TASK})}",
+        "rollout.groups_per_step": str(config.rollout.groups_per_step),
+        "rollout.group_size": str(config.rollout.group_size),
+        "warmup.steps": str(config.warmup.steps),
+        "keep": _digest(repr(recording)),
+    }
+
+
+def oldest(run_dir: Path, keep: int) -> int | None:
+    """Return the step of the oldest of the `keep` newest checkpoints, which the run may go back to; None if there is none."""
+    complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
+    steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
+    return min(steps[-keep:], default=None)
+
+
+def told(found: Recovered, goes_on: bool = False) -> str:
+    """Describe what a run goes on with."""
+    what = "are under way" if goes_on else "are trained again"
+    steps = f", steps {min(found.replays)} to {max(found.replays)} {what}" if found.replays else ""
+    return (
+        f"history {found.history}{steps}, {len(found.queued)} groups are queued, {len(found.starts)} start again, "
+        f"then group {found.next} and the next ones"
+    )
+
+
+def _digest(values: object) -> str:
+    text = json.dumps(values, sort_keys=True, default=lambda value: value.name if isinstance(value, Path) else str(value))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,160 @@
+"""Logs of both backends, and the lives of a queue that has one: each may be killed, and goes on beside what it left."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import pytest
+
+from asyncmoe.log.files import FileLog
+from asyncmoe.log.log import Log
+from asyncmoe.log.queue_log import CONTROLLER, OWN, QueueLog
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.replays import Resumption
+from asyncmoe.queue.start_order import Start
+from asyncmoe.rpc.messages import Leased
+from tests.redis_server import LocalRedis, needed
+from tests.unit.test_queue_model import make_group
+
+T = TypeVar("T")
+SIZE, BATCH = 2, 4
+BACKENDS = pytest.mark.parametrize("backend", ["files", pytest.param("redis", marks=needed())])
+
+
+@dataclass
+class Home:
+    """Where logs are: in folders, or in a database of a server for each folder."""
+
+    server: LocalRedis | None = None
+    databases: dict[Path, int] = field(default_factory=dict)
+
+    def number(self, folder: Path) -> int:
+        return self.databases.setdefault(folder, len(self.databases))
+
+    def log(self, folder: Path, writer: str, max_bytes: int | None = None, run: str = "run", segment_bytes: int = 1 << 12) -> Log:
+        if self.server is None:
+            return FileLog(folder / "log", run, writer, max_bytes, segment_bytes)
+        from asyncmoe.log import redis
+
+        return redis.RedisLog(redis.RedisServer(f"{self.server.url}?db={self.number(folder)}"), run, writer, max_bytes)
+
+    def opened(self, folder: Path, max_bytes: int = 1 << 24) -> QueueLog:
+        made = QueueLog(self.log(folder, CONTROLLER))
+        made.payloads = self.log(folder, str(OWN), max_bytes)
+        return made
+
+    def copy(self, folder: Path, to: Path) -> None:
+        """What a kill of the writer leaves now."""
+        if self.server is None:
+            shutil.copytree(folder, to)
+            return
+        with self.server.client(self.number(folder)) as client:
+            pipeline = client.pipeline(transaction=True)
+            for key in client.keys("*"):
+                if not key.endswith(b":lock"):
+                    pipeline.copy(key, key, self.number(to))
+            pipeline.execute()
+
+
+@contextmanager
+def home_of(backend: str) -> Iterator[Home]:
+    with TemporaryDirectory() as folder:
+        server = LocalRedis(Path(folder)) if backend == "redis" else None
+        try:
+            yield Home(server)
+        finally:
+            if server is not None:
+                server.close()
+
+
+@pytest.fixture(scope="module")
+def homes() -> Iterator[dict[str, Home]]:
+    """A home of each backend, the server started when it is first asked for."""
+
+    class Lazy(dict[str, Home]):
+        def __missing__(self, backend: str) -> Home:
+            held.append(home_of(backend))
+            self[backend] = held[-1].__enter__()
+            return self[backend]
+
+    held: list[Any] = []
+    yield Lazy()
+    for one in held:
+        one.__exit__(None, None, None)
+
+
+@pytest.fixture
+def home(homes: dict[str, Home], backend: str) -> Home:
+    return homes[backend]
+
+
+def written(log: Log | None) -> None:
+    """Wait until all that was appended is where a kill leaves it."""
+    while log is not None and log._written < log.end and log._failure is None:
+        time.sleep(0.0005)
+
+
+@dataclass
+class Life:
+    """One process's log and queue."""
+
+    home: Home
+    folder: Path
+    log: QueueLog
+    queue: BoundedQueue
+    starts: Sequence[Start]
+    next: int
+
+    async def group(self, number: int, versions: Sequence[int] = (0, 0), attempt: int = 0) -> None:
+        self.begin(number, attempt)
+        await self.queue.put_group(make_group(number, SIZE, list(versions)))
+
+    def begin(self, number: int, attempt: int = 0) -> None:
+        self.queue.started(SIZE)
+        self.log.begun(Start(number, attempt))
+
+    async def lease(self, step: int) -> Leased:
+        return await self.queue.lease(step, "rl", BATCH, step, 5.0)
+
+    async def train(self, step: int, dropped: str = "") -> Leased:
+        """Fill, lease and commit a step, and publish its version."""
+        for number in (2 * step, 2 * step + 1):
+            await self.group(number, (step, step))
+        leased = await self.lease(step)
+        self.queue.commit(step, dropped)
+        self.queue.set_version(step + 1)
+        return leased
+
+    def kill(self, to: Path) -> Path:
+        """End; return what a kill leaves."""
+        written(self.log._changes)
+        written(self.log.payloads)
+        self.home.copy(self.folder, to)
+        self.log.close()
+        return to
+
+
+async def live(home: Home, folder: Path, step: int = 0, **options: Any) -> Life:
+    """Open the log as a controller does whose trainer has taken `step` steps."""
+    log = home.opened(folder)
+    found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
+    resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals, log)
+    sizes = {"capacity": 4 * BATCH, "batch": BATCH, "group_size": SIZE, "max_staleness": 3}
+    held = BoundedQueue(**sizes, trained_steps=step, log=log, resumed=resumed, **options)
+    return Life(home, folder, log, held, held.take_requeued(), found.next)
+
+
+def in_loop(body: Coroutine[Any, Any, T], most_s: float = 60.0) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(most_s):
+            return await body
+
+    return asyncio.run(bounded())

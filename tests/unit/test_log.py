@@ -1,0 +1,563 @@
+"""One log, both backends: what is durable is found again, whatever happens to the process, the disk or the server."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncmoe.errors import DataError, InvariantBroken, StorageError, UserError
+from asyncmoe.log.files import HEADER_BYTES, FileLog
+from asyncmoe.log.log import HEAD_BYTES, Log
+from tests.disks import mounted
+from tests.redis_server import LocalRedis, LossyLink, needed
+from tests.unit.log_lives import BACKENDS, Home, home, home_of, homes, written  # noqa: F401
+
+SIZES = (0, 1, 7, 8, 9, 100, 33)
+
+
+def payload(number: int, size: int) -> bytes:
+    return np.random.default_rng(number).bytes(size)
+
+
+async def keep(log: Log, data: bytes) -> int:
+    """Append in parts, and wait until it is durable."""
+    await log.room(len(data))
+    position = log.append([data[:3], memoryview(data)[3:]])
+    await log.durable(position)
+    return position
+
+
+def filled(log: Log, sizes: Sequence[int] = SIZES) -> list[int]:
+    """Close a log with payloads 0, 1, ... of these sizes; return their positions."""
+
+    async def write() -> list[int]:
+        with closing(log):
+            return [await keep(log, payload(number, size)) for number, size in enumerate(sizes)]
+
+    return asyncio.run(write())
+
+
+# ---------------------------------------------------------------- both
+
+
+@BACKENDS
+def test_what_is_appended_is_found_again_in_order(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    places = filled(home.log(tmp_path, "1"), SIZES * 2)
+    assert places == sorted(set(places))
+    with closing(home.log(tmp_path, "1")) as log, closing(home.log(tmp_path, "0")) as other:
+        assert [(at, bytes(data)) for at, data in log.read()] == [(at, payload(n, (SIZES * 2)[n])) for n, at in enumerate(places)]
+        assert bytes(log.read_at(places[5])) == bytes(other.read_at(places[5], "1")) == payload(5, 100)
+        assert log.end > places[-1]
+        for wrong in (places[5] + 1, log.end + 100):
+            with pytest.raises(DataError, match=rf"position {wrong}: got .*, expected a record; "):
+                log.read_at(wrong)
+
+
+@BACKENDS
+def test_what_is_below_a_position_is_let_go_of(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        with closing(home.log(tmp_path, "1")) as log:
+            places = [await keep(log, payload(n, 1000)) for n in range(40)]
+            full = log.size
+            assert log.forget(places[30]) > 15_000
+            assert log.size < full - 15_000
+            assert bytes(log.read_at(places[30])) == payload(30, 1000)
+            with pytest.raises(DataError):
+                log.read_at(places[5])
+        with closing(home.log(tmp_path, "1")) as log:
+            found = [at for at, _ in log.read()]
+            assert found == places[-len(found) :]
+            assert set(places[30:]) <= set(found)
+            log.forget(log.end)
+        with closing(home.log(tmp_path, "1")) as log:
+            assert list(log.read()) == []
+            assert await keep(log, b"more") > places[-1]
+
+    asyncio.run(body())
+
+
+@BACKENDS
+def test_the_bound_holds_and_a_closed_log_takes_nothing(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        with closing(home.log(tmp_path, "1", 20_000)) as log:
+            with pytest.raises(StorageError, match=r"^log\.max_bytes: got .* and 0\.00 MiB more, expected at most 0\.02 MiB; raise it"):
+                await asyncio.gather(*(keep(log, payload(number, 1000)) for number in range(100)))
+            assert 10_000 < log.size <= 20_000
+            assert log.is_full(1000)
+            log.forget(log.end)
+            await keep(log, b"room again")
+        log.close()
+        with pytest.raises(InvariantBroken, match="was used after it was closed"):
+            log.append([b"x"])
+
+    asyncio.run(body())
+
+
+@BACKENDS
+def test_one_writer_at_a_time(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    with closing(home.log(tmp_path, "0")), pytest.raises(UserError, match=rf"in use by another process \(process {os.getpid()} on "):
+        home.log(tmp_path, "0")
+    home.log(tmp_path, "0").close()
+
+
+# ---------------------------------------------------------------- files: damage anywhere
+
+
+DAMAGE = st.one_of(
+    st.tuples(st.just("cut"), st.integers(0, 1 << 30), st.just(0)),
+    st.tuples(st.just("flip"), st.integers(0, 1 << 30), st.integers(1, 300)),
+    st.tuples(st.just("copy"), st.integers(0, 1 << 30), st.integers(1, 300)),
+    st.tuples(st.just("insert"), st.integers(0, 1 << 30), st.integers(1, 300)),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(0, 120), min_size=1, max_size=20), what=DAMAGE, newest=st.booleans())
+def test_damage_anywhere_loses_the_records_it_covers(sizes: list[int], what: tuple[str, int, int], newest: bool) -> None:
+    """Bytes cut off, changed, overwritten by others of the file, or moved: every record that still lies whole in its place is found."""
+    with TemporaryDirectory() as name:
+        folder, small = Path(name), {"segment_bytes": 400}
+        places = filled(Home().log(folder, "1", **small), sizes)
+        path = (max if newest else min)((folder / "log" / "1").glob("*.segment"))
+        before = path.read_bytes()
+        path.write_bytes(after := spoiled(before, *what))
+        first, whole = int(path.stem), dict(zip(places, enumerate(sizes), strict=True))
+        for at, (_, size) in list(whole.items()):
+            begin, end = HEADER_BYTES + at - first, HEADER_BYTES + at - first + HEAD_BYTES + size
+            if begin >= HEADER_BYTES and begin < len(before) and after[begin:end] != before[begin:end]:
+                del whole[at]
+        with closing(Home().log(folder, "1", **small)) as log:
+            assert [(at, bytes(data)) for at, data in log.read()] == [(at, payload(*one)) for at, one in whole.items()]
+            for at, one in whole.items():
+                assert bytes(log.read_at(at)) == payload(*one)
+            assert asyncio.run(keep(log, b"more")) >= max(whole, default=0)
+        with closing(Home().log(folder, "1", **small)) as log:
+            assert [bytes(data) for _, data in log.read()][-1] == b"more"
+
+
+def spoiled(data: bytes, what: str, at: int, length: int) -> bytes:
+    at %= len(data) + 1
+    end = min(at + length, len(data))
+    match what:
+        case "cut":
+            return data[:at]
+        case "flip":
+            return data[:at] + bytes(255 - one for one in data[at:end]) + data[end:]
+        case "copy":
+            other = data[: end - at] if at > len(data) // 2 else data[len(data) - (end - at) :]
+            return data[:at] + other + data[end:]
+    return data[:at] + data[at:end] + data[at:]
+
+
+def test_damage_in_the_middle_is_one_line_and_a_torn_end_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    places = filled(Home().log(tmp_path, "1"))
+    path = next((tmp_path / "log" / "1").glob("*.segment"))
+    whole = path.read_bytes()
+    for data, told in ((whole[:-3], 0), (whole[: HEADER_BYTES + places[3] + 4] + b"?" + whole[HEADER_BYTES + places[3] + 5 :], 1)):
+        path.write_bytes(data)
+        caplog.clear()
+        with closing(Home().log(tmp_path, "1")) as log:
+            assert len(list(log.read())) == len(SIZES) - 1
+            assert log.damaged == bool(told)
+        lines = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+        assert lines == [f"log {tmp_path}/log/1 is damaged: no record from position {places[3]} to {places[4]} can be read"] * told
+        shutil.rmtree(tmp_path / "log")
+        filled(Home().log(tmp_path, "1"))
+
+
+# ---------------------------------------------------------------- files: kill -9 and power cuts
+
+
+CALLS = ("pwritev", "pwrite", "fsync", "fdatasync", "open", "unlink")
+"""Calls of the system that change what is on disk."""
+
+
+def kill_before(call: int, share: float) -> None:
+    """Have this process killed before one of its changes of the disk; if `share` > 0, when that share of one of its writes is written."""
+    count = -1
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **more: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == call:
+                if share:
+                    fd, buffers, offset = arguments
+                    whole = b"".join(buffers)
+                    os.pwrite(fd, whole[: int(share * len(whole))], offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **more)
+
+        return change
+
+    for name in ["pwritev"] if share else CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def killed(folder: Path, kill: Callable[[], None], after_s: float | None = None) -> bool:
+    """Write payloads in a process of its own, which says what is durable; return whether it was killed."""
+    said = os.open(folder.with_suffix(".said"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    child = os.fork()
+    if not child:
+        try:
+            kill()
+            for begin in (0, len(SIZES)) if after_s is None else (0,):
+                asyncio.run(work(folder, said, begin, 1 if after_s is None else 16))
+        finally:
+            os._exit(0)
+    os.close(said)
+    if after_s is not None:
+        time.sleep(after_s)
+        os.kill(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+async def work(folder: Path, said: int, begin: int, tasks: int) -> None:
+    log = FileLog(folder, "run", "1", segment_bytes=256 if tasks == 1 else 1 << 20)
+    numbers = iter(range(begin, begin + len(SIZES))) if tasks == 1 else iter(range(1 << 30))
+
+    async def one() -> None:
+        for number in numbers:
+            size = SIZES[number % len(SIZES)] if tasks == 1 else number * 7919 % 50_000
+            position = await keep(log, payload(number, size))
+            os.write(said, json.dumps([number, size, position]).encode() + b"\n")
+
+    await asyncio.gather(*(one() for _ in range(tasks)))
+    if begin:
+        log.forget(log.end)
+    log.close()
+
+
+def check_killed(folder: Path) -> int:
+    """Whatever was durable is there, and only what was appended; return how much was."""
+    durable = [json.loads(line) for line in folder.with_suffix(".said").read_text().splitlines()]
+    with closing(FileLog(folder, "run", "1")) as log:
+        found = {at: bytes(data) for at, data in log.read()}
+        assert not log.damaged, folder
+        oldest = min((int(path.stem) for path in (folder / "1").glob("*.segment")), default=0)
+        for number, size, position in durable:
+            if position >= oldest or len(durable) < 2 * len(SIZES):
+                assert found[position] == payload(number, size), (folder, number)
+    return len(durable)
+
+
+def test_a_process_killed_at_any_change_of_the_disk_loses_nothing_that_was_durable(tmp_path: Path) -> None:
+    for share in (0.0, 0.5, 1.0):
+        call, going = 0, True
+        while going:
+            folder = tmp_path / f"{share:.0%}-{call}"
+            going = killed(folder, lambda call=call, share=share: kill_before(call, share))  # type: ignore[misc]
+            check_killed(folder)
+            call += 1
+        assert call > (13 if share else 40), "changes of the disk were counted"
+
+
+def test_a_process_killed_at_any_moment_loses_nothing_that_was_durable(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    assert sum(check_killed(folder) for n in range(6) if killed(folder := tmp_path / str(n), lambda: None, draw.uniform(0.1, 0.3))) > 100
+
+
+class ForgetfulDisk:
+    """What a disk would have if power failed: of a file what was last synced, of a folder the names that were."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.contents, self.names = folder, dict[int, bytes](), dict[str, int]()
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._remembering(getattr(os, name)))
+
+    def _remembering(self, real: Callable[[int], None]) -> Callable[[int], None]:
+        def sync(fd: int) -> None:
+            found = os.fstat(fd)
+            # What is written while the sync is under way may be on disk or not.
+            before = b"" if stat.S_ISDIR(found.st_mode) else os.pread(fd, found.st_size, 0)
+            real(fd)
+            time.sleep(0.002)
+            if not stat.S_ISDIR(found.st_mode):
+                self.contents[found.st_ino] = before
+            elif os.path.samefile(f"/proc/self/fd/{fd}", self.folder / "1"):
+                self.names = {entry.name: entry.inode() for entry in os.scandir(self.folder / "1") if entry.name != "lock"}
+
+        return sync
+
+    def after_power_failed(self, folder: Path) -> None:
+        (folder / "1").mkdir(parents=True, mode=0o700)
+        for name, inode in self.names.items():
+            (folder / "1" / name).write_bytes(self.contents.get(inode, b""))
+
+
+def test_what_is_durable_is_on_a_disk_that_forgets_what_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, places = ForgetfulDisk(tmp_path / "log", monkeypatch), list[int]()
+
+    async def one(log: Log, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            position = await keep(log, payload(number, 60))
+            places.append(position)
+            disk.after_power_failed(after := tmp_path / f"after {number}")
+            with closing(FileLog(after, "run", "1")) as left:
+                assert [at for at in places if at == position or number % 10 == 0] == [at for at in places if bytes(left.read_at(at))][
+                    -len([at for at in places if at == position or number % 10 == 0]) :
+                ]
+                assert bytes(left.read_at(position)) == payload(number, 60)
+
+    async def write() -> None:
+        with closing(FileLog(tmp_path / "log", "run", "1", segment_bytes=400)) as log:
+            numbers = iter(range(60))
+            await asyncio.gather(*(one(log, numbers) for _ in range(4)))
+
+    asyncio.run(write())
+    assert len(disk.names) > 8
+
+
+# ---------------------------------------------------------------- files: bad input
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        filled(Home().log(tmp_path, "1"))
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (*(tmp_path / "log").rglob("*"), tmp_path / "log")} == {0o700, 0o600}
+
+
+def test_nothing_is_left_behind_by_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
+    filled(Home().log(tmp_path, "1"))
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(DataError, match="got the log of another run, expected this run's"):
+            Home().log(tmp_path, "1", run="another")
+    Home().log(tmp_path, "1").close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def _in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("")
+
+
+def _without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockless(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", lockless)
+
+
+def _read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_CREAT and str(folder) in str(path):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (_in_a_file, "the log: cannot write .*; "),
+        (_without_locks, r"on a file system without locks; name one on a local disk \(log\.folder\)"),
+        (_read_only, "the log: cannot write .*Read-only file system.*mount it for writing"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, spoil: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(tmp_path / "log", monkeypatch)
+    with pytest.raises(StorageError, match=line) as failed:
+        Home().log(tmp_path, "1")
+    assert "\n" not in str(failed.value)
+
+
+def test_a_disk_that_fails_is_told_to_all_that_wait_and_come_later(tmp_path: Path) -> None:
+    async def body(disk: Path) -> None:
+        log = FileLog(disk / "log", "run", "1")
+        await keep(log, b"first")
+        failed = await asyncio.gather(*(keep(log, bytes(300_000)) for _ in range(8)), return_exceptions=True)
+        assert {type(one) for one in failed} <= {int, StorageError}
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"^the log: cannot write .*No space left on device.*make room there[^\n]*$"):
+                await keep(log, b"later")
+        log.close()
+        (disk / "ballast").unlink()
+        with closing(FileLog(disk / "log", "run", "1")) as log:
+            assert bytes(next(log.read())[1]) == b"first"
+
+    with mounted(tmp_path / "disk", "2m") as disk:
+        (disk / "ballast").write_bytes(bytes(1 << 20))
+        asyncio.run(body(disk))
+
+
+def test_a_segment_that_is_deleted_while_it_is_written_fails_the_log(tmp_path: Path) -> None:
+    async def body() -> None:
+        with closing(Home().log(tmp_path, "1")) as log:
+            await keep(log, b"first")
+            next((tmp_path / "log" / "1").glob("*.segment")).unlink()
+            with pytest.raises(StorageError, match="was deleted while it was written"):
+                await keep(log, b"second")
+
+    asyncio.run(body())
+
+
+# ---------------------------------------------------------------- Redis
+
+
+@contextmanager
+def serving(folder: Path, **settings: str) -> Iterator[LocalRedis]:
+    server = LocalRedis(folder / "redis")
+    try:
+        server.configure(**settings)
+        yield server
+    finally:
+        server.close()
+
+
+def redis_log(url: str, **options: Any) -> Log:
+    from asyncmoe.log import redis
+
+    return redis.RedisLog(redis.RedisServer(url, **options), "run", "0")
+
+
+@needed()
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("appendonly", "no"), ("appendfsync", "everysec"), ("no-appendfsync-on-rewrite", "yes"), ("maxmemory-policy", "allkeys-lru")],
+)
+def test_a_server_that_may_lose_or_evict_is_refused_and_ends_a_run_that_it_serves(tmp_path: Path, setting: str, value: str) -> None:
+    with serving(tmp_path) as server, closing(redis_log(server.url)) as log:
+        server.configure(**{setting: value})
+        with pytest.raises(UserError, match=rf"^log\.redis: got unix://.* with {setting} {value}, expected {setting} \w+; .*redis\.conf"):
+            redis_log(server.url)
+        until = time.monotonic() + 10
+        while log._failure is None and time.monotonic() < until:
+            time.sleep(0.1)
+        with pytest.raises(UserError, match=setting):
+            log.append([b"x"])
+
+
+@needed()
+def test_a_server_that_is_not_there_or_refuses_the_user_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match=r"^log\.redis: unix:///absent \(.*\) does not answer: bring it back, or name another one; "):
+        redis_log("unix:///absent", patience_s=0.0)
+    with serving(tmp_path) as server:
+        server.configure(requirepass="secret")
+        with pytest.raises(UserError, match=r"^log\.redis: got .*, expected a user who may do it; set ASYNCMOE_LOG_PASSWORD, "):
+            redis_log(server.url)
+        monkeypatch.setenv("ASYNCMOE_LOG_PASSWORD", "secret")
+        redis_log(server.url).close()
+
+
+@needed()
+def test_a_server_that_is_killed_and_restarted_loses_nothing(tmp_path: Path) -> None:
+    """Through a connection that breaks between a request and its answer, too: nothing counts twice."""
+
+    async def body(server: LocalRedis, log: Log) -> list[int]:
+        places, over = list[int](), asyncio.Event()
+
+        async def fill(task: int) -> None:
+            for number in range(task, 400, 8):
+                places.append(await keep(log, payload(number, 200)))
+
+        async def kill() -> None:
+            while not over.is_set():
+                await asyncio.sleep(0.3)
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+
+        killing = asyncio.create_task(kill())
+        await asyncio.gather(*(fill(task) for task in range(8)))
+        over.set()
+        await killing
+        return places
+
+    with serving(tmp_path) as server:
+        link = LossyLink(server, tmp_path, 0.05, 3)
+        with closing(redis_log(f"unix://{link.socket}")) as log:
+            places = asyncio.run(body(server, log))
+            assert link.lost > 3
+            link.close()
+        with closing(redis_log(server.url)) as log:
+            found = dict(log.read())
+            assert sorted(found) == sorted(places)
+            assert sorted(map(bytes, found.values())) == sorted(payload(number, 200) for number in range(400))
+
+
+@needed()
+def test_a_controller_that_wakes_up_after_it_was_replaced_writes_nothing(tmp_path: Path) -> None:
+    async def body(server: LocalRedis) -> None:
+        old = redis_log(server.url)
+        await keep(old, b"one")
+        old._over.set()  # type: ignore[attr-defined]  # as if suspended: its lock expires
+        with closing(redis_log(server.url)) as new:
+            await keep(new, b"two")
+            with pytest.raises(UserError, match=r"in use by another process \(process \d+ on .*\), expected one controller of a run, "):
+                await keep(old, bytes(100))
+            old.close()
+            await keep(new, b"three")
+        with closing(redis_log(server.url)) as last:
+            assert [bytes(data) for _, data in last.read()] == [b"one", b"two", b"three"]
+
+    with serving(tmp_path) as server:
+        asyncio.run(body(server))
+
+
+@needed()
+@pytest.mark.parametrize("how", ["full", "lost", "damaged"])
+def test_what_a_server_has_lost_or_has_no_room_for_is_one_line(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(server: LocalRedis) -> None:
+        log = redis_log(server.url)
+        places = [await keep(log, payload(number, 1000)) for number in range(4)]
+        with server.client() as client:
+            copy = client.dump("asyncmoe:run:0")
+            places.append(await keep(log, payload(4, 1000)))
+            if how == "full":
+                server.configure(maxmemory="2mb")
+                with pytest.raises(StorageError, match=r"^log\.redis: unix://.* \(.*\) is full: raise its maxmemory, or save checkpoints"):
+                    await asyncio.gather(*(keep(log, bytes(100_000)) for _ in range(40)))
+                server.configure(maxmemory="0")
+            elif how == "lost":
+                client.restore("asyncmoe:run:0", 0, copy, replace=True)
+                with pytest.raises(StorageError, match=r"got records up to \d+, expected \d+; it has lost what it had acknowledged"):
+                    await keep(log, b"more")
+            log.close()
+            if how == "damaged":
+                client.delete("asyncmoe:run:0")
+                for number, at in enumerate(places):
+                    data = b"?" * 20 if number == 2 else payload(number, 1000)
+                    sealed = data if number == 2 else seal(at, data)
+                    client.xadd("asyncmoe:run:0", {"r": sealed}, id=f"{at}-0")
+        with closing(redis_log(server.url)) as again:
+            found = dict(again.read())
+            kept = {"full": places, "lost": places[:-1], "damaged": [*places[:2], *places[3:]]}[how]
+            assert set(kept) <= set(found)
+            assert again.damaged == (how == "damaged")
+        if how == "damaged":
+            assert [one.message for one in caplog.records if one.levelno >= logging.ERROR] == [
+                f"log {server.url} asyncmoe:run:0 is damaged: the record at position {places[2]} cannot be read"
+            ]
+
+    with serving(tmp_path) as server:
+        asyncio.run(body(server))
+
+
+def seal(position: int, data: bytes) -> bytes:
+    from asyncmoe.log import redis
+
+    return redis.sealed("asyncmoe:run:0", position, [data])

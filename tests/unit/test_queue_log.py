@@ -1,0 +1,435 @@
+"""A queue with a log, stopped anywhere, goes on: what was finished is kept, what was leased is leased again, nothing ends twice."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncmoe.errors import DataError, ProtocolError, StorageError, UserError
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.service import QueueService
+from asyncmoe.queue.start_order import Start
+from asyncmoe.rpc.messages import Commit
+from tests.disks import mounted
+from tests.unit.log_lives import BACKENDS, BATCH, SIZE, Home, Life, home, homes, in_loop, live  # noqa: F401
+from tests.unit.test_queue_model import make_group
+
+FILES = Home()
+
+
+@BACKENDS
+def test_everything_of_a_killed_run_goes_on(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        life = await live(home, tmp_path / "run")
+        for number in (0, 2, 1, 3, 5, 4):
+            await life.group(number, (0, 1) if number == 5 else (0, 0))
+        life.begin(6)
+        life.begin(7)
+        await life.lease(0)
+        life.queue.commit(0)
+        life.queue.set_version(1)
+        leased = await life.lease(1)
+        frames = {item.key: b"".join(life.queue.fetch(1, [item.key])) for item in leased.items}
+        life.queue.rejected(SIZE, "scorer_nan")
+        life.log.ended(6, "rejected", "scorer_nan")
+        again = await live(home, life.kill(tmp_path / "again"), 1)
+        assert (again.starts, again.next) == ([Start(7)], 8)
+        ledger = again.queue.ledger
+        assert (ledger.started, ledger.trained, ledger.leased, ledger.queued, ledger.rejected) == (16, 4, 4, 4, 2)
+        assert again.queue.stats().requeued == {"restart": 2}
+        answers = [await again.lease(1) for _ in range(2)]
+        assert answers[0].items == leased.items == answers[1].items
+        assert (leased.lineage, answers[0].lineage) == (0, 1)
+        assert {item.key: b"".join(again.queue.fetch(1, [item.key])) for item in leased.items} == frames
+        again.queue.commit(1)
+        assert [item.group for item in (await again.lease(2)).items] == [5, 5, 4, 4]
+        with pytest.raises(UserError, match=r"^log: got .*, in use by another process \(process \d+ on .*\), expected one controller"):
+            home.opened(tmp_path / "again")
+        again.log.close()
+
+    in_loop(body())
+
+
+def test_no_decision_depends_on_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(10**9, 0, -(10**6)))
+    monkeypatch.setattr("time.time", lambda: float(next(times)))
+
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        for number in range(3):
+            await life.group(number)
+        await life.lease(0)
+        again = await live(FILES, life.kill(tmp_path / "again"))
+        assert [item.group for item in (await again.lease(0)).items] == [0, 0, 1, 1]
+        assert again.queue.stats().depth == SIZE
+        again.log.close()
+
+    in_loop(body())
+
+
+def test_a_skipped_batch_stays_so_before_the_checkpoint_and_is_decided_anew_after_it(tmp_path: Path) -> None:
+    """Killed before and after the replay: the ledger adds up each time, and no skip leaves it twice."""
+
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "0")
+        for step in range(3):
+            await life.train(step, ("anomaly_loss", "anomaly_age", "anomaly_loss")[step])
+        for number in range(2):
+            life = await live(FILES, life.kill(tmp_path / str(number + 1)), 1)
+            assert life.queue.stats().dropped == {"anomaly_loss": BATCH}
+            ledger = life.queue.ledger
+            assert (ledger.started, ledger.trained, ledger.skipped, ledger.leased) == (3 * BATCH, 0, BATCH, 2 * BATCH)
+        for step, why in ((1, ""), (2, "anomaly_loss")):
+            await life.lease(step)
+            life.queue.commit(step, why)
+        assert life.queue.stats().dropped == {"anomaly_loss": 2 * BATCH}
+        last = await live(FILES, life.kill(tmp_path / "3"), 3)
+        ledger = last.queue.ledger
+        assert (ledger.started, ledger.trained, ledger.skipped, ledger.leased) == (3 * BATCH, BATCH, 2 * BATCH, 0)
+        last.log.close()
+
+    in_loop(body())
+
+
+@BACKENDS
+def test_a_lease_is_answered_only_once_it_is_durable(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        life = await live(home, tmp_path / "run")
+        for number in range(2):
+            await life.group(number)
+        leased = await life.lease(0)
+        home.copy(tmp_path / "run", tmp_path / "copy")  # without waiting for anything
+        life.log.close()
+        again = await live(home, tmp_path / "copy")
+        assert again.queue.stats().leased == BATCH
+        assert (await again.lease(0)).items == leased.items
+        again.log.close()
+
+    in_loop(body())
+
+
+def test_one_wait_for_the_disk_serves_the_commits_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path)
+        service = QueueService(life.queue, run="run", config_digest="")
+        for number in range(2):
+            await life.group(number)
+        await life.lease(0)
+        changes, syncs = life.log._changes, list[int]()
+        assert changes is not None
+        monkeypatch.setattr(changes, "_sync", lambda sync=changes._sync: (syncs.append(1), sync()))
+        await asyncio.gather(*(service(Commit(0)) for _ in range(4)))
+        await service(Commit(0))
+        assert len(syncs) == 1
+        life.log.close()
+
+    in_loop(body())
+
+
+def test_what_starts_again_comes_before_new_groups_and_in_order(tmp_path: Path) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run", rule="requeue")
+        await life.group(0)
+        life.begin(1)
+        life.begin(2)
+        life.queue.rejected(SIZE, "engine_died")
+        life.log.again(Start(1, 1, 1), "engine_died")
+        again = await live(FILES, life.kill(tmp_path / "again"))
+        assert again.starts == [Start(2), Start(1, 1, 1)]
+        assert again.next == 3
+        again.log.close()
+
+    in_loop(body())
+
+
+@pytest.mark.parametrize(("rule", "starts"), [("drop", []), ("requeue", [Start(0, 1)])])
+def test_what_was_too_old_stays_so(tmp_path: Path, rule: Any, starts: list[Start]) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run", rule=rule)
+        await life.group(0)
+        life.queue.set_version(4)
+        for number in (1, 2):
+            await life.group(number, (4, 4))
+        leased = await life.queue.lease(0, "rl", BATCH, 4, 5.0)
+        assert {item.group for item in leased.items} == {1, 2}
+        again = await live(FILES, life.kill(tmp_path / "again"), rule=rule)
+        assert again.starts == starts
+        assert again.queue.stats().depth == 0
+        assert getattr(again.queue.ledger, "dropped" if rule == "drop" else "requeued") == SIZE
+        again.log.close()
+
+    in_loop(body())
+
+
+@BACKENDS
+def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        life = await live(home, tmp_path / "run")
+        answers = [await life.train(step) for step in range(4)]
+        assert await life.log.forget(2) > 0
+        size = life.log.size
+        home.copy(tmp_path / "run", tmp_path / "far")
+        again = await live(home, life.kill(tmp_path / "again"), 2)
+        assert again.log.size <= size + (1 << 12)
+        for step in (2, 3):
+            assert (await again.lease(step)).items == answers[step].items
+            again.queue.commit(step)
+        assert again.queue.ledger.trained == 4 * BATCH
+        again.log.close()
+        far = home.opened(tmp_path / "far")
+        with pytest.raises(DataError, match=r"got a log of steps 2 to 4, expected step 1, .*; delete log .*: what was queued"):
+            far.begin(1, 0, BATCH, 0)
+        with pytest.raises(DataError, match="expected step 5, where the checkpoint is"):
+            far.begin(5, 0, BATCH, 0)
+        far.close()
+
+    in_loop(body())
+
+
+@BACKENDS
+def test_space_is_bounded(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        life, sizes = await live(home, tmp_path / "run"), []
+        for step in range(60):
+            await life.train(step)
+            if step % 5 == 4:
+                await life.log.forget(step - 4)
+                sizes.append(life.log.size)
+        assert max(sizes) < 2 * min(sizes[1:])
+        again = await live(home, life.kill(tmp_path / "again"), 57)
+        assert again.queue.ledger.leased == 3 * BATCH
+        again.log.close()
+
+    in_loop(body())
+
+
+@BACKENDS
+def test_a_full_log_is_one_line_and_loses_nothing(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        full, put = home.opened(tmp_path / "run", max_bytes=12000), list[int]()
+        full.begin(0, 0, BATCH, 0)
+        held = BoundedQueue(capacity=64, batch=BATCH, group_size=SIZE, max_staleness=99, log=full)
+
+        async def fill() -> None:
+            for number in range(60):
+                held.started(SIZE)
+                full.begun(Start(number))
+                await held.put_group(make_group(number, SIZE, [0, 0]))
+                put.append(number)
+
+        with pytest.raises(StorageError, match=r"^log\.max_bytes: [^\n]*$"):
+            await fill()
+        full.close()
+        again = home.opened(tmp_path / "run")
+        assert len(again.begin(0, 0, BATCH, 0).queued) == len(put) > 0
+        again.close()
+
+    in_loop(body())
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
+    async def fill(life: Life, put: list[int]) -> None:
+        for number in range(4000):
+            life.begin(number)
+            await life.queue.put_group(make_group(number, SIZE, [life.queue.version] * 2))
+            put.append(number)
+            if number % 2:
+                await life.lease(number // 2)
+                life.queue.commit(number // 2)
+                life.queue.set_version(number // 2 + 1)
+
+    async def body(disk: Path) -> None:
+        life, put = await live(FILES, disk / "run"), list[int]()
+        with pytest.raises(StorageError, match=r"^the log.*(ENOSPC|No space)[^\n]*make room there[^\n]*$"):
+            await fill(life, put)
+        with suppress(StorageError):
+            life.log.close()
+        (disk / "ballast").unlink()
+        again = await live(FILES, disk / "run")
+        state = again.log.state
+        assert state.next >= len(put) > 0
+        assert all(state.groups[number].place is not None for number in put)
+        assert len(state.leases) >= len(put) // 2
+        again.log.close()
+
+    with mounted(tmp_path / "disk", "2m") as disk:
+        (disk / "ballast").write_bytes(bytes(1 << 20))
+        in_loop(body(disk))
+
+
+# ---------------------------------------------------------------- a trainer that is lost alone
+
+
+async def back_to(life: Life, step: int) -> None:
+    life.queue.trainer_lost()
+    life.queue.reopen(life.log.reopening(step, 0))
+
+
+@BACKENDS
+def test_a_lost_trainer_gets_the_same_batches_while_groups_go_on_to_be_queued(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    async def body() -> None:
+        life = await live(home, tmp_path / "run")
+        leases = [await life.train(step) for step in range(3)]
+        for number in (6, 7):
+            await life.group(number, (3, 3))
+        leases.append(await life.lease(3))  # it was lost while it trained on this one
+        life.begin(8)
+        await back_to(life, 1)
+        await life.queue.put_group(make_group(8, SIZE, [3, 3]))
+        assert (life.queue.trained_steps, life.queue.version, life.log.history) == (1, 3, 1)
+        ledger = life.queue.ledger
+        assert (ledger.trained, ledger.leased, ledger.queued, ledger.running) == (BATCH, 3 * BATCH, SIZE, 0)
+        for step in (1, 2, 3):
+            again = [await life.lease(step) for _ in range(2)]
+            assert again[0] == again[1]
+            assert (again[0].items, again[0].lineage, again[0].replayed) == (leases[step].items, 1, True)
+            life.queue.fetch(step, [item.key for item in again[0].items])
+            life.queue.commit(step)
+        await life.group(9, (3, 3))
+        new = await life.lease(4)
+        assert ({item.group for item in new.items}, new.replayed) == ({8, 9}, False)
+        assert life.queue.ledger.trained == 4 * BATCH
+        later = await live(home, life.kill(tmp_path / "again"), 4)
+        assert (later.queue.ledger.trained, later.queue.ledger.leased, later.log.history) == (4 * BATCH, BATCH, 2)
+        later.log.close()
+
+    in_loop(body())
+
+
+def test_what_the_lost_trainer_waits_for_is_refused_and_takes_nothing_from_the_next_one(tmp_path: Path) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        await life.train(0)
+        waiting = asyncio.create_task(life.lease(1))
+        await asyncio.sleep(0.01)
+        life.queue.trainer_lost()
+        for number in (2, 3):
+            await life.group(number, (1, 1))
+        life.queue.reopen(life.log.reopening(1, 0))
+        with pytest.raises(ProtocolError, match="committed or released during the request"):
+            await waiting
+        assert life.queue.ledger.queued == BATCH
+        assert {item.group for item in (await life.lease(1)).items} == {2, 3}
+        life.log.close()
+
+    in_loop(body())
+
+
+def test_a_batch_that_is_read_for_a_trainer_that_is_lost_is_read_again_for_the_next(tmp_path: Path) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        leases = [await life.train(step) for step in range(2)]
+        await back_to(life, 0)
+        read, going = life.log.groups, asyncio.Event()
+
+        async def slow(recorded: Any) -> Any:
+            found = await read(recorded)
+            await going.wait()
+            return found
+
+        life.log.groups = slow  # type: ignore[method-assign]
+        old = asyncio.create_task(life.lease(0))
+        await asyncio.sleep(0.01)
+        await back_to(life, 0)
+        going.set()
+        with pytest.raises(ProtocolError):
+            await old
+        for step in range(2):
+            assert (await life.lease(step)).items == leases[step].items
+            life.queue.commit(step)
+        life.log.close()
+
+    in_loop(body())
+
+
+def test_a_checkpoint_that_the_log_does_not_reach_changes_nothing(tmp_path: Path) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        leases = [await life.train(step) for step in range(3)]
+        await life.log.forget(2)
+        before = life.queue.stats()
+        with pytest.raises(DataError, match="got a log of steps 2 to 3, expected step 1"):
+            await back_to(life, 1)
+        assert life.queue.stats() == before
+        await back_to(life, 2)
+        assert (await life.lease(2)).items == leases[2].items
+        life.log.close()
+
+    in_loop(body())
+
+
+def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = FILES.opened(tmp_path / "run")
+        log.begin(0, 4, BATCH, 0)
+        held = BoundedQueue(capacity=BATCH, batch=BATCH, group_size=SIZE, max_staleness=0, base_version=4, demonstrations=2, log=log)
+        for number in range(2):
+            await held.put_demonstrations(make_group(number, 1, [0]))
+        first = await held.lease(0, "warmup", 2, 0, 0.0)
+        held.commit(0)
+        assert log.state.trained == 1
+        for number in range(2, 4):
+            await held.put_demonstrations(make_group(number, 1, [0]))
+        blocked = asyncio.create_task(held.put_demonstrations(make_group(4, 1, [0])))
+        await held.lease(1, "warmup", 2, 1, 0.0)
+        await asyncio.sleep(0.01)
+        held.trainer_lost()
+        held.reopen(log.reopening(0, 4))
+        await blocked  # into what is forgotten
+        assert held.stats().demonstrations == 0
+        for number in range(2):
+            await held.put_demonstrations(make_group(number, 1, [0]))
+        assert (await held.lease(0, "warmup", 2, 0, 0.0)).items == first.items
+        log.close()
+
+    in_loop(body())
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_group_whose_payload_is_damaged_starts_again_and_nothing_else_is_lost(tmp_path: Path, leased: bool) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        for number in range(6):
+            await life.group(number)
+        if leased:
+            for step in range(2):
+                await life.lease(step)
+                life.queue.commit(step)
+        place = life.log.state.groups[0].place
+        assert place is not None
+        copy = life.kill(tmp_path / "again")
+        with min((copy / "log" / "1").glob("*.segment")).open("r+b") as file:
+            file.seek(place.position + 200)
+            file.write(b"damage")
+        again = await live(FILES, copy)
+        assert again.starts == [Start(0, 1)]
+        assert again.queue.ledger.queued == 5 * SIZE
+        assert again.queue.stats().requeued == {"restart": SIZE}
+        assert [item.group for item in (await again.lease(0)).items] == [1, 1, 2, 2]
+        last = await live(FILES, again.kill(tmp_path / "last"))
+        assert last.starts == [Start(0, 1)]
+        assert [item.group for item in (await last.lease(0)).items] == [1, 1, 2, 2]
+        last.log.close()
+
+    in_loop(body())
+
+
+def test_a_deleted_log_begins_anew(tmp_path: Path) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path)
+        life.begin(0)
+        life.log.close()
+        shutil.rmtree(tmp_path / "log")
+        again = await live(FILES, tmp_path, 3)
+        assert (again.next, again.starts) == (6, [])
+        again.log.close()
+
+    in_loop(body())

@@ -1,0 +1,322 @@
+"""A producer, a queue and a trainer around a log: killed at any moment, they go on as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from asyncmoe.cli import app
+from asyncmoe.config import parse
+from asyncmoe.config.schema import Config
+from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
+from asyncmoe.log import files
+from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.rounds import Rounds
+from asyncmoe.queue.start_order import Start
+from asyncmoe.rollout import run_log
+from asyncmoe.rollout.engines.types import Generation, VersionSpan
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
+from asyncmoe.rollout.producer import Producer
+from asyncmoe.rollout.run_log import RunLog
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.trajectory import NOTHING, Recording, Trajectory
+from asyncmoe.trajectory.native import crc32c
+from tests.redis_server import LocalRedis, needed
+from tests.unit.log_lives import written
+from tests.unit.test_producer import Numbers
+
+HF: dict[str, Any] = {"hidden_size": 8}
+SIZE, GROUPS = 2, 2
+BATCH = SIZE * GROUPS
+STEPS = 6
+
+
+def configured(run_dir: Path, **log: Any) -> Config:
+    return parse(
+        {
+            "run": {"dir": str(run_dir), "steps": 10},
+            "model": {"path": "model"},
+            "task": {"kind": "arithmetic"},
+            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
+            "log": log,
+        }
+    )
+
+
+@dataclass
+class Case:
+    """A run in one process, to be killed after some steps of the loop.
+
+    Attributes:
+        started: groups whose first response was asked for, with the question, in order, of all lives.
+        trained: keys by step, in the lineage behind the newest weights.
+    """
+
+    draw: random.Random
+    unit: Any
+    oversample: int
+    tail: float
+    started: list[tuple[int, str]] = field(default_factory=list)
+    trained: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    leased: dict[int, Any] = field(default_factory=dict)
+    version: int = 0
+    step: int = 0
+
+    async def life(self, folder: Path, until: float | None) -> None:
+        """Go on from step `self.step`; after `until` leave the files as a kill does, or without it end after `STEPS` steps."""
+        held = RunLog.open(configured(folder), HF, NOTHING)
+        resumed = await held.resume(self.step)
+        queue = self.queue = BoundedQueue(
+            capacity=4 * BATCH,
+            batch=BATCH,
+            group_size=SIZE,
+            max_staleness=1,
+            trained_steps=self.step,
+            log=held.queue_log,
+            resumed=resumed,
+        )
+        queue.set_version(self.step)
+        options: Any = {"oversample": self.oversample, "unit": self.unit, "filter_equal": True, "queue_log": held.queue_log}
+        options["rounds"] = Rounds(GROUPS, self.tail)
+        producer = Producer(queue, Numbers(), self._episode, SIZE, held.first_group, **options)
+        tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
+        await asyncio.wait(tasks, timeout=until, return_when=asyncio.FIRST_COMPLETED)
+        if until is not None:
+            written(held.queue_log._changes)  # nothing else runs meanwhile
+            shutil.copytree(folder, folder.with_name(f"{folder.name}+"))
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+        await held.close()
+
+    async def _episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+        if place.episode == 0:
+            self.started.append((place.group, prompt.text))
+        version = self.queue.version
+        await asyncio.sleep(self.draw.random() * 0.002)
+        kind = (place.group * 7 + place.attempt * 3) % 11
+        if kind == 1 and place.episode == 1 and place.attempt == 0:
+            raise TrajectoryRejected("engine_died", "engine.0")
+        if kind == 2 and place.episode == 0:
+            raise TrajectoryRejected("scorer_nan", "no score")
+        reward = 1.0 if kind == 3 else float(place.episode)
+        generation = Generation.of((7, place.group % 50), (-0.5, -0.25), (VersionSpan(str(version), 0, 2),), "stop", 0)
+        return (assemble([Turn(prompt.tokens, generation, version)], place, Recording(), reward, {}),)
+
+    async def _train(self, queue: BoundedQueue) -> None:
+        while self.step < STEPS:
+            leased = await queue.lease(self.step, "rl", BATCH, self.step, 10.0)
+            assert leased.items
+            assert self.leased.setdefault(self.step, leased.items) == leased.items
+            await asyncio.sleep(self.draw.random() * 0.002)
+            queue.commit(self.step)
+            self.trained[self.step] = tuple(item.key for item in leased.items)
+            self.step += 1
+            queue.set_version(self.step)
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 1 << 30),
+    kills=st.integers(1, 3),
+    unit=st.sampled_from(["group", "trajectory"]),
+    spare=st.integers(0, 1),
+    tail=st.sampled_from([1.0, 1.0, 1.5]),
+)
+def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(seed: int, kills: int, unit: str, spare: int, tail: float) -> None:
+    draw = random.Random(seed)
+    case = Case(draw, unit if tail == 1 else "group", spare, tail)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "run"
+        for _ in range(kills):
+            asyncio.run(case.life(place, draw.random() * 0.15))
+            place = place.with_name(f"{place.name}+")
+            case.step = draw.randrange(0, case.step + 1)
+        asyncio.run(case.life(place, None))
+    samples = [tuple(key.split(".")[:2]) for keys in case.trained.values() for key in keys]
+    assert sorted(case.trained) == list(range(STEPS))
+    assert len(set(samples)) == len(samples) == STEPS * BATCH
+    first = list(dict(case.started))
+    assert first == sorted(first) == list(range(len(first))), "prompts start in the order of an undisturbed run"
+    questions: dict[int, set[str]] = {}
+    for group, text in case.started:
+        questions.setdefault(group, set()).add(text)
+    assert all(len(texts) == 1 for texts in questions.values()), "a group keeps its question"
+    stats = case.queue.stats()
+    ended = sum(sum(one.values()) for one in (stats.dropped, stats.rejected, stats.requeued))
+    assert stats.started == stats.running + stats.depth + stats.leased + stats.trained + ended
+
+
+def test_without_a_log_nothing_is_kept_and_a_run_that_has_one_needs_it(tmp_path: Path) -> None:
+    async def body(**log: Any) -> Path:
+        held = RunLog.open(configured(tmp_path, **log), HF, NOTHING)
+        resumed = await held.resume(3)
+        assert held.first_group == 3 * GROUPS
+        assert not resumed.queued
+        await held.saved()
+        await held.close()
+        return tmp_path / "log"
+
+    assert not asyncio.run(body(enabled=False)).exists()
+    assert asyncio.run(body()).is_dir()
+    asyncio.run(body(enabled=False))
+    begun(tmp_path := tmp_path / "begun")
+    with pytest.raises(ConfigError, match=r"log\.enabled: got false, expected true, because the run has a log; or delete .*log"):
+        asyncio.run(body(enabled=False))
+
+
+def begun(run_dir: Path, number: int = 0, **log: Any) -> None:
+    """Begin a group in a run."""
+
+    async def body() -> None:
+        held = RunLog.open(configured(run_dir, **log), HF, NOTHING)
+        await held.resume(0)
+        held.queue_log.begun(Start(number))
+        await held.close()
+
+    asyncio.run(body())
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"run": {"seed": 3}}, "run.seed"),
+    ({"task": {"difficulty": 2}}, "task"),
+    ({"rollout": {"group_size": 4}}, "rollout.group_size"),
+    ({"warmup": {"steps": 4}}, "warmup.steps"),
+    ({"model": {"path": "other"}}, "model"),
+]
+
+
+def changed(config: Config, change: dict[str, Any]) -> Config:
+    values = config.model_dump()
+    for section, keys in change.items():
+        values[section] |= keys
+    return parse(values)
+
+
+@pytest.mark.parametrize(("change", "key"), CHANGES)
+def test_a_log_belongs_to_what_its_groups_were_sampled_by(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+    config = configured(tmp_path / "run")
+    other, hf = changed(config, change), {**HF, "rope_theta": 7} if key == "model" else HF
+    before, after = run_log.identity(config, HF, NOTHING), run_log.identity(other, hf, NOTHING)
+    assert [name for name in before if before[name] != after[name]] == [key]
+    assert run_log.identity(configured(tmp_path / "moved"), HF, NOTHING) == before
+    asyncio.run(RunLog.open(config, HF, NOTHING).close())
+    asyncio.run(RunLog.open(other, hf, NOTHING).close())  # no group has begun: it may belong to anything
+    asyncio.run(RunLog.open(config, HF, NOTHING).close())
+    begun(tmp_path / "run")
+    with pytest.raises(DataError, match=f"^{key}: got {after[key]}, expected {before[key]}, as log .* has it; set it back, or delete "):
+        RunLog.open(other, hf, NOTHING)
+    with pytest.raises(DataError, match=f"^{key}: got "):
+        run_log.belonging_of(other, hf, NOTHING)  # without opening it
+    shutil.rmtree(tmp_path / "run" / "log")
+    asyncio.run(RunLog.open(other, hf, NOTHING).close())  # it was deleted: all is sampled again
+
+
+def test_a_renamed_model_is_the_same_one(tmp_path: Path) -> None:
+    begun(tmp_path)
+    renamed = changed(configured(tmp_path), {"model": {"path": "other"}})
+    assert run_log.belonging_of(renamed, HF, NOTHING).of == run_log.identity(configured(tmp_path), HF, NOTHING)
+
+
+def another_run(run: Path) -> None:
+    begun(run.with_name("other"))
+    shutil.rmtree(run / "log")
+    shutil.copytree(run.with_name("other") / "log", run / "log")
+
+
+def as_before(run: Path) -> None:
+    (run / "journal.json").write_text('{"journal": "x", "begun": true}')
+
+
+def damaged_name(run: Path) -> None:
+    (run / "log.json").write_text("{")
+
+
+def other_format(run: Path) -> None:
+    path = next((run / "log" / "0").glob("*.segment"))
+    data = bytearray(path.read_bytes())
+    data[8] += 1
+    data[files.HEADER_BYTES - 4 : files.HEADER_BYTES] = crc32c(data[: files.HEADER_BYTES - 4]).to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (another_run, r"^log .*log: got the log of another run, expected this run's; name another log\.folder, or delete .*log: what was "),
+        (
+            as_before,
+            r"^run\.dir: got .* with a journal, the form before, expected a log; finish the run with the version that began it, ",
+        ),
+        (damaged_name, r"log\.json: got .*, expected the name of the run's log; delete it and the log: what was queued"),
+        (other_format, r"format: got 2, expected 1; use the version that wrote it"),
+    ],
+)
+def test_a_log_that_cannot_be_gone_on_with_is_one_line(tmp_path: Path, spoil: Any, line: str) -> None:
+    begun(tmp_path / "run")
+    spoil(tmp_path / "run")
+    with pytest.raises(DataError, match=line) as failed:
+        RunLog.open(configured(tmp_path / "run"), HF, NOTHING)
+    assert "\n" not in str(failed.value)
+
+
+@needed()
+def test_a_log_stays_where_it_was(tmp_path: Path) -> None:
+    server = LocalRedis(tmp_path / "redis")
+    begun(tmp_path / "files")
+    (tmp_path / "run").mkdir()
+    begun(tmp_path / "run", redis=server.url)
+    for run, section, expected in (("files", {"redis": server.url}, "the folder .*log"), ("run", {}, "a Redis server")):
+        with pytest.raises(ConfigError, match=rf"^log\.redis: got .*, expected {expected}, where the run's log is; set it back"):
+            RunLog.open(configured(tmp_path / run, **section), HF, NOTHING)
+    held = RunLog.open(configured(tmp_path / "run", redis=server.url), HF, NOTHING)
+    assert held.queue_log.state.under_way == {0: 0}
+    asyncio.run(held.close())
+    server.close()
+
+
+def test_the_newest_checkpoints_decide_what_is_kept(tmp_path: Path) -> None:
+    assert run_log.oldest(tmp_path, 2) is None
+    for name in ("step-00000004", "step-00000008", "step-00000012", "step-00000016.writing", "other"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert run_log.oldest(tmp_path, 2) == 8
+
+
+def test_a_log_that_does_not_reach_the_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    begun(tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    newest.mkdir(parents=True)
+    (newest / "asyncmoe.json").write_text('{"step": 2}')
+    with pytest.raises(DataError, match="got a log of step 0, expected step 2, where the checkpoint is"):
+        RunLog.open(configured(tmp_path), HF, NOTHING)
+
+
+def test_a_log_that_is_gone_says_what_is_sampled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun(tmp_path)
+    shutil.rmtree(tmp_path / "log")
+    asyncio.run(RunLog.open(configured(tmp_path), HF, NOTHING).close())
+    assert "is gone: what was queued or under way when the run stopped is sampled again" in caplog.text
+
+
+def test_the_command_verifies_a_log(tmp_path: Path) -> None:
+    begun(tmp_path)
+    good = CliRunner().invoke(app, ["log", str(tmp_path)])
+    assert (good.exit_code, good.output.splitlines()[0]) == (0, "0: 2 records, 0.00 MiB, whole")
+    begun(tmp_path, 1)
+    path = min((tmp_path / "log" / "0").glob("*.segment"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    bad = CliRunner().invoke(app, ["log", str(tmp_path)])
+    assert bad.exit_code == 1
+    assert "damaged at positions " in bad.output

@@ -29,7 +29,7 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
     return [_joined(text, sure or likely)] if sure or likely else [found[1] for found in weak[-1:]] or _sentence(text, False, not reference)
 
 
-def _marks(text: str, *names: str) -> Sequence[re.Match[str]]:
+def _marks(text: str, *names: str) -> list[re.Match[str]]:
     """Return the marks of these kinds in a text, but for those of which it says that they are no answer."""
     found = sorted((one for name in names for one in PATTERNS[name].finditer(text)), key=re.Match.start)
     return [one for one in found if not _beside("denied", text, one.start(), one.end(one.re.groups))]

@@ -25,17 +25,19 @@ class Belonging(msgspec.Struct, frozen=True):
         of: what else the log belongs to, in the user's terms: {"run.seed": "3"}.
         redis: whether it is kept in Redis.
         begun: groups were begun: the run has something to go on with.
+        folder: `log.folder`, if it is set.
     """
 
     run: str
     of: dict[str, str]
     redis: bool = False
     begun: bool = False
+    folder: str = ""
 
 
-def new(of: Mapping[str, str], *, redis: bool = False) -> Belonging:
+def new(of: Mapping[str, str], *, redis: bool = False, folder: str = "") -> Belonging:
     """Return what a run's first log belongs to."""
-    return Belonging(uuid.uuid4().hex, dict(of), redis)
+    return Belonging(uuid.uuid4().hex, dict(of), redis, folder=folder)
 
 
 def read(run_dir: Path) -> Belonging | None:
@@ -71,13 +73,17 @@ def check(known: Belonging, now: Belonging, run_dir: Path, place: Path) -> None:
         place: folder of the log. One that is deleted belongs to anything.
 
     Raises:
-        ConfigError: the log is in Redis and not in a folder, or the other way round.
+        ConfigError: the log is in Redis and not in a folder, or the other way round, or in another folder.
         DataError: it belongs to something else.
     """
     if known.redis != now.redis:
         places = {True: "a Redis server", False: f"the folder {place}"}
         hint = f"set it back, or delete {run_dir / MARKER}: {_AGAIN}"
         raise ConfigError("log.redis", got=places[now.redis], expected=f"{places[known.redis]}, where the run's log is", hint=hint)
+    former = Path(known.folder) if known.folder else run_dir / FOLDER
+    if known.folder != now.folder and former.exists() and not place.exists():
+        hint = f"set it back, move the log, or delete {run_dir / MARKER}: {_AGAIN}"
+        raise ConfigError("log.folder", got=place, expected=f"{former}, where the run's log is", hint=hint)
     where = "the log of the run" if known.redis else f"log {place}"
     for name, value in now.of.items() if known.redis or place.exists() else ():
         if known.of.get(name) != value:

@@ -272,9 +272,21 @@ def test_a_log_that_cannot_be_gone_on_with_is_one_line(tmp_path: Path, spoil: An
     assert "\n" not in str(failed.value)
 
 
+def test_another_folder_for_a_log_that_is_there_is_refused(tmp_path: Path) -> None:
+    begun(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^log\.folder: got .*/far, expected .*/log, where the run's log is; set it back, move the log, "
+    ):
+        RunLog.open(configured(tmp_path, folder=str(tmp_path / "far")), HF, NOTHING)
+    shutil.move(tmp_path / "log", tmp_path / "far")
+    for _ in range(2):
+        asyncio.run(RunLog.open(configured(tmp_path, folder=str(tmp_path / "far")), HF, NOTHING).close())
+
+
 @needed()
-def test_a_log_stays_where_it_was(tmp_path: Path) -> None:
+def test_a_log_stays_where_it_was(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     server = LocalRedis(tmp_path / "redis")
+    request.addfinalizer(server.close)
     begun(tmp_path / "files")
     (tmp_path / "run").mkdir()
     begun(tmp_path / "run", redis=server.url)
@@ -284,7 +296,6 @@ def test_a_log_stays_where_it_was(tmp_path: Path) -> None:
     held = RunLog.open(configured(tmp_path / "run", redis=server.url), HF, NOTHING)
     assert held.queue_log.state.under_way == {0: 0}
     asyncio.run(held.close())
-    server.close()
 
 
 def test_the_newest_checkpoints_decide_what_is_kept(tmp_path: Path) -> None:

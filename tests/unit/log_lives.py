@@ -147,7 +147,7 @@ async def live(home: Home, folder: Path, step: int = 0, **options: Any) -> Life:
     log = home.opened(folder)
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
     resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals, log)
-    sizes = {"capacity": 4 * BATCH, "batch": BATCH, "group_size": SIZE, "max_staleness": 3}
+    sizes: dict[str, Any] = {"capacity": 4 * BATCH, "batch": BATCH, "group_size": SIZE, "max_staleness": 3}
     held = BoundedQueue(**sizes, trained_steps=step, log=log, resumed=resumed, **options)
     return Life(home, folder, log, held, held.take_requeued(), found.next)
 

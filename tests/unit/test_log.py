@@ -135,8 +135,8 @@ DAMAGE = st.one_of(
 def test_damage_anywhere_loses_the_records_it_covers(sizes: list[int], what: tuple[str, int, int], newest: bool) -> None:
     """Bytes cut off, changed, overwritten by others of the file, or moved: every record that still lies whole in its place is found."""
     with TemporaryDirectory() as name:
-        folder, small = Path(name), {"segment_bytes": 400}
-        places = filled(Home().log(folder, "1", **small), sizes)
+        folder = Path(name)
+        places = filled(Home().log(folder, "1", segment_bytes=400), sizes)
         path = (max if newest else min)((folder / "log" / "1").glob("*.segment"))
         before = path.read_bytes()
         path.write_bytes(after := spoiled(before, *what))
@@ -145,12 +145,12 @@ def test_damage_anywhere_loses_the_records_it_covers(sizes: list[int], what: tup
             begin, end = HEADER_BYTES + at - first, HEADER_BYTES + at - first + HEAD_BYTES + size
             if begin >= HEADER_BYTES and begin < len(before) and after[begin:end] != before[begin:end]:
                 del whole[at]
-        with closing(Home().log(folder, "1", **small)) as log:
+        with closing(Home().log(folder, "1", segment_bytes=400)) as log:
             assert [(at, bytes(data)) for at, data in log.read()] == [(at, payload(*one)) for at, one in whole.items()]
             for at, one in whole.items():
                 assert bytes(log.read_at(at)) == payload(*one)
             assert asyncio.run(keep(log, b"more")) >= max(whole, default=0)
-        with closing(Home().log(folder, "1", **small)) as log:
+        with closing(Home().log(folder, "1", segment_bytes=400)) as log:
             assert [bytes(data) for _, data in log.read()][-1] == b"more"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.rpc.environment import STAND_BY
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
 
-ROLES = ("controller", "trainer", "launcher", "stand_by", "engine")
-"""Of processes. "launcher": the supervisor, the keeper of engines, torchrun. "stand_by": processes that load their programs once and wait,
-in case another is lost; what that takes belongs to no step."""
+ROLES = ("controller", "trainer", "launcher", "engine")
+"""Of processes. "launcher": the supervisor, torchrun, and the `asyncmoe engine` of each server."""
 _PARTS = (
     ("sglang", "engine"),
     ("torchrun", "launcher"),
@@ -75,10 +73,9 @@ def demo(folder: Path, steps: int = 40) -> dict[str, Any]:
     return {**spent, "all_ms": round(sum(spent.values()), 2), "tokens": round((after - before) / (end - begin))}
 
 
-def role(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the role of a process of a run, from its command and the environment it was started with."""
-    found = next((role for part, role in _PARTS if part in " ".join(words)), "launcher")
-    return "stand_by" if STAND_BY in environment and found != "engine" else found
+def role(words: Sequence[str]) -> str:
+    """Return the role of a process of a run, from its command."""
+    return next((role for part, role in _PARTS if part in " ".join(words)), "launcher")
 
 
 def _cpu(pid: int) -> dict[str, float]:
@@ -87,5 +84,5 @@ def _cpu(pid: int) -> dict[str, float]:
     for child in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             spent = child.cpu_times()
-            found[role(child.cmdline(), child.environ())] += spent.user + spent.system
+            found[role(child.cmdline())] += spent.user + spent.system
     return found

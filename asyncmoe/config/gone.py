@@ -32,6 +32,7 @@ _VERIFY = "nothing: sync.verify_every compares the checksums of every engine"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
+    "engines.host": Gone("nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
     "queue.mooncake.patience_s": Gone(_MEMORY, None),
@@ -54,6 +55,7 @@ KEYS: Mapping[str, Gone] = {
     "task.curriculum.floor": Gone(_ORDER, None),
     "task.curriculum.memory": Gone(_ORDER, None),
     "task.curriculum.pass_reward": Gone(_ORDER, None),
+    "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
 }
 VALUES: Mapping[tuple[str, str], str] = {

@@ -87,21 +87,8 @@ class Journaling:
         """Whether no queue has used the journal before; also without a journal."""
         return self._held is None or self._held.recorded.first is None
 
-    def committed(self) -> int:
-        """Return the steps of a trainer that goes on although its controller was lost.
-
-        Raises:
-            ProtocolError: the journal does not know of any.
-        """
-        if self._held is None or (trained := self._held.recorded.trained) is None:
-            raise ProtocolError("hello: the trainer goes on, but no journal knows its steps; restart both")
-        return trained
-
-    async def resume(self, step: int, *, goes_on: bool = False) -> Resumption:
+    async def resume(self, step: int) -> Resumption:
         """Return what the queue of a trainer that has taken `step` steps goes on with.
-
-        Args:
-            goes_on: the trainer was not started again.
 
         Raises:
             DataError: the journal does not belong to this checkpoint, or is damaged.
@@ -110,11 +97,11 @@ class Journaling:
         self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
         if journal is None:
             return UNDISTURBED
-        found = journal.begin(step, config.warmup.steps, config.rollout.batch, self.first_group, goes_on=goes_on)
+        found = journal.begin(step, config.warmup.steps, config.rollout.batch, self.first_group)
         self.first_group = found.next
         queued = await journal.groups([group.number for group in found.queued])
         if found.replays or queued or found.starts:
-            log.info("journal: %s", told(found, goes_on))
+            log.info("journal: %s", told(found))
         return Resumption(found.accounts, queued, found.starts, found.arrivals, journal, served=max(found.replays, default=-1) + 1)
 
     def check_reopen(self, step: int, queue: BoundedQueue) -> None:
@@ -199,10 +186,9 @@ def oldest(run_dir: Path, keep: int) -> int | None:
     return min(steps[-keep:], default=None)
 
 
-def told(found: Recovered, goes_on: bool = False) -> str:
+def told(found: Recovered) -> str:
     """Describe what a run goes on with."""
-    what = "are under way" if goes_on else "are trained again"
-    steps = f", steps {min(found.replays)} to {max(found.replays)} {what}" if found.replays else ""
+    steps = f", steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else ""
     return (
         f"lineage {found.lineage}{steps}, {len(found.queued)} groups are queued, {len(found.starts)} start again, "
         f"then group {found.next} and the next ones"

@@ -1,7 +1,7 @@
 """What the controller has for its trainer, from the first `Hello` on, and what each `Hello` makes of it.
 
-The first start of the trainer makes the queue, or has it go on from the journal if only the controller was lost. A later start, after the
-trainer was lost, has the same queue go back to a checkpoint.
+The first start of the trainer makes the queue, which goes on from the journal. A later start, after the trainer was lost, has the same
+queue go back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ class TakenOver:
     """The engines that the controller before this one has left.
 
     Attributes:
-        any: whether there are such engines.
         known: set once it is known which of them go on with what they hold.
         serve: called with the version that they hold, once the queue has it.
     """
 
-    any: bool
     known: asyncio.Event
     serve: Callable[[int], None]
 
@@ -111,23 +109,19 @@ class TrainerSession:
     async def _meet(self, hello: Hello) -> None:
         config, journaling, taken_over = self._config, self._journaling, self._taken_over
         check_digest(hello.config_digest, config.digest)
-        step = journaling.committed() if hello.goes_on else hello.step
         await taken_over.known.wait()
-        resumed = await journaling.resume(step, goes_on=hello.goes_on)
-        queue = parts.queue_of(config, self._recording, step, self._stale, journaling.journal, resumed, self._freed)
+        resumed = await journaling.resume(hello.step)
+        queue = parts.queue_of(config, self._recording, hello.step, self._stale, journaling.journal, resumed, self._freed)
         if self._fleet is not None:
             queue.holders = self._fleet.holders
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service
-        self.samples = samples_of(config, Pieces(self._tokenizer), step)
+        self.samples = samples_of(config, Pieces(self._tokenizer), hello.step)
         self._pool.lineage = journaling.journal.lineage
         if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
             queue.set_version(self._pool.version)
             taken_over.serve(self._pool.version)
-        elif hello.goes_on and not taken_over.any:
-            for member in self._pool.members:
-                member.waiting = True  # it has the weights of the model's files, and the trainer others
         self._met.set()
 
     async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:

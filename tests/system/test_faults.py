@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncmoe.rollout.engines import engine_agent
 from asyncmoe.telemetry.records import read_spans
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS
 from tests.system.runs import MARK, Command, metrics, start, wait_for
@@ -29,13 +30,14 @@ Fault = Callable[[psutil.Process], None]
 
 
 def server(command: Command, index: int) -> psutil.Process:
-    """The main process of an engine of the first start, whose seed is its index."""
+    """The main process of an engine of the first start."""
+    seed = engine_agent._seed(f"engine.{index}", 0)
     for process in psutil.process_iter():
         try:
             words = process.cmdline() if command.mark == process.environ().get(MARK) else []
         except psutil.Error:
             continue
-        if ["--random-seed", str(index)] in [words[at : at + 2] for at in range(len(words))]:
+        if ["--random-seed", str(seed)] in [words[at : at + 2] for at in range(len(words))]:
             return process
     raise AssertionError(f"engine.{index} does not run")
 
@@ -68,15 +70,16 @@ def lose(directory: Path, command: Command, index: int, fault: str) -> dict[str,
     FAULTS[fault](server(command, index))
     begin = time.monotonic()
 
-    def said(text: str) -> bool:
-        return re.search(rf"{re.escape(name)} {text}", log.read_text()) is not None
+    def said(text: str) -> int:
+        return len(re.findall(rf"{re.escape(name)} {text}", log.read_text()))
 
-    assert wait_for(lambda: said("is fenced"), 60), fault
+    agent = directory / "logs" / f"engine-{index}-joins.log"
+    assert wait_for(lambda: said("is fenced") > 0, 60), fault
     fenced = time.monotonic() - begin
-    assert wait_for(lambda: said("starts again"), 60), fault
+    assert wait_for(lambda: "it starts again, restart 1 of 3" in agent.read_text(), 60), fault
     starting, now = time.monotonic(), generated(directory)
     assert wait_for(lambda: len(metrics(directory)) > steps + 2, 60), "the other engine feeds the run"
-    assert wait_for(lambda: said("has started again"), 240), fault
+    assert wait_for(lambda: said("has joined") == 2, 240), fault
     ready, again = time.monotonic() - starting, time.time()
     spans = directory / CONTROLLER_SPANS
     assert wait_for(lambda: any(one.who == name and one.begin > again for one in read_spans(spans)), 120), fault

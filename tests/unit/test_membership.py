@@ -299,15 +299,6 @@ def test_one_that_cannot_be_reached_is_refused(rig: Play, monkeypatch: pytest.Mo
     rig(scene)
 
 
-def test_a_run_that_takes_none_says_so(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        alone = it.config.model_copy(update={"engines": it.config.engines.model_copy(update={"join": False})})
-        with pytest.raises(ConfigError, match=r"engines\.join: got false at the controller, expected true, so that b can join"):
-            await Rig(alone).join("b")
-
-    rig(scene)
-
-
 def test_strangers_and_the_missing_are_named(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         with pytest.raises(ProtocolError, match="b: no engine of that name"):

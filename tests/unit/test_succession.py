@@ -17,9 +17,9 @@ from asyncmoe.rollout.engines import engine_agent, engine_stay
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.succession import FILE, Succession
+from asyncmoe.rollout.engines.takeover import EngineWeights
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.keeper_messages import EngineWeights
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsBegin, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
 from tests.unit.fake_engine import FakeEngine
@@ -74,7 +74,7 @@ class Controller:
 
         self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, publish, lambda *_: None, note=self.succession.note)
         self.coordinator.succeed(self.succession.epoch, self.succession.weights.landed)
-        self.lifecycle = EngineLifecycle(config, self.pool, [], lambda index, _: Process(""), self.coordinator, succession=self.succession)
+        self.lifecycle = EngineLifecycle(config, self.pool, self.coordinator, self.succession)
         self.membership: Any = self.lifecycle.membership
 
     async def publish(self, version: int) -> None:

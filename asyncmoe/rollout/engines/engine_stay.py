@@ -31,6 +31,8 @@ GRACE_S = 10.0
 class ServerLost(EngineError):
     """The server died or was fenced, and the run goes on without it."""
 
+    exit_code = 4
+
 
 class ControllerLost(AsyncmoeError):
     """The controller is gone, and the server goes on. `controller`: its name."""

@@ -122,9 +122,14 @@ def decide(rules: Mapping[str, Loss], failure: Failure, history: Sequence[Failur
         return EndRun(loss.bar)
     row = in_a_row([*(one for one in history if first_lost(rules, one) == part), failure])
     if row > loss.most:
-        return last or EndRun(f"the {part} was lost {row} times without a new step; {loss.key} is {loss.most}")
+        return last or EndRun(f"{titled(part)} was lost {row} times without a new step; {loss.key} is {loss.most}")
     wait_s = 0.0 if row == 1 else FIRST_WAIT_S * 2.0 ** min(row - 2, 30)
     return StartAgain((part, *loss.brings), min(wait_s, LONGEST_WAIT_S), row, loss.most)
+
+
+def titled(part: str) -> str:
+    """Return a part's name in messages."""
+    return f"the {part}" if part in (CONTROLLER, TRAINER) else part
 
 
 def first_lost(rules: Mapping[str, Loss], failure: Failure) -> str | None:

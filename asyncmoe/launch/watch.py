@@ -20,7 +20,7 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
-from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide
+from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes, Table
 from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.watching import ProcessSilent, Watcher
@@ -265,8 +265,7 @@ class _Supervision:
     def _again(self, again: StartAgain, failure: Failure, why: AsyncmoeError) -> None:
         who = again.parts[0]
         when = f" in {again.after_s:.0f} s" if again.after_s else ""
-        named = f"the {who}" if who in (CONTROLLER, TRAINER) else who
-        text = f"{named} starts again{when}, restart {again.row} of {again.most} without a new step: {why}"
+        text = f"{titled(who)} starts again{when}, restart {again.row} of {again.most} without a new step: {why}"
         self.view.say(text)
         if who in (CONTROLLER, TRAINER):
             self._watcher.lost("controller_lost" if who == CONTROLLER else "trainer_lost", text)
@@ -284,7 +283,7 @@ class _Supervision:
     def _in_context(self, error: AsyncmoeError, more: str, failure: Failure) -> AsyncmoeError:
         """Return the error that ends the run, with the loss from which it may follow."""
         if not more and self._history and failure.step <= self._history[-1].step:
-            more = f"{' and '.join(self._history[-1].ended)} lost before: {self._history[-1].why}"
+            more = f"{titled(next(iter(self._history[-1].ended)))} was lost before: {self._history[-1].why}"
         if not more:
             return error
         told = AsyncmoeError(f"{error}; {more}")

@@ -92,7 +92,7 @@ def test_a_part_that_is_killed_starts_again(
                 ],
                 "trainer": [KILLED, 'touch "{0}/again"; sleep 60'],
             },
-            r"controller on here: no engine is left; trainer lost before: trainer ended with status -9; .*",
+            r"controller on here: no engine is left; the trainer was lost before: trainer ended with status -9; .*",
             1,
         ),
     ],

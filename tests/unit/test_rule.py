@@ -93,7 +93,7 @@ def test_a_run_goes_on_without_an_engine_that_is_used_up_while_there_is_another(
     made, failure = rules("engines.restarts=1"), lost("engine.1", step=3)
     assert decide(made, failure, [failure]) == LetGo("engine.1")
     left = {name: loss for name, loss in made.items() if name != "engine.0"}
-    assert decide(left, failure, [failure]) == EndRun("the engine.1 was lost 2 times without a new step; engines.restarts is 1")
+    assert decide(left, failure, [failure]) == EndRun("engine.1 was lost 2 times without a new step; engines.restarts is 1")
     assert decide(made, lost("engine.1"), [], stopping=True) == LetGo("engine.1")
     assert decide(made, lost("trainer"), [], stopping=True) == EndRun()
 

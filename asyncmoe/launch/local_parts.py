@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.launch import local_trainer, rule
 from asyncmoe.launch.rule import CONTROLLER, TRAINER
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Part, Process, Table
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunPart, RunParts
 from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.process import Child, wait_until
 from asyncmoe.rollout.engines.nodes import process_name
@@ -50,7 +50,7 @@ class _Local:
             self.end(name, STOP_GRACE_S)
 
 
-def table(config: Config, file: Path, ending: ExitStack) -> Table:
+def table(config: Config, file: Path, ending: ExitStack) -> RunParts:
     """Return the parts, which `ending` ends. `file`: the configuration that all processes read."""
     local, python = _Local(config), [sys.executable, "-m", "asyncmoe"]
     ending.callback(local.end_all)
@@ -73,7 +73,7 @@ def table(config: Config, file: Path, ending: ExitStack) -> Table:
     engines = {process_name(f"engine.{index}", node): engine(index, node) for index in range(count) for node in range(nodes)}
     starts = {CONTROLLER: controller, **engines, TRAINER: trainer}
     rules, graces = rule.table(config, list(engines), spare=True), {TRAINER: STOP_GRACE_S}
-    return Table({name: Part(rules[name], start, _ender(local, name, graces.get(name, 0.0))) for name, start in starts.items()})
+    return RunParts({name: RunPart(rules[name], start, _ender(local, name, graces.get(name, 0.0))) for name, start in starts.items()})
 
 
 def _ender(local: _Local, name: str, grace_s: float) -> Callable[[], None]:

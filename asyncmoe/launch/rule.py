@@ -21,7 +21,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossRule:
     """What the loss of a part means.
 
     Attributes:
@@ -82,7 +82,7 @@ class EndRun:
     why: str = ""
 
 
-def table(config: Config, engines: Sequence[str], *, spare: bool = False) -> dict[str, Loss]:
+def table(config: Config, engines: Sequence[str], *, spare: bool = False) -> dict[str, LossRule]:
     """Return what the loss of each part of a run means, in the order in which the parts are started.
 
     Args:
@@ -92,15 +92,17 @@ def table(config: Config, engines: Sequence[str], *, spare: bool = False) -> dic
     journal = "" if config.journal.enabled else "the {} does not start again without the journal (journal.enabled)"
     needs = "the controller starts again only with sync.method reshard, journal.enabled, and engines.orphan_s above 0"
     alone = "" if config.survives_controller else needs
-    engine = Loss(config.engines.restarts, "engines.restarts", only_lost=True, spare=spare and config.engines.nodes == 1)
+    engine = LossRule(config.engines.restarts, "engines.restarts", only_lost=True, spare=spare and config.engines.nodes == 1)
     return {
-        CONTROLLER: Loss(config.run.controller_restarts, "run.controller_restarts", alone, (TRAINER,), only_lost=True),
+        CONTROLLER: LossRule(config.run.controller_restarts, "run.controller_restarts", alone, (TRAINER,), only_lost=True),
         **dict.fromkeys(engines, engine),
-        TRAINER: Loss(config.trainer.max_restarts, "trainer.max_restarts", journal.format(TRAINER)),
+        TRAINER: LossRule(config.trainer.max_restarts, "trainer.max_restarts", journal.format(TRAINER)),
     }
 
 
-def decide(rules: Mapping[str, Loss], failure: Failure, history: Sequence[Failure], stopping: bool = False) -> StartAgain | LetGo | EndRun:
+def decide(
+    rules: Mapping[str, LossRule], failure: Failure, history: Sequence[Failure], stopping: bool = False
+) -> StartAgain | LetGo | EndRun:
     """Decide what follows a failure.
 
     A start that trains no step beyond those of all earlier starts is a failure in a row: it may have trained again what they had.
@@ -132,7 +134,7 @@ def titled(part: str) -> str:
     return f"the {part}" if part in (CONTROLLER, TRAINER) else part
 
 
-def first_lost(rules: Mapping[str, Loss], failure: Failure) -> str | None:
+def first_lost(rules: Mapping[str, LossRule], failure: Failure) -> str | None:
     """Return the part whose loss explains the others': the controller, else the trainer, else an engine; None if a part that is started
     again only when it is lost said why it ended."""
     if any(how == "said" and name in rules and rules[name].only_lost for name, how in failure.ended.items()):

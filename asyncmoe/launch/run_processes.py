@@ -8,7 +8,7 @@ from signal import Signals
 from typing import Protocol
 
 from asyncmoe.launch.failures import Ended
-from asyncmoe.launch.rule import CONTROLLER, TRAINER, How, Loss
+from asyncmoe.launch.rule import CONTROLLER, TRAINER, How, LossRule
 from asyncmoe.rollout.engines.engine_stay import ServerLost
 
 STOP_GRACE_S = 20.0
@@ -26,7 +26,7 @@ class Process(Ended, Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """A part of a run, as its launcher starts it.
 
     Attributes:
@@ -36,20 +36,20 @@ class Part:
         end: ends all of its processes, before it starts again: those of the trainer are asked first, and killed if they do not end in time.
     """
 
-    loss: Loss
+    loss: LossRule
     start: Callable[[int], tuple[Process, ...]]
     end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
-class Table:
+class RunParts:
     """The parts of a run by name, in the order in which they start.
 
     Attributes:
         settle_s: seconds to wait after a failure for what the launcher has yet to hear of it, even if its cause seems clear.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, RunPart]
     settle_s: float = 0.0
 
 

@@ -21,7 +21,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes, Table
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes, RunParts
 from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.process import wait_until
@@ -66,7 +66,7 @@ class Stopping:
     seconds: Callable[[], float] = lambda: math.inf
 
 
-def watch(config: Config, table: Callable[[ExitStack], Table], stop: Stopping) -> None:
+def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping) -> None:
     """Start the processes of a prepared run, show and supervise it until it is finished or has stopped as it was asked to.
 
     Args:
@@ -87,7 +87,7 @@ def watch(config: Config, table: Callable[[ExitStack], Table], stop: Stopping) -
         _watch(_Supervision(config, table(ending), watcher, view, stop))
 
 
-def supervise(config: Config, table: Callable[[ExitStack], Table]) -> dict[str, object]:
+def supervise(config: Config, table: Callable[[ExitStack], RunParts]) -> dict[str, object]:
     """Run `watch` from a terminal, and return the summary of the run.
 
     Raises:
@@ -221,7 +221,7 @@ class _Supervision:
         processes: those that there are.
     """
 
-    def __init__(self, config: Config, table: Table, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
+    def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
         self.processes, self.view, self.stop = Processes(), view, stop
         self._config, self._watcher, self._table, self._parts = config, watcher, table, dict(table.parts)
         self._history: list[Failure] = []

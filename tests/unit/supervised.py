@@ -8,27 +8,27 @@ from pathlib import Path
 
 from asyncmoe.config import Config
 from asyncmoe.launch import rule, watch
-from asyncmoe.launch.run_processes import Part, Process, Table
+from asyncmoe.launch.run_processes import Process, RunPart, RunParts
 from asyncmoe.process import Child
 
 Starts = Callable[[int], Process]
 """Starts a part, given the number of earlier starts."""
 
 
-def table_of(config: Config, starts: Mapping[str, Starts], ending: ExitStack) -> Table:
+def table_of(config: Config, starts: Mapping[str, Starts], ending: ExitStack) -> RunParts:
     """Parts of one process each, which end with a signal."""
     begun: dict[str, Child] = {}
     rules = rule.table(config, [name for name in starts if name.startswith("engine")], spare=True)
 
-    def part(name: str, start: Starts) -> Part:
+    def part(name: str, start: Starts) -> RunPart:
         def begin(before: int) -> tuple[Process, ...]:
             begun[name] = child = start(before)  # type: ignore[assignment]
             return (child,)
 
-        return Part(rules[name], begin, lambda: begun[name].end(0.0))
+        return RunPart(rules[name], begin, lambda: begun[name].end(0.0))
 
     ending.callback(lambda: [child.end(1.0) for child in begun.values()])
-    return Table({name: part(name, start) for name, start in starts.items()})
+    return RunParts({name: part(name, start) for name, start in starts.items()})
 
 
 def supervised(config: Config, folder: Path, scripts: Mapping[str, Sequence[str]]) -> dict[str, int]:

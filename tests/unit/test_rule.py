@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import AnomalyFound, AsyncmoeError, ConfigError, Disagreement, InvariantBroken, StorageError
-from asyncmoe.launch.rule import LONGEST_WAIT_S, EndRun, Failure, How, LetGo, Loss, StartAgain, decide, in_a_row, table
+from asyncmoe.launch.rule import LONGEST_WAIT_S, EndRun, Failure, How, LetGo, LossRule, StartAgain, decide, in_a_row, table
 
 ENGINES = ("engine.0", "engine.1")
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
 
-def rules(*settings: str, spare: bool = True) -> dict[str, Loss]:
+def rules(*settings: str, spare: bool = True) -> dict[str, LossRule]:
     return table(configuration.load(DEMO, settings), ENGINES, spare=spare)
 
 

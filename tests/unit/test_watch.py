@@ -20,7 +20,7 @@ from asyncmoe import config
 from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
 from asyncmoe.launch import local, preflight, watch
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Table
+from asyncmoe.launch.run_processes import STOP_GRACE_S, RunParts
 from asyncmoe.process import Child
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
@@ -50,7 +50,7 @@ def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path
         os.kill(os.getpid(), signal.SIGINT)
         return Child("trainer", ["sleep", "600"], tmp_path / "trainer.log")
 
-    def start(ending: ExitStack) -> Table:
+    def start(ending: ExitStack) -> RunParts:
         controller = ["sh", "-c", f"echo ready; {how}"]
         return table_of(
             configured, {"controller": lambda _: Child("controller", controller, tmp_path / "controller.log"), "trainer": trainer}, ending
@@ -121,7 +121,7 @@ def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signa
             os.kill(os.getpid(), number)
         return child
 
-    def start(ending: ExitStack) -> Table:
+    def start(ending: ExitStack) -> RunParts:
         starts = {"controller": lambda _: controller("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
         return table_of(configured, starts, ending)
 

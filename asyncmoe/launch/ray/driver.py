@@ -27,7 +27,7 @@ from asyncmoe.launch.ray.node import Node
 from asyncmoe.launch.ray.planning import Bundle, Launch
 from asyncmoe.launch.ray.post import Post, Remote
 from asyncmoe.launch.rule import CONTROLLER, TRAINER
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Part, Process, Table
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunPart, RunParts
 from asyncmoe.launch.watch import supervise
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
@@ -87,7 +87,7 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> d
         raise
 
 
-def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: ExitStack) -> Table:
+def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: ExitStack) -> RunParts:
     addresses = [post.place.address for post in posts]
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
     ending.callback(_end, ray, posts)
@@ -117,8 +117,8 @@ def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: 
 
     made = [(post, place, one.name) for post in others for place, one in enumerate(planned(post, ("", 0), STARTS, 0))]
     rules = rule.table(config, [name for _, _, name in made if name != CONTROLLER])
-    found = {name: Part(rules[name], alone(post, place, name), partial(kill, name)) for post, place, name in made}
-    return Table({**found, TRAINER: Part(rules[TRAINER], trainer, lambda: _end(ray, trainers))})
+    found = {name: RunPart(rules[name], alone(post, place, name), partial(kill, name)) for post, place, name in made}
+    return RunParts({**found, TRAINER: RunPart(rules[TRAINER], trainer, lambda: _end(ray, trainers))})
 
 
 def _started(post: Post, launches: tuple[Launch, ...]) -> tuple[Remote, ...]:

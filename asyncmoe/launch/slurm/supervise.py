@@ -13,8 +13,8 @@ from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.launch import local, rule, run_processes, watch
-from asyncmoe.launch.run_processes import Table
+from asyncmoe.launch import local, rule, watch
+from asyncmoe.launch.run_processes import RunPart, RunParts
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
@@ -72,7 +72,7 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
 
 def _table(
     where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[Part], ending: ExitStack
-) -> Table:
+) -> RunParts:
     """Return the parts, which are steps; each is appended to `started` so that those are known if a later one fails to start."""
     ending.callback(parts.end_all, started)
     program = steps.container(os.environ, sys.executable)
@@ -97,7 +97,7 @@ def _table(
     engines = steps.engines(where, placed, config, file, program)
     made = {steps.CONTROLLER: controller, **engines, steps.TRAINER: trainer}
     rules = rule.table(config, list(engines))
-    return Table({name: run_processes.Part(rules[name], begin(step), end(name)) for name, step in made.items()}, parts.SETTLE_S)
+    return RunParts({name: RunPart(rules[name], begin(step), end(name)) for name, step in made.items()}, parts.SETTLE_S)
 
 
 def _named(started: Sequence[Part], name: str) -> list[Part]:

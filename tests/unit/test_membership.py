@@ -299,6 +299,30 @@ def test_one_that_cannot_be_reached_is_refused(rig: Play, monkeypatch: pytest.Mo
     rig(scene)
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
+    rig: Play, monkeypatch: pytest.MonkeyPatch, fenced: bool
+) -> None:
+    """Else the run would end. Of one whose keeper is lost nobody may have noticed yet that it does not answer."""
+
+    async def scene(it: Rig) -> None:
+        old = await it.join("a")
+        if fenced:
+            it.pool.fence(old, "no token for 60 s")
+        asked: list[bool] = []
+
+        async def ready(client: Client) -> bool:
+            asked.append(bool(it.pool.members))
+            return len(asked) > (not fenced)
+
+        monkeypatch.setattr(Client, "ready", ready)
+        new = await it.join("a")
+        assert all(asked)
+        assert it.pool.members == [new] != [old]
+
+    rig(scene)
+
+
 def test_strangers_and_the_missing_are_named(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         with pytest.raises(ProtocolError, match="b: no engine of that name"):

@@ -176,12 +176,12 @@ class Membership:
 
     async def _join(self, request: EngineJoin) -> None:
         _check(self._config, request)
-        for member in [m for m in self._pool.members if m.engine.name == request.name]:
+        before = [member for member in self._pool.members if member.engine.name == request.name]
+        for member in before:
             if member.fenced is None and (request.served or not await member.engine.client.ready()):
                 self._pool.fence(member, "it has come anew")
             elif member.fenced is None:
                 raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
-            self._pool.remove(member)
         gatherings = self._gatherings if request.nodes > 1 else None
         if gatherings is not None and (why := gatherings.join(request)):
             raise EngineError(why)
@@ -190,6 +190,9 @@ class Membership:
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
+        for member in before:  # not earlier: without any member the run would end
+            if member in self._pool.members:
+                self._pool.remove(member)
         member = self._pool.join(engine)
         self._left.discard(request.name)
         self._gatherings.joined(request.name)

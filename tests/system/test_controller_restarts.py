@@ -48,7 +48,7 @@ def lose(directory: Path, command: Command, role: str, number: signal.Signals) -
 def test_a_lost_controller_costs_no_engine_and_a_lost_supervisor_no_sample(tmp_path: Path) -> None:
     """Steps take 0.1 s: there are many more than this process needs to see two of them and to end the supervisor."""
     directory, count = tmp_path / "run", 60
-    shape = (*SHAPE, *ONE_RANK, f"run.steps={count}", "trainer.checkpoint_every=4", "cluster.heartbeat_timeout_s=10")
+    shape = (*SHAPE, *ONE_RANK, f"run.steps={count}", "trainer.checkpoint_every=8", "cluster.heartbeat_timeout_s=10")
     command = start(directory, *shape)
     assert wait_for(lambda: trained(directory, 0, WARM + 1), 150), logs(directory)
     assert nccl_settings(directory, command.mark) == {"NCCL_CUMEM_ENABLE": "0"}

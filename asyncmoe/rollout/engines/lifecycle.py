@@ -11,6 +11,7 @@ from typing import Any
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, EngineError
 from asyncmoe.rollout.engines.engine import EngineHandle
+from asyncmoe.rollout.engines.engine_stay import GRACE_S
 from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.membership import LEFT, Membership
@@ -78,7 +79,8 @@ class EngineLifecycle:
             await self.membership.wait_returned(self._section.orphan_s)
             self.taken.set()
             count = min(count, max(1, len(self._pool.present)))
-        await self.membership.wait_joined(count, self._section.start_timeout_s)
+        # An engine whose server does not start in time says so itself.
+        await self.membership.wait_joined(count, self._section.start_timeout_s + GRACE_S)
         self._coordinator.engines_started()
         log.info("%d engine(s) ready", len(self._pool.present))
 

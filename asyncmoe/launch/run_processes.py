@@ -75,13 +75,22 @@ class Processes:
 
     @property
     def failed(self) -> list[Process]:
-        """The processes that ended with a status different from 0."""
-        return [process for found in self.by_part.values() for process in found if process.returncode not in (None, 0)]
+        """The processes that ended with a status different from 0. How an engine ends after the controller does not matter."""
+        return [process for found in self._of_run.values() for process in found if process.returncode not in (None, 0)]
 
     @property
     def ended(self) -> dict[str, How]:
-        """How the parts ended that failed."""
-        return {name: _how(found) for name, found in self.by_part.items() if any(one.returncode not in (None, 0) for one in found)}
+        """How the parts ended that failed; and the controller, if it has ended before a trainer that failed."""
+        found = {name: _how(here) for name, here in self._of_run.items() if any(one.returncode not in (None, 0) for one in here)}
+        return found | ({CONTROLLER: "said"} if self._is_over and TRAINER in found else {})
+
+    @property
+    def _is_over(self) -> bool:
+        return self.controller is not None and self.controller.returncode == 0
+
+    @property
+    def _of_run(self) -> Mapping[str, tuple[Process, ...]]:
+        return {name: found for name, found in self.by_part.items() if name in (CONTROLLER, TRAINER) or not self._is_over}
 
     @property
     def finished(self) -> bool:

@@ -180,8 +180,7 @@ def _watch(run: _Supervision) -> None:
                 how = f"{seconds:.0f} s for a checkpoint" if seconds < math.inf else "saving a checkpoint (Ctrl-C again ends at once)"
                 run.view.say(f"stopping: {how}")
             # An interrupted controller was joined by no other process. Without a trainer, lost and not started again, none saves.
-            gone = controller is None or controller.returncode in (0, *_INTERRUPTED)
-            if controller is None or gone or not processes.trainers or now > min(save_by, end_by):
+            if controller is None or controller.returncode in (0, *_INTERRUPTED) or not processes.trainers or now > min(save_by, end_by):
                 break
             told = told or stop.tell(controller)
         run.start_due(now)

@@ -79,6 +79,7 @@ def test_a_part_that_is_killed_starts_again(
             1,
         ),
         (CONTROLLER | {"trainer": ["echo 'error: trainer.0 on here: the loss is nan'; exit 3"]}, r"trainer\.0 on here: the loss is nan", 3),
+        ({"controller": ["sleep 0.3"], "trainer": ["sleep 1; echo 'error: waited 1 s for the controller'; exit 1"]}, "waited 1 s .*", 1),
         ({"controller": ["echo 'error: port 5: got in use'; exit 2"], "trainer": [SERVES]}, "port 5: got in use", 2),
         (
             CONTROLLER | {"engine.0": ["echo 'error: engine.0 did not start: no memory'; exit 1"], "trainer": [SERVES]},
@@ -108,8 +109,9 @@ def test_what_cannot_start_again_ends_the_run_with_its_cause(
 def test_a_run_goes_on_without_an_engine_whose_server_was_lost_too_often(
     configured: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = f"echo 'error: engine.1 died: killed'; {DONE}; exit 4"
-    assert supervised(configured, tmp_path, CONTROLLER | ENGINE | {"engine.1": [gone], "trainer": [f"{SERVES}; sleep 1"]})["engine.1"] == 1
+    gone, over = f"echo 'error: engine.1 died: killed'; {DONE}; exit 4", 'until [ -e "{0}/over" ]; do sleep 0.05; done'
+    scripts = {"controller": [over], "engine.0": [over], "engine.1": [gone], "trainer": [f'{SERVES}; sleep 1; touch "{{0}}/over"']}
+    assert supervised(configured, tmp_path, scripts)["engine.1"] == 1
     assert "the run goes on without engine.1: engine.1 died: killed" in " ".join(capsys.readouterr().out.split())
 
 

@@ -163,6 +163,7 @@ def test_every_part_is_a_step_of_its_own() -> None:
     assert controller.command[-8:] == (*start, "controller", "rollout", "/runs/mine/config.yaml", "0")
     assert second.command[-11:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1", "0", "0")
     assert first.nodes == second.nodes == ("n1",)
+    assert steps.engines(where, placed, options, file, OUTSIDE)["engine.1"](2).command[-1] == "2", "starts before"
     assert trainer.nodes == ("n2", "n3")
     assert "--nodelist=n2,n3" in trainer.command
     assert trainer.command[-12:] == (*start, "trainer", "trainer", "/runs/mine/config.yaml", "n2,n3", "1", "10.0.0.2", "23456", "2")

@@ -85,11 +85,11 @@ def test_controllers_that_are_killed_or_hang_are_replaced(tmp_path: Path) -> Non
 def test_what_is_left_of_a_lost_supervisor_ends_in_time(tmp_path: Path, number: signal.Signals) -> None:
     """Even if the controller was lost, or hung, before."""
     directory = tmp_path / "run"
-    command = start(directory, *SHAPE, "engines.orphan_s=5", "run.controller_restarts=0")
+    command = start(directory, *SHAPE, "engines.orphan_s=5", "run.controller_restarts=0", "cluster.heartbeat_timeout_s=3")
     assert wait_for(lambda: trained(directory, 0, WARM + 1), 150), logs(directory)
     os.kill(pid_of(directory, "controller"), number)
     command.process.kill()
-    assert wait_for(lambda: not marked_pids(command.mark, ENGINE), 5.0 + 15.0), command.alive()
+    assert wait_for(lambda: not marked_pids(command.mark, ENGINE), 5.0 + 20.0), command.alive()
     command.finish()
     for pid in marked_pids(command.mark, "asyncmoe rollout"):
         os.kill(pid, signal.SIGKILL)

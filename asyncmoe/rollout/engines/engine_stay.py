@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -24,6 +25,7 @@ from asyncmoe.telemetry import heartbeats
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _POLL_S = 0.5
+_PARENT = os.getppid()
 GRACE_S = 10.0
 """Seconds for an answer beyond what the question itself takes."""
 
@@ -173,8 +175,10 @@ class _Stay:
         raise ServerLost(f"{self._engine.name} died: {health.result()}")
 
     async def _leave(self) -> None:
+        """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
         log.info("%s leaves", self._engine.name)
-        await self._ask(EngineLeave(self._engine.name), self._config.rollout.request_timeout_s + GRACE_S)
+        drained_s = self._config.rollout.request_timeout_s + GRACE_S
+        await self._ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
 
     async def _ask(self, request: EngineLeave, timeout_s: float) -> None:
         with Client(self._rendezvous, f"{self._engine.name}.leaving") as client:

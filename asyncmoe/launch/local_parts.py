@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from asyncmoe.config import Config
@@ -72,12 +73,9 @@ def table(config: Config, file: Path, ending: ExitStack) -> RunParts:
     count, nodes = (0 if config.engines.join else config.engines.count), config.engines.nodes
     engines = {process_name(f"engine.{index}", node): engine(index, node) for index in range(count) for node in range(nodes)}
     starts = {CONTROLLER: controller, **engines, TRAINER: trainer}
-    rules, graces = rule.table(config, list(engines), spare=True), {TRAINER: STOP_GRACE_S}
-    return RunParts({name: RunPart(rules[name], start, _ender(local, name, graces.get(name, 0.0))) for name, start in starts.items()})
-
-
-def _ender(local: _Local, name: str, grace_s: float) -> Callable[[], None]:
-    return lambda: local.end(name, grace_s)
+    rules = rule.table(config, list(engines), spare=True)
+    ends = {name: partial(local.end, name, STOP_GRACE_S if name == TRAINER else 0.0) for name in starts}
+    return RunParts({name: RunPart(rules[name], start, ends[name]) for name, start in starts.items()})
 
 
 def end_left(run_dir: Path, *, engines: bool) -> None:

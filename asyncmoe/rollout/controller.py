@@ -32,7 +32,7 @@ from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring.stages import write_log
-from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
+from asyncmoe.rollout.trainer_session import TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rollout.workers.figures import added, figures_of
 from asyncmoe.rollout.workers.fleet import WorkerFleet
@@ -158,7 +158,8 @@ class Controller:
             journaling,
             self._pool,
             self._coordinator,
-            TakenOver(self._lifecycle.taken, self._go_on),
+            self._lifecycle.taken,
+            self._go_on,
             self._fleet,
         )
         self._served = asyncio.Event()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from asyncmoe.config import Config
 from asyncmoe.queue.bounded import BoundedQueue
@@ -32,19 +31,6 @@ from asyncmoe.trajectory import Recording
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TakenOver:
-    """The engines that the controller before this one has left.
-
-    Attributes:
-        known: set once it is known which of them go on with what they hold.
-        serve: called with the version that they hold, once the queue has it.
-    """
-
-    known: asyncio.Event
-    serve: Callable[[int], None]
-
-
 class TrainerSession:
     """Meets each start of the trainer once, with the first of its ranks that says hello.
 
@@ -52,6 +38,10 @@ class TrainerSession:
         queue, service, samples: None until the first start is met. The queue's versions and counts continue from the steps that the
             trainer reports; the service is another for each start; samples stay None if none are kept.
         went_back: set, and replaced, when a later start is met, which trains again from a checkpoint on.
+
+    Args:
+        taken: set once it is known which engines of the controller before this one go on with what they hold.
+        serve: called with the version that they hold, once the queue has it.
     """
 
     def __init__(
@@ -62,12 +52,13 @@ class TrainerSession:
         journaling: Journaling,
         pool: Pool,
         coordinator: WeightUpdateCoordinator,
-        taken_over: TakenOver,
+        taken: asyncio.Event,
+        serve: Callable[[int], None],
         fleet: WorkerFleet | None = None,
     ) -> None:
         self._fleet = fleet
         self._config, self._tokenizer, self._recording, self._journaling = config, loaded.tokenizer, recording, journaling
-        self._pool, self._coordinator, self._taken_over = pool, coordinator, taken_over
+        self._pool, self._coordinator, self._taken, self._serve = pool, coordinator, taken, serve
         self.queue: BoundedQueue | None = None
         self.service: QueueService | None = None
         self.samples: Samples | None = None
@@ -107,9 +98,9 @@ class TrainerSession:
             self._epochs = self._epochs.met()
 
     async def _meet(self, hello: Hello) -> None:
-        config, journaling, taken_over = self._config, self._journaling, self._taken_over
+        config, journaling = self._config, self._journaling
         check_digest(hello.config_digest, config.digest)
-        await taken_over.known.wait()
+        await self._taken.wait()
         resumed = await journaling.resume(hello.step)
         queue = parts.queue_of(config, self._recording, hello.step, self._stale, journaling.journal, resumed, self._freed)
         if self._fleet is not None:
@@ -121,7 +112,7 @@ class TrainerSession:
         self._pool.lineage = journaling.journal.lineage
         if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
             queue.set_version(self._pool.version)
-            taken_over.serve(self._pool.version)
+            self._serve(self._pool.version)
         self._met.set()
 
     async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:

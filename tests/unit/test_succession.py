@@ -215,6 +215,34 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
     site(scene)
 
 
+def test_a_controller_may_be_lost_before_an_engine_has_joined_and_with_its_server(site: Play) -> None:
+    async def scene(it: Site) -> None:
+        asked = asyncio.Event()
+
+        async def silent(_: object) -> Any:
+            asked.set()
+            await asyncio.sleep(60)
+
+        it.agent("a")
+        async with Server(silent, here_only=True) as server:
+            keys.write(it.config.run.dir, await server.start())
+            serving = asyncio.create_task(server.serve())
+            await asked.wait()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        it.agent("b")
+        async with controller(it.config) as second:
+            assert second.states == {"a": (0, True), "b": (0, True)}
+            it.engine("a").dead = True
+        async with controller(it.config) as third:
+            while len(third.states) < 2:
+                await asyncio.sleep(0.05)
+            assert [len(it.servers[name]) for name in ("a", "b")] == [2, 1]
+            await third.membership.end(EngineOrder(finished=True))
+
+    site(scene)
+
+
 def test_without_a_controller_an_engine_ends_after_a_while(site: Play) -> None:
     async def scene(it: Site) -> None:
         it.config = it.config.model_copy(update={"engines": it.config.engines.model_copy(update={"orphan_s": 1.0})})

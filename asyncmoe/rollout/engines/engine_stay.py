@@ -37,7 +37,7 @@ class ServerLost(EngineError):
 
 
 class ControllerLost(AsyncmoeError):
-    """The controller is gone, and the server goes on. `controller`: its name."""
+    """The controller is gone, and the server goes on. `controller`: its name; empty: it was gone before the server had joined."""
 
     def __init__(self, why: str, controller: str) -> None:
         super().__init__(why)
@@ -58,12 +58,9 @@ async def stay(
         try:
             return await _Stay(config, engine, rendezvous).until(stop, request)
         except ControllerLost as error:
-            lost, until = error, time.monotonic() + config.engines.orphan_s
-            log.warning("%s; waiting for the next controller", lost)
-        except WaitTimeout as error:
-            if lost is None:
-                raise
-            log.warning("%s", error)  # the next one was lost before it answered
+            if lost is None or error.controller:  # else the next one was lost before it answered
+                lost, until = error, time.monotonic() + config.engines.orphan_s
+            log.warning("%s; waiting for the next controller", error)
         except EngineError as error:
             if lost is None or isinstance(error, ServerLost):
                 raise
@@ -125,7 +122,10 @@ class _Stay:
     async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
         with Client(self._rendezvous, request.name) as client:
             limit = self._config.cluster.heartbeat_timeout_s
-            joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
+            try:
+                joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
+            except WaitTimeout as error:
+                raise ControllerLost(str(error), "") from error
             assert isinstance(joined, EngineJoined)
             log.info("%s has joined", request.name)
             orders = asyncio.create_task(self._orders(client, joined.controller))
@@ -171,7 +171,8 @@ class _Stay:
                 kind = ServerLost if order.again else EngineError
                 raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
             return
-        await self._ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
+        with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
+            await self._ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
         raise ServerLost(f"{self._engine.name} died: {health.result()}")
 
     async def _leave(self) -> None:

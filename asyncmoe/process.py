@@ -165,7 +165,6 @@ class Child:
         log: file to which its output is appended.
         environment: variables added to this process's environment.
         bounds: of the log.
-        outlives: whether it goes on when this process ends.
 
     Raises:
         StorageError: the log cannot be opened.
@@ -179,7 +178,6 @@ class Child:
         log: Path,
         environment: Mapping[str, str] | None = None,
         bounds: LogBounds | None = None,
-        outlives: bool = False,
     ) -> None:
         self.name, self.log = name, log
         words, self._words = {}, -1
@@ -200,7 +198,7 @@ class Child:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), **words},
                     start_new_session=True,
-                    preexec_fn=None if outlives else partial(die_with_parent, os.getpid()),
+                    preexec_fn=partial(die_with_parent, os.getpid()),
                 )
             except OSError as error:
                 raise AsyncmoeError(f"{name}: {command[0]} cannot be started: {error.strerror}") from error

@@ -1,5 +1,5 @@
-"""How long a run stands after a trainer rank is killed: the trainer started again in place, from ranks that stand by and without these,
-next to everything started again; and after the controller is killed, which is started again in place.
+"""How long a run stands after a trainer rank is killed: the trainer started again in place, next to everything started again; and after the
+controller is killed, which is started again with the trainer, while the engine waits.
 
 A run of the demo with a real engine, in which one process is killed again and again, each time as many steps after a checkpoint.
 """
@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,6 @@ from typing import Any
 import psutil
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
-from asyncmoe.launch import restarts
 from asyncmoe.telemetry import processes
 from benchmarks.provenance import here
 
@@ -31,8 +29,6 @@ EVERY, LOST = 4, 2
 """Steps between checkpoints, and steps since the newest one when a rank is killed."""
 WARM = 4
 LIMIT_S = 300.0
-_PREPARING_S = 15.0
-"""Seconds in which the next controller, or trainer, loads its programs, and stands by."""
 _CHECKOUT = Path(__file__).parents[1]
 _SHAPE = (
     f"warmup.steps={WARM}",
@@ -66,33 +62,30 @@ class Successor:
 def run(rounds: int = 3) -> dict[str, Any]:
     """Kill a rank `rounds` times in each way, and the controller, in turn.
 
-    In place: the next ranks stand by. Afresh: a rank is killed again as soon as the trainer has recovered, before the next ranks stand by.
-    Everything started again: a rank and the run's supervisor are killed, and the same command is started when all processes have ended. A
-    run that ends by itself after the loss of a rank takes longer, because it waits for the reasons of all processes.
+    In place: the trainer alone is started again. Everything started again: a rank and the run's supervisor are killed, and the same
+    command is started when all processes have ended. A run that ends by itself after the loss of a rank takes longer, because it waits for
+    the reasons of all processes.
 
     Returns:
-        {"date", "machine", "load", "steps_replayed", "in_place", "afresh", "everything", "ratio", "standby_MB", "controller"}; of a way:
+        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "ratio", "controller"}; of a way:
         "seconds" (median, kill to the step that was under way), "met" (median, kill to the trainer's first request) and "each". ratio: of
-        two medians, everything / in_place. standby_MB: memory of its own (USS) of a rank that stands by, median. controller: "seconds"
+        two medians, everything / in_place. controller: "seconds"
         (median, kill to the second step after it), "generates" (median; see `Successor`),
         "each" of these, and "cpu": median CPU seconds that the next controller had used by then.
 
     Raises:
         InvariantBroken: the run ended.
-        WaitTimeout: a step, or the start of ranks that stand by, took longer than `LIMIT_S`.
+        WaitTimeout: a step took longer than `LIMIT_S`.
     """
     measured_at = here()
-    found: dict[str, list[Recovery]] = {"in_place": [], "afresh": [], "everything": []}
-    memory: list[float] = []
+    found: dict[str, list[Recovery]] = {"in_place": [], "everything": []}
     lost: list[tuple[Successor, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         rig = _Rig(Path(folder))
         try:
             for _ in range(rounds):
                 lost.append(rig.succession())
-                memory += rig.stand_by()
-                for way in ("in_place", "afresh"):
-                    found[way].append(rig.recovery(rig.kill_rank))
+                found["in_place"].append(rig.recovery(rig.kill_rank))
                 found["everything"].append(rig.recovery(rig.start_over))
         finally:
             rig.end()
@@ -103,7 +96,6 @@ def run(rounds: int = 3) -> dict[str, Any]:
         "steps_replayed": LOST,
         **ways,
         "ratio": ratio,
-        "standby_MB": round(median(memory)),
         "controller": _succession(lost),
     }
 
@@ -153,9 +145,7 @@ class _Rig:
         return Recovery(met - begin, trained - begin)
 
     def succession(self) -> tuple[Successor, float]:
-        """Kill the controller after a step, and measure what follows; also return the CPU seconds of the next one until it generates, those
-        in which it stood by included."""
-        time.sleep(restarts.PREPARED_AFTER_S["controller"] + _PREPARING_S)
+        """Kill the controller after a step, and measure what follows; also return the CPU seconds of the next one until it generates."""
         before = len(self._records())
         self._wait(lambda: any(one.get("step", 0) > WARM for one in self._records()[before:]))
         last, begin = self._records()[-1]["step"], time.time()
@@ -168,20 +158,6 @@ class _Rig:
         trained = next(one["time"] for one in self._records() if one.get("step") == last + 2)
         return Successor(counted - begin, trained - begin), used.user + used.system
 
-    def stand_by(self) -> list[float]:
-        """Wait until the next ranks stand by; return the memory of each, in MB."""
-        self._wait(lambda: bool(self._next_ranks()))
-        time.sleep(_PREPARING_S)
-        return [one.memory_full_info().uss / 1e6 for one in self._next_ranks()]
-
-    def _next_ranks(self) -> list[psutil.Process]:
-        training, found = {one.pid for one in processes.read(self._dir)}, []
-        for one in psutil.Process(self._process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-                if one.pid not in training and "asyncmoe.trainer" in one.cmdline()[:4]:
-                    found.append(one)
-        return found
-
     def kill_rank(self) -> None:
         """Kill the last rank; the run starts the trainer again."""
         ranks = [one for one in processes.read(self._dir) if one.role.startswith("trainer.") and processes.runs(one)]
@@ -192,7 +168,6 @@ class _Rig:
         every = psutil.Process(self._process.pid).children(recursive=True)
         self.kill_rank()
         self._process.kill()
-        os.kill(self._pid("keeper"), signal.SIGKILL)  # else the engines would wait for the next command
         self._process.wait()
         _, left = psutil.wait_procs(every, timeout=60.0)
         if left:
@@ -237,9 +212,8 @@ class _Rig:
 def table(found: dict[str, Any]) -> str:
     """A line a way."""
     lines = [f"{'':<12}{'trainer met':>12}{'step trained':>14}   s after the kill"]
-    lines += [f"{way:<12}{found[way]['met']:>12.1f}{found[way]['seconds']:>14.1f}" for way in ("in_place", "afresh", "everything")]
-    told = f"{found['steps_replayed']} steps trained again, {found['standby_MB']} MB of each rank that stands by"
-    lines.append(f"{found['ratio']:g} times as fast in place as everything, {told}")
+    lines += [f"{way:<12}{found[way]['met']:>12.1f}{found[way]['seconds']:>14.1f}" for way in ("in_place", "everything")]
+    lines.append(f"{found['ratio']:g} times as fast in place as everything, {found['steps_replayed']} steps trained again")
     lost = found["controller"]
     said = f"generates after {lost['generates']:.1f} s ({lost['cpu']:.1f} s of CPU), and the trainer has trained two steps after"
     return "\n".join([*lines, f"controller killed: the next one {said} {lost['seconds']:.1f} s"])

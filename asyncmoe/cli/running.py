@@ -41,7 +41,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run only the controller: engines, episodes, scoring and the queue. It waits for a trainer."""
+    """Run only the controller: episodes, scoring and the queue. It waits for engines and a trainer."""
     from asyncmoe.config import moved
     from asyncmoe.launch import part
 
@@ -58,7 +58,7 @@ def engine(
     index: Annotated[int, typer.Option(help="Number of this engine on its machine, from 0; decides which GPUs it takes.")] = 0,
     node: Annotated[int, typer.Option(help="With engines.nodes above 1: which one of the engine's nodes this machine is, from 0.")] = 0,
 ) -> None:
-    """Start one engine that joins a run with engines.join=true, at any time.
+    """Start one engine that joins a run, at any time.
 
     Of an engine over several machines (engines.nodes) each starts one node, all with the same --name:
 

@@ -17,15 +17,15 @@ class EngineSection(Section):
     count: Positive = Field(1, description="SGLang servers. With join, the number that must have joined before the run begins.")
     join: bool = Field(
         False,
-        description="true: `asyncmoe engine` starts engines, on any machine and at any time, and they join the run. false: the controller "
-        "starts them on its own machine.",
+        description="true: you start engines with `asyncmoe engine`, on any machine and at any time, and they join the run. false: "
+        "`asyncmoe run` starts them on its own machine.",
     )
     tp: Positive = Field(1, description="Tensor-parallel ranks of an engine, one GPU each. Raise it if weights and KV cache do not fit.")
     ep: Positive = Field(1, description="Expert-parallel ranks of an engine; must divide tp.")
     nodes: Positive = Field(
         1,
-        description="Machines over which the ranks of one engine are spread evenly; must divide tp. Above 1 with join, `asyncmoe engine` "
-        "runs on each of them with the same --name and its own --node; without join, all are server processes of one machine.",
+        description="Machines over which the ranks of one engine are spread evenly; must divide tp. Above 1 `asyncmoe engine` runs on each "
+        "of them with the same --name and its own --node; without join, all run on one machine.",
     )
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         "auto", description="Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json says none."
@@ -33,7 +33,6 @@ class EngineSection(Section):
     python: Path | None = Field(
         None, description="Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."
     )
-    host: str = Field("127.0.0.1", description="Address a server listens on; an engine that joins uses the address of cluster.network.")
     port: Port = Field(0, description="First port: engine i of a machine listens on port + i. 0: any free ports.")
     first_gpu: NonNegative | None = Field(
         None,
@@ -62,14 +61,14 @@ class EngineSection(Section):
     )
     restarts: NonNegative = Field(
         3,
-        description="How often an engine that died or hung starts again, by the controller or by asyncmoe engine; 5 s pass before the "
-        "first restart and twice as long before each further one. It serves from the next version on; if no other engine is left, the "
+        description="How often an engine that died or hung starts again; 5 s pass before the first restart and twice as long before each "
+        "further one. It serves from the next version on; if no other engine is left, the "
         "trainer sends its weights once more. (With sync.method broadcast or disk, or sync.every above 1 the run ends then.)",
     )
     orphan_s: NonNegativeSeconds = Field(
         60.0,
-        description="Seconds that engines outlive a controller that is lost, until the next one takes them over; trainer ranks wait for it "
-        "as long. Raise it if the controller takes long to start. 0: engines end with their controller, and a lost one ends the run.",
+        description="Seconds that engines outlive a controller that is lost, until the next one takes them over. Raise it if the "
+        "controller takes long to start. 0: engines end with their controller, and a lost one ends the run.",
     )
     args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server, of those that asyncmoe supports.")
 

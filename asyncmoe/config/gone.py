@@ -41,6 +41,7 @@ KEYS: Mapping[str, Gone] = {
     "journal.redis_patience_s": Gone("nothing: a server that does not answer is waited for for a minute", None),
     "journal.segment_bytes": Gone("nothing: a file of the log has 64 MiB", None),
     "journal.turns": Gone("nothing: turns are recorded; log.piece_tokens=0 records whole responses only", (True,)),
+    "engines.host": Gone("nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
     "queue.mooncake.patience_s": Gone(_MEMORY, None),
@@ -64,6 +65,7 @@ KEYS: Mapping[str, Gone] = {
     "task.curriculum.floor": Gone(_ORDER, None),
     "task.curriculum.memory": Gone(_ORDER, None),
     "task.curriculum.pass_reward": Gone(_ORDER, None),
+    "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
 }
 VALUES: Mapping[tuple[str, str], str] = {

@@ -30,5 +30,6 @@ class RunSection(Section):
     controller_restarts: NonNegative = Field(
         2,
         description="How often in a row, without a new step in between, a controller that a signal ended (killed, crashed, out of memory) "
-        "is started again in place, while engines and trainer go on; see engines.orphan_s. 0: a lost controller ends the run.",
+        "is started again, and the trainer with it from its newest checkpoint, while engines wait (engines.orphan_s). 0: a lost one ends "
+        "the run.",
     )

@@ -229,14 +229,9 @@ class Config(Section):
         return self.rollout.truncated if self.keep.sampling_mask == "auto" else self.keep.sampling_mask == "on"
 
     @property
-    def keeps_engines(self) -> bool:
-        """True if a keeper owns the engines of `asyncmoe run` on this machine, so that they outlive their controller."""
-        return self.launch == "local" and not self.engines.join and self.survives_controller
-
-    @property
     def survives_controller(self) -> bool:
-        """True if a controller that is lost can be started again in place, while engines and trainer ranks wait for it. It must know from
-        the log what the trainer has, and whether an engine holds a whole version."""
+        """True if a controller that is lost can be started again, with the trainer, while engines wait for it: it must know from the
+        log what was sampled and trained, and whether an engine holds a whole version."""
         return self.sync.method == "reshard" and self.log.enabled and self.engines.orphan_s > 0
 
     @property

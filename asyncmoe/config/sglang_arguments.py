@@ -15,7 +15,7 @@ from asyncmoe.plugins import nearest
 
 _OWNED = """
 --base-gpu-id=engines.first_gpu --dtype=engines.dtype --ep=engines.ep --ep-size=engines.ep --expert-parallel-size=engines.ep
---host=engines.host --max-running-requests=engines.max_running --model=model.path --model-path=model.path --nnodes=engines.nodes
+--host=cluster.network --max-running-requests=engines.max_running --model=model.path --model-path=model.path --nnodes=engines.nodes
 --port=engines.port --random-seed=run.seed --tensor-parallel-size=engines.tp --tp=engines.tp --tp-size=engines.tp
 --trust-remote-code=model.trust_remote_code
 """

@@ -159,12 +159,6 @@ class TrainerSection(Section):
         "started again in place, from its newest checkpoint, while controller and engines go on; it needs the log (log.enabled). "
         "0: a lost trainer ends the run.",
     )
-    standby: bool = Field(
-        True,
-        description="Whether the ranks of the next start stand by, from a minute after the first step of reinforcement learning on: "
-        "processes that have loaded torch and Megatron, hold nothing of the run and no memory of a GPU, and take about 260 MB of the "
-        "host's memory each. Only for asyncmoe run on one machine, with trainer.max_restarts.",
-    )
 
     @property
     def expert_tp(self) -> int:

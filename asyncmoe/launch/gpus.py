@@ -16,11 +16,11 @@ from asyncmoe.plan import budget
 from asyncmoe.rpc import address
 
 
-def engine_arguments(config: Config, index: int | None = None) -> tuple[str, ...]:
+def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
     """Return the server arguments that bound the memory of an engine started on this machine; empty without GPUs.
 
     Args:
-        index: index of the engine on this machine; None if all engines of the configuration start here.
+        index: index of the engine on this machine.
 
     Raises:
         ConfigError: there is no GPU for it, none with room for it, or none whose memory is known.
@@ -68,8 +68,8 @@ def _on_gpus() -> bool:
     return torch.version.cuda is not None
 
 
-def check(config: Config, index: int | None, gpus: int, hidden: int = 0) -> Sequence[int]:
-    """The GPUs of an engine, or of all engines of this machine.
+def check(config: Config, index: int, gpus: int, hidden: int = 0) -> Sequence[int]:
+    """The GPUs of an engine.
 
     Args:
         hidden: GPUs that CUDA_VISIBLE_DEVICES keeps from the run.
@@ -78,9 +78,9 @@ def check(config: Config, index: int | None, gpus: int, hidden: int = 0) -> Sequ
         ConfigError: this machine has too few GPUs, or the engines' GPUs overlap the trainer's.
     """
     several = address.several(config.cluster.network)
-    if index is None:
-        here = devices.wanted(config, several)[-1]
-        return [number for engine in devices.place(here, gpus, hidden).engines for number in engine]
+    if not several and index < config.engines.count:
+        (here,) = devices.wanted(config, several)
+        return devices.place(here, gpus, hidden).engines[index]
     engines, first = config.engines, devices.first_gpu(config, several)
     tp = engines.ranks_per_node if several else engines.tp
     if (end := first + (index + 1) * tp) > gpus:

@@ -1,4 +1,4 @@
-"""A run on this machine: the keeper of engines, the controller, the trainer under torchrun, and a live view of all.
+"""A run on this machine: the controller, engines, the trainer under torchrun, and a live view of all.
 
 All launchers share `prepare` and `claim`, which check and write files before a process starts, and the supervision in
 `asyncmoe.launch.watch`.
@@ -26,11 +26,8 @@ from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.errors import ConfigError, DataError, UserError, together
-from asyncmoe.launch import preflight, prepared
-from asyncmoe.launch.local_controller import local_controller
-from asyncmoe.launch.local_keeper import LocalKeeper, wait_for_left
-from asyncmoe.launch.local_trainer import LocalTrainer
-from asyncmoe.launch.run_processes import Processes
+from asyncmoe.launch import preflight
+from asyncmoe.launch.local_parts import end_left, table
 from asyncmoe.launch.served import served
 from asyncmoe.launch.watch import supervise
 from asyncmoe.log import belonging
@@ -66,12 +63,12 @@ def run(config: Config) -> dict[str, object]:
     with ExitStack() as held:
         with interrupts.stopping(interrupts.NO_RUN_YET):
             held.enter_context(claim(config.run.dir))
-            wait_for_left(config.run.dir)
+            end_left(config.run.dir, engines=not config.engines.join)
             plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
             for line in preflight.check(config):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             file = prepare(config)
-        return supervise(config, partial(_start, config, file))
+        return supervise(config, partial(table, config, file))
 
 
 def check(config: Config, *, weights: bool = True) -> Survey:
@@ -242,21 +239,6 @@ def claim(directory: Path) -> Iterator[None]:
                     file.unlink()
                     for folder in made:
                         folder.rmdir()
-
-
-def _start(config: Config, file: Path, ending: ExitStack) -> Processes:
-    prepared.clear(config.run.dir)
-    keeper = LocalKeeper(config, file) if config.keeps_engines else None
-    if keeper is not None:
-        ending.callback(keeper.end)
-    trainer = LocalTrainer(config, file)
-    controllers = local_controller(config, file)
-    ending.callback(controllers.stop)
-    (controller,) = controllers.start(0)
-    ending.callback(trainer.stop)
-    ranks = trainer.start(0)
-    kept = () if keeper is None else (keeper.process,)
-    return Processes(controller, ranks, kept, trainer, controllers if config.survives_controller else None)
 
 
 def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One part of a run in this process: the controller, an engine that joins, or the keeper of this machine's engines."""
+"""One part of a run in this process: the controller, an engine, or a rollout worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from asyncmoe import installed, surroundings
 from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.imports import uncollected
 from asyncmoe.process import leave, say
-from asyncmoe.rpc import stand_by
 from asyncmoe.telemetry import heartbeats, processes
 
 if TYPE_CHECKING:
@@ -32,19 +31,15 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
     """
     with uncollected():
         from asyncmoe import config as configuration
-        from asyncmoe.launch import gpus, local
+        from asyncmoe.launch import local
         from asyncmoe.models.hub import with_local_model
         from asyncmoe.rollout import controller
-        from asyncmoe.rollout.tokenizer import Tokenizer
 
     loaded = with_local_model(configuration.load(config, overrides))
-    if stand_by.is_told():
-        Tokenizer(loaded.model.path, loaded.model.trust_remote_code)  # imports what loading it again needs
-        stand_by.wait()
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     with _heard(loaded, "controller"):
-        controller.run(loaded, loaded.run.dir, () if loaded.engines.join else gpus.engine_arguments(loaded))
+        controller.run(loaded, loaded.run.dir)
 
 
 def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None, index: int = 0, node: int = 0) -> None:
@@ -76,25 +71,6 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     name = name or engine_agent.default_name(index)
     with _heard(loaded, process_name(name, node)):
         engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index), node)
-
-
-def keeper(config: Path, launcher: int) -> None:
-    """Run the keeper of a run's engines on this machine, until they are to end.
-
-    Args:
-        launcher: process id of the parent, which may have ended by now.
-
-    Raises:
-        AsyncmoeError: see `asyncmoe.rollout.engines.keeper.run`.
-    """
-    with uncollected():
-        from asyncmoe import config as configuration
-        from asyncmoe.models.hub import with_local_model
-        from asyncmoe.rollout.engines import keeper
-
-    loaded = with_local_model(configuration.load(config, ()), download=False)
-    with _heard(loaded, "keeper"):
-        keeper.run(loaded, loaded.run.dir, launcher)
 
 
 def worker(config: Path, overrides: Sequence[str], number: int) -> None:

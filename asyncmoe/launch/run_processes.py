@@ -1,13 +1,15 @@
-"""The processes of a run, as their launcher presents them to the supervision."""
+"""The parts of a run: the one table that each launcher fills, and the processes that were started from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from signal import Signals
 from typing import Protocol
 
 from asyncmoe.launch.failures import Ended
+from asyncmoe.launch.rule import CONTROLLER, TRAINER, How, LossRule
+from asyncmoe.rollout.engines.engine_stay import ServerLost
 
 STOP_GRACE_S = 20.0
 """Seconds between asking a process to end and killing it."""
@@ -23,81 +25,82 @@ class Process(Ended, Protocol):
         """Wait for the process; true if it ended within `seconds`."""
 
 
-class Starter(Protocol):
-    """Starts the trainer or the controller of a run, again and again, while the others go on."""
+@dataclass(frozen=True)
+class RunPart:
+    """A part of a run, as its launcher starts it.
 
-    def prepare(self) -> None:
-        """Be ready to start the next one quickly, if the launcher can; called again and again while the run goes on."""
-
-    def end(self) -> None:
-        """End all of its processes: those of the trainer are asked, and killed if they do not end in time; a controller is killed."""
-
-    def start(self, epoch: int) -> tuple[Process, ...]:
-        """Start it, and return its processes; a controller is one. None of its earlier processes may run. `epoch`: how often the trainer
-        was started before.
-
-        Raises:
-            AsyncmoeError: it cannot be started.
-        """
-
-
-class OnDemand:
-    """A `Starter` whose starts are made when they are needed.
-
-    Args:
-        start, end: as of a `Starter`.
+    Attributes:
+        loss: what its loss means.
+        start: starts it, and returns its processes; of the controller there is one. None of its earlier processes may run. Called with
+            the number of its earlier starts, for the controller that of the trainer's. Raises AsyncmoeError if it cannot be started.
+        end: ends all of its processes, before it starts again: those of the trainer are asked first, and killed if they do not end in time.
     """
 
-    def __init__(self, start: Callable[[int], tuple[Process, ...]], end: Callable[[], None]) -> None:
-        self.start, self.end = start, end
-
-    def prepare(self) -> None:
-        """Do nothing."""
+    loss: LossRule
+    start: Callable[[int], tuple[Process, ...]]
+    end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
-class Processes:
-    """All processes of a run that its launcher started.
+class RunParts:
+    """The parts of a run by name, in the order in which they start.
 
     Attributes:
-        engines: those that join, or the keeper of this machine's; empty if the controller starts the engines itself.
-        starter: starts the trainer again; None: this launcher cannot.
-        controllers: starts the controller again; None: engines would end with it.
         settle_s: seconds to wait after a failure for what the launcher has yet to hear of it, even if its cause seems clear.
     """
 
-    controller: Process
-    trainers: tuple[Process, ...]
-    engines: tuple[Process, ...] = ()
-    starter: Starter | None = None
-    controllers: Starter | None = None
+    parts: Mapping[str, RunPart]
     settle_s: float = 0.0
 
+
+@dataclass
+class Processes:
+    """The processes of a run, by part; those of a part that waits for its next start, or without which the run goes on, are left out."""
+
+    by_part: dict[str, tuple[Process, ...]] = field(default_factory=dict)
+
     @property
-    def all(self) -> tuple[Process, ...]:
-        return (self.controller, *self.trainers, *self.engines)
+    def controller(self) -> Process | None:
+        """None while its next start is awaited."""
+        return next(iter(self.by_part.get(CONTROLLER, ())), None)
+
+    @property
+    def trainers(self) -> tuple[Process, ...]:
+        """Empty while the next start of the trainer is awaited."""
+        return self.by_part.get(TRAINER, ())
+
+    @property
+    def engines(self) -> tuple[Process, ...]:
+        return tuple(one for name, found in self.by_part.items() if name not in (CONTROLLER, TRAINER) for one in found)
 
     @property
     def failed(self) -> list[Process]:
-        """The processes that ended with a status different from 0."""
-        return [process for process in self.all if process.returncode not in (None, 0)]
+        """The processes that ended with a status different from 0. How an engine ends after the controller does not matter."""
+        return [process for found in self._of_run.values() for process in found if process.returncode not in (None, 0)]
+
+    @property
+    def ended(self) -> dict[str, How]:
+        """How the parts ended that failed; and the controller, if it has ended before a trainer that failed."""
+        found = {name: _how(here) for name, here in self._of_run.items() if any(one.returncode not in (None, 0) for one in here)}
+        return found | ({CONTROLLER: "said"} if self._is_over and TRAINER in found else {})
+
+    @property
+    def _is_over(self) -> bool:
+        return self.controller is not None and self.controller.returncode == 0
+
+    @property
+    def _of_run(self) -> Mapping[str, tuple[Process, ...]]:
+        return {name: found for name, found in self.by_part.items() if name in (CONTROLLER, TRAINER) or not self._is_over}
 
     @property
     def finished(self) -> bool:
         """True if controller and trainer ended with status 0; how an engine ends after that does not matter."""
-        return all(process.returncode == 0 for process in (self.controller, *self.trainers))
+        main = (self.controller, *self.trainers)
+        return len(main) > 1 and all(process is not None and process.returncode == 0 for process in main)
 
-    @property
-    def others_go_on(self) -> bool:
-        """True if the controller runs and no engine has failed."""
-        return self.controller.returncode is None and self.engines_go_on
 
-    @property
-    def engines_go_on(self) -> bool:
-        """True if no engine has failed."""
-        return all(engine.returncode in (None, 0) for engine in self.engines)
-
-    @property
-    def controller_lost(self) -> bool:
-        """True if a signal ended the controller, which it did not ask for: it handles those by which it is asked to end."""
-        return self.controller.returncode is not None and self.controller.returncode < 0
+def _how(processes: tuple[Process, ...]) -> How:
+    statuses = [process.returncode or 0 for process in processes]
+    if ServerLost.exit_code in statuses:
+        return "used up"
+    return "lost" if min(statuses) < 0 else "said"

@@ -1,4 +1,4 @@
-"""Supervise the processes of a run, on any machine, until all have ended or one has failed.
+"""Supervise the processes of a run, on any machine, until all have ended, and apply the restart rule (`asyncmoe.launch.rule`).
 
 Ctrl-C is passed to the controller, which has the trainer save a checkpoint at its next step; the same command then resumes from that
 checkpoint. A second Ctrl-C ends all processes at once.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe import checkpoints, storage
@@ -20,8 +20,8 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
-from asyncmoe.launch.restarts import PartRestarts
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes
+from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes, RunParts
 from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.process import wait_until
@@ -41,6 +41,8 @@ _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 _GOODBYE_S = 60.0
 """Seconds for controller and trainer to end after each other. torchrun's agents wait for each other at the end, and on busy machines 20
 seconds were not enough."""
+_DISMISSED_S = 5.0
+"""Seconds for engines to end after the controller has dismissed them; one that never joined does not know of it."""
 _INTERRUPTED = (-signal.SIGINT, 130)
 """Exit statuses of a command that received SIGINT before it installed its handler: while Python started, and later."""
 
@@ -64,29 +66,28 @@ class Stopping:
     seconds: Callable[[], float] = lambda: math.inf
 
 
-def watch(config: Config, start: Callable[[ExitStack], Processes], stop: Stopping) -> None:
+def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping) -> None:
     """Start the processes of a prepared run, show and supervise it until it is finished or has stopped as it was asked to.
 
     Args:
-        start: starts the processes and registers the end of each on the stack.
+        table: returns the parts of the run, and registers their end on the stack.
 
     Raises:
         AsyncmoeError: a process failed, or the run is to end at once.
     """
     recorded.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
-    restarts, controllers = PartRestarts(config, watcher, "trainer"), PartRestarts(config, watcher, "controller")
     with (
         Copier(config, stop.hurried),
         watcher,
-        LiveView(config, sinks=(restarts.newest, controllers.newest, watcher), health=watcher.health) as view,
+        LiveView(config, sinks=(watcher,), health=watcher.health) as view,
         ExitStack() as ending,  # before the view: loggers are sent the last records
     ):
         watcher.say = view.say
-        _watch(start(ending), view, stop, _Restarts(view, stop, restarts, controllers))
+        _watch(_Supervision(config, table(ending), watcher, view, stop))
 
 
-def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[str, object]:
+def supervise(config: Config, table: Callable[[ExitStack], RunParts]) -> dict[str, object]:
     """Run `watch` from a terminal, and return the summary of the run.
 
     Raises:
@@ -104,7 +105,7 @@ def supervise(config: Config, start: Callable[[ExitStack], Processes]) -> dict[s
 
     try:
         print(begins(config), flush=True)
-        watch(config, start, Stopping(lambda: signals.count > 0, lambda: signals.count, at_once, tell))
+        watch(config, table, Stopping(lambda: signals.count > 0, lambda: signals.count, at_once, tell))
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), signals.number) from None
     finally:
@@ -165,36 +166,42 @@ def conclude(run_dir: Path) -> dict[str, object]:
     return summary
 
 
-def _watch(processes: Processes, view: LiveView, stop: Stopping, restarts: _Restarts) -> None:
-    told, save_by, end_by = False, None, math.inf
+def _watch(run: _Supervision) -> None:
+    told, save_by, end_by, stop, processes = False, None, math.inf, run.stop, run.processes
+    run.start_all()
     while not processes.finished:
-        silent = _refresh(view)
+        silent = _refresh(run.view)
         if (error := stop.at_once()) is not None:
             raise error
-        restarts.prepare(processes)
         now, controller = time.monotonic(), processes.controller
         if stop.asked():
             if save_by is None:
                 save_by = now + (seconds := stop.seconds())
                 how = f"{seconds:.0f} s for a checkpoint" if seconds < math.inf else "saving a checkpoint (Ctrl-C again ends at once)"
-                view.say(f"stopping: {how}")
+                run.view.say(f"stopping: {how}")
             # An interrupted controller was joined by no other process. Without a trainer, lost and not started again, none saves.
-            if controller.returncode in (0, *_INTERRUPTED) or not processes.trainers or now > min(save_by, end_by):
+            if controller is None or controller.returncode in (0, *_INTERRUPTED) or not processes.trainers or now > min(save_by, end_by):
                 break
             told = told or stop.tell(controller)
+        run.start_due(now)
         if silent is not None or (processes.failed and not (stop.asked() and _controller_ends(processes))):
-            processes = restarts.again(processes, silent or _settled(processes))
+            run.lost(silent)
             continue
-        if controller.returncode is not None or all(trainer.returncode is not None for trainer in processes.trainers):
+        controller = processes.controller
+        if controller is not None and processes.trainers and _one_ended(controller, processes.trainers):
             end_by = min(end_by, now + _GOODBYE_S)
             late = [one for one in (controller, *processes.trainers) if one.returncode is None]
             if late and now > end_by and not stop.asked():
                 raise AsyncmoeError(f"{late[0].name} did not end within {_GOODBYE_S:.0f} s of the others; its log is {late[0].log}")
         time.sleep(_POLL_S)
-    if processes.controller.returncode == 0:  # an engine that it has not dismissed, because it never joined, would wait for it
+    if processes.controller is not None and processes.controller.returncode == 0:
         _wait(processes.trainers, _GOODBYE_S, stop)
-        _wait(processes.engines, STOP_GRACE_S, stop)
-    view.refresh()
+        _wait(processes.engines, _DISMISSED_S, stop)
+    run.view.refresh()
+
+
+def _one_ended(controller: Process, trainers: Sequence[Process]) -> bool:
+    return controller.returncode is not None or all(trainer.returncode is not None for trainer in trainers)
 
 
 def _refresh(view: LiveView) -> ProcessSilent | None:
@@ -206,45 +213,88 @@ def _refresh(view: LiveView) -> ProcessSilent | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Restarts:
-    """Starts again what was lost."""
+class _Supervision:
+    """Starts the parts of a run, and again what was lost.
 
-    view: LiveView
-    stop: Stopping
-    trainers: PartRestarts
-    controllers: PartRestarts
+    Attributes:
+        processes: those that there are.
+    """
 
-    def prepare(self, processes: Processes) -> None:
-        """Be ready for the loss of controller or trainer, if they can be started again."""
-        if self.stop.asked():
-            return
-        if processes.controllers is not None:
-            self.controllers.prepare(processes.controllers)
-        if processes.starter is not None and processes.trainers:
-            self.trainers.prepare(processes.starter)
+    def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
+        self.processes, self.view, self.stop = Processes(), view, stop
+        self._config, self._watcher, self._table, self._parts = config, watcher, table, dict(table.parts)
+        self._history: list[Failure] = []
+        self._starts = dict.fromkeys(table.parts, 0)
+        self._due: dict[str, float] = {}
 
-    def again(self, processes: Processes, error: AsyncmoeError) -> Processes:
-        """Start the controller again if it was lost, else the trainer. Nothing is left to save if the run stops meanwhile.
+    def start_all(self) -> None:
+        """Start all parts. Raises AsyncmoeError if one cannot be started."""
+        for name in self._parts:
+            self._start(name)
+
+    def start_due(self, now: float) -> None:
+        """Start the parts again whose time has come, unless the run stops: then there is nothing more to save."""
+        due = [] if self.stop.asked() else [name for name in self._parts if self._due.get(name, math.inf) <= now]
+        for name in due:
+            del self._due[name]
+            self._start(name)
+
+    def lost(self, silent: ProcessSilent | None) -> None:
+        """Apply the rule to what has failed, or hangs.
 
         Raises:
             AsyncmoeError: the run ends; names the root cause.
         """
-        lost = processes.controller_lost or (isinstance(error, ProcessSilent) and error.controller)
-        if lost and processes.controllers is not None:
-            others, epoch = (lambda: processes.engines_go_on), self.trainers.count
-            started = self.controllers.again(error, processes.controllers, others, self.stop.asked, self.view, epoch)
-            if started is None:
-                return replace(processes, trainers=()) if self.stop.asked() else processes
-            return replace(processes, controller=started[0])
-        others, epoch = (lambda: processes.others_go_on), self.trainers.count + 1
-        started = self.trainers.again(error, processes.starter, others, self.stop.asked, self.view, epoch)
-        return replace(processes, trainers=started or ())
+        error = silent or _settled(self.processes, self._table.settle_s)
+        ended = self.processes.ended
+        if silent is not None:
+            ended |= {CONTROLLER if silent.controller else TRAINER: "lost"}
+        steps = max((one.step for one in read_steps(self._config.run.dir / METRICS)), default=0)
+        failure = Failure(ended, str(error), error.exit_code, steps)
+        rules = {name: part.loss for name, part in self._parts.items()}
+        match decide(rules, failure, self._history, self.stop.asked()):
+            case EndRun(why):
+                raise self._in_context(error, why, failure)
+            case LetGo(part):
+                self.view.say(f"the run goes on without {part}: {error}")
+                del self._parts[part], self.processes.by_part[part]
+            case StartAgain() as again:
+                self._again(again, failure, self._watcher.named(error))
+
+    def _again(self, again: StartAgain, failure: Failure, why: AsyncmoeError) -> None:
+        who = again.parts[0]
+        when = f" in {again.after_s:.0f} s" if again.after_s else ""
+        text = f"{titled(who)} starts again{when}, restart {again.row} of {again.most} without a new step: {why}"
+        self.view.say(text)
+        if who in (CONTROLLER, TRAINER):
+            self._watcher.lost("controller_lost" if who == CONTROLLER else "trainer_lost", text)
+        self._history.append(failure)
+        for part in again.parts:
+            self.processes.by_part.pop(part, None)
+            self._parts[part].end()
+            self._watcher.forget(part)
+            self._due[part] = time.monotonic() + again.after_s
+            self._starts[part] += 1
+
+    def _start(self, name: str) -> None:
+        self.processes.by_part[name] = self._parts[name].start(self._starts[TRAINER if name == CONTROLLER else name])
+
+    def _in_context(self, error: AsyncmoeError, more: str, failure: Failure) -> AsyncmoeError:
+        """Return the error that ends the run, with the loss from which it may follow."""
+        if not more and self._history and failure.step <= self._history[-1].step:
+            more = f"{titled(next(iter(self._history[-1].ended)))} was lost before: {self._history[-1].why}"
+        if not more:
+            return error
+        told = AsyncmoeError(f"{error}; {more}")
+        told.exit_code = error.exit_code
+        return told
 
 
 def _controller_ends(processes: Processes) -> bool:
     """Return whether failures follow from the end of a controller that was asked to stop, which only the next look at it will show."""
     controller = processes.controller
+    if controller is None:
+        return False
     if controller.returncode is None:  # the trainer may have noticed the controller's end before this process did
         return only_lost(processes.failed) and controller.wait(STOP_GRACE_S)
     return controller.returncode in _INTERRUPTED
@@ -261,11 +311,11 @@ def _wait(processes: Sequence[Process], seconds: float, stop: Stopping) -> None:
     wait_until(ended, seconds)
 
 
-def _settled(processes: Processes) -> AsyncmoeError:
+def _settled(processes: Processes, settle_s: float) -> AsyncmoeError:
     """Wait for the reasons of failures, and return the root cause."""
     begin = time.monotonic()
-    while (waited := time.monotonic() - begin) < max(_UNEXPLAINED_S, processes.settle_s):
-        if waited >= processes.settle_s and (certain(processes.failed) or (waited > _SETTLE_S and explained(processes.failed))):
+    while (waited := time.monotonic() - begin) < max(_UNEXPLAINED_S, settle_s):
+        if waited >= settle_s and (certain(processes.failed) or (waited > _SETTLE_S and explained(processes.failed))):
             break
         time.sleep(_POLL_S)
     return failure(processes.failed)

@@ -8,9 +8,6 @@ or rejected stays so, whatever the checkpoint: a group ends once.
 
 The ledger goes on. Episodes that were started and are in none of these states were running: they count as requeued, "restart".
 
-A trainer that goes on while the controller is lost and started again has no checkpoint to go back to: k is then the number of steps that
-are committed, and no step is trained again. The lease of step k, if there is one, is under way.
-
 A trainer that is lost alone, and started again while the queue goes on, changes only the leases (`reopen`): those from k on are replayed by
 the same rule, and what they had trained or skipped counts as leased again.
 
@@ -80,7 +77,7 @@ class LogState:
     Attributes:
         groups: by number; those that ended or are forgotten are not in it.
         leases: by step.
-        first, next, history, trained: as in `RunStands`; first None: no trainer has joined yet.
+        first, next, history: as in `RunStands`; first None: no trainer has joined yet.
         accounts: the queue's at the newest change; None: none.
         damaged: some records are lost.
     """
@@ -90,7 +87,6 @@ class LogState:
     first: int | None = None
     next: int = 0
     history: int = 0
-    trained: int | None = None
     accounts: Accounts | None = None
     damaged: bool = False
 
@@ -108,8 +104,8 @@ class LogState:
                 self.groups[number] = RecordedGroup(number, "queued", position, arrival, attempt, 0, episodes, place)
             case records.GroupEnded(number):
                 self.groups.pop(number, None)
-            case records.RunStands(first, after, history, trained, _, again):
-                self.first, self.next, self.history, self.trained = first, max(self.next, after), history, trained
+            case records.RunStands(first, after, history, _, again):
+                self.first, self.next, self.history = first, max(self.next, after), history
                 self.forget(first)
                 for step in [] if again is None else [step for step in self.leases if step >= again]:
                     self.leases[step] = replace(self.leases[step], committed=False, skipped="")
@@ -124,10 +120,8 @@ class LogState:
                 for one in groups:
                     self.groups[one.number] = RecordedGroup(one.number, "leased", position, one.order, 0, 0, one.episodes, one.place, step)
             case records.StepCommitted(step, skipped, numbers):
-                self.trained = step + 1
-                if numbers:
-                    known = self.leases.get(step) or RecordedLease(position, numbers, None)
-                    self.leases[step] = replace(known, committed=True, skipped=skipped)
+                known = self.leases.get(step) or RecordedLease(position, numbers, None)
+                self.leases[step] = replace(known, committed=True, skipped=skipped)
             case records.StepReleased(step):
                 for number in self.leases.pop(step).numbers if step in self.leases else ():
                     if number in self.groups:
@@ -217,13 +211,10 @@ class Reopened:
     history: int
 
 
-def recover(
-    state: LogState, step: int, base: int, batch: int, name: str, *, goes_on: bool = False, lost: Collection[int] = frozenset()
-) -> Recovered:
+def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:
     """Return the state in which the queue of a trainer that has taken `step` steps begins.
 
     Args:
-        goes_on: the trainer was not started again, so that `step` follows all that it trained.
         base: step at which reinforcement learning began.
         batch: episodes of a step.
         name: of the log, for messages.
@@ -252,7 +243,7 @@ def recover(
         (*again, *pending),
         state.next,
         max((group.order for group in state.groups.values() if group.place is not None), default=0),
-        state.history + bool(replays and not goes_on),
+        state.history + bool(replays),
         max(gaps, default=_first(state, reached, base) - 1) + 1,
         tuple(one.number for one in dropped),
     )

@@ -62,7 +62,7 @@ class QueueLog:
         needed = [one for one in self.state.groups.values() if one.place is not None and (one.step is None or one.step >= step)]
         return frozenset(one.number for one in needed if not self._is_whole(one))
 
-    def begin(self, step: int, base: int, batch: int, first_group: int, *, goes_on: bool = False, lost: Collection[int] = ()) -> Recovered:
+    def begin(self, step: int, base: int, batch: int, first_group: int, lost: Collection[int] = ()) -> Recovered:
         """Return the state in which the queue begins; see `recover`.
 
         Args:
@@ -72,7 +72,7 @@ class QueueLog:
         reached = max(step, base)
         if self.state.first is None and not self.state.groups:
             self.state.next = max(self.state.next, first_group)
-        found = recover(self.state, step, base, batch, self.name, goes_on=goes_on, lost=lost)
+        found = recover(self.state, step, base, batch, self.name, lost)
         self._accounts = lambda: found.accounts
         for number in found.dropped:
             self._add(records.GroupEnded(number, "dropped", DAMAGED))
@@ -81,7 +81,7 @@ class QueueLog:
         for later in sorted(at for at in self.state.leases if at >= reached and at not in found.replays):
             self._add(records.StepReleased(later))
         self.history, self._replays = found.history, dict(found.replays)
-        self._stand(found.first, step, reached)
+        self._stand(found.first, reached)
         self.state.damaged = False
         return found
 
@@ -139,10 +139,10 @@ class QueueLog:
             await self._durable(position)
 
     def committed(self, step: int, skipped: str = "") -> None:
-        """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason; or a step of the warm-up is."""
+        """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason. Of the warm-up nothing is recorded."""
         self._granted.pop(step, None)
-        lease = self.state.leases.get(step)
-        self._newest_commit = self._add(records.StepCommitted(step, skipped, () if lease is None else lease.numbers))
+        if (lease := self.state.leases.get(step)) is not None:
+            self._newest_commit = self._add(records.StepCommitted(step, skipped, lease.numbers))
 
     async def settled(self) -> None:
         """Return once the steps that are over so far are durable as such. Raises as `finished`."""
@@ -167,7 +167,7 @@ class QueueLog:
     def reopened(self, found: Reopened) -> None:
         """The trainer goes back to a checkpoint, and is answered with its leases since then; follows `reopening`."""
         self.history, self._replays, self._granted = found.history, dict(found.replays), {}
-        self._stand(self.state.first or 0, found.step, min(found.replays, default=None))
+        self._stand(self.state.first or 0, min(found.replays, default=None))
 
     def replay(self, step: int) -> records.StepLeased | None:
         """Return the lease to answer a step with, or None."""
@@ -197,7 +197,7 @@ class QueueLog:
         payloads, first = self.payloads, max(floor, self.state.first or 0)
         own = 0 if payloads is None else min(self._writing, default=payloads.end)
         self.state.forget(first)
-        stands = self._stand(first, self.state.trained)
+        stands = self._stand(first)
         await self._durable(stands)
         since, needed = self.state.needed, self.state.payloads
         freed = await asyncio.to_thread(self._changes.forget, stands if since is None else min(since, stands))
@@ -233,11 +233,11 @@ class QueueLog:
         if self._changes is not None:
             await self._changes.durable(position)
 
-    def _stand(self, first: int, trained: int | None, again: int | None = None) -> int:
+    def _stand(self, first: int, again: int | None = None) -> int:
         assert self._changes is not None
         since = self.state.needed
         since = self._changes.end if since is None else since
-        return self._add(records.RunStands(first, self.state.next, self.history, trained, since, again))
+        return self._add(records.RunStands(first, self.state.next, self.history, since, again))
 
     def _finish(self, group: Group, place: Place) -> int:
         return self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), place))

@@ -35,7 +35,6 @@ class RunStands(_Record, frozen=True):
         first: step from which on all leases are known.
         next: number of the first group never begun.
         history: number of restarts after which steps were trained again.
-        trained: steps that the trainer has taken, warm-up included; None: unknown.
         since: position of the oldest record that is needed.
         again: leases of steps from here on are granted again; None: none are.
     """
@@ -43,7 +42,6 @@ class RunStands(_Record, frozen=True):
     first: int
     next: int
     history: int
-    trained: int | None
     since: int = 0
     again: int | None = None
 
@@ -117,11 +115,11 @@ class StepLeased(_Record, frozen=True):
 
 
 class StepCommitted(_Record, frozen=True):
-    """A step is over: the trainer has trained on its groups, or has skipped them for a reason. A step of the warm-up has none."""
+    """A step is over: the trainer has trained on its groups, or has skipped them for a reason."""
 
     step: int
-    skipped: str = ""
-    groups: tuple[int, ...] = ()
+    skipped: str
+    groups: tuple[int, ...]
 
 
 class StepReleased(_Record, frozen=True):

@@ -65,12 +65,9 @@ class QueueService:
         if hello.world != self._world or not 0 <= hello.rank < hello.world:
             raise ProtocolError(f"hello: got rank {hello.rank} of {hello.world}, expected one of {self._world}")
         trained = self._queue.trained_steps
-        # A rank that goes on may not have had the answer to its last commit.
-        if not trained - hello.goes_on <= hello.step <= trained:
-            raise ProtocolError(
-                f"hello: rank {hello.rank} has taken {hello.step} steps, the controller counts {self._queue.trained_steps}; restart both"
-            )
-        return Welcome(self._run, self._queue.version, trained)
+        if hello.step != trained:
+            raise ProtocolError(f"hello: rank {hello.rank} has taken {hello.step} steps, the controller counts {trained}; restart both")
+        return Welcome(self._run, self._queue.version)
 
     def _goodbye(self, goodbye: Goodbye) -> None:
         if self._world is None or not 0 <= goodbye.rank < self._world:

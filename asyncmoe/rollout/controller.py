@@ -1,4 +1,4 @@
-"""The controller: starts the engines or lets them join, fills the queue, and serves the trainer until the trainer's goodbye."""
+"""The controller: lets engines join, fills the queue, and serves the trainer until the trainer's goodbye."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,7 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.engines import backend, kept
 from asyncmoe.rollout.engines.autoscale import SCALING, Advice, EngineLoad, advise
-from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.kept import KeeperClient
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
 from asyncmoe.rollout.engines.membership import MembershipRequest
@@ -35,13 +32,12 @@ from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.scoring.stages import write_log
-from asyncmoe.rollout.trainer_session import TakenOver, TrainerSession
+from asyncmoe.rollout.trainer_session import TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rollout.workers.figures import added, figures_of
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
-from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import (
     Commit,
     Done,
@@ -68,11 +64,8 @@ _LAST_WORDS_S = 1.0
 
 
 @named("controller")
-def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
-    """Serve one run, from the start of the engines to the trainer's goodbye.
-
-    Args:
-        memory: memory arguments of each engine started here; see `asyncmoe.rollout.engines.backend.start`.
+def run(config: Config, run_dir: Path) -> None:
+    """Serve one run, from the engines' joining to the trainer's goodbye.
 
     Returns after the trainer's goodbye or SIGTERM. SIGINT asks the trainer to save and say goodbye; the second acts like SIGTERM. Every
     process started here has ended when this function returns or raises.
@@ -89,41 +82,19 @@ def run(config: Config, run_dir: Path, memory: Sequence[str] = ()) -> None:
     loaded = parts.load(config)
     hf = models.hf_config_of(config)
     run_log = RunLog.open(config, hf, models.recording(config, hf))
-    keeper = kept.take_over(config, run_dir, memory)  # after the log, which refuses a second controller
     keep_files()
-    parts.run(_serve(config, run_dir, at, loaded, run_log, memory, keeper))
+    parts.run(_serve(config, run_dir, at, loaded, run_log))
 
 
-async def _serve(
-    config: Config,
-    run_dir: Path,
-    at: RendezvousVariables | None,
-    loaded: RolloutParts,
-    run_log: RunLog,
-    memory: Sequence[str],
-    keeper: KeeperClient | None = None,
-) -> None:
-    def start(index: int, attempt: int) -> EngineProcess:
-        if keeper is not None:
-            return keeper.start(index)
-        seed = index + attempt * config.engines.count  # a restarted engine must not draw the samples of its start again
-        return backend.start(f"engine.{index}", config, index, run_dir, memory=memory, seed=seed)
-
-    engines: list[EngineProcess] = []
+async def _serve(config: Config, run_dir: Path, at: RendezvousVariables | None, loaded: RolloutParts, run_log: RunLog) -> None:
     recorder = Recorder(run_dir)
-    succession = Succession(run_dir) if config.engines.join and config.survives_controller else None
+    succession = Succession(run_dir) if config.survives_controller else None  # after the log, which refuses a second controller
     try:
         if succession is not None and run_log.is_new:
-            succession.forget()
-        if keeper is not None and keeper.found and run_log.is_new:  # the engines' version is of steps that nothing knows any more
-            await asyncio.gather(*(keeper.stop(index) for index in keeper.found))
-            keeper.forget()
-        left = keeper or succession
-        if left is None or left.is_first:  # else the controller before this one has tried the parts
+            succession.forget()  # the engines' version is of steps that nothing knows any more
+        if succession is None or succession.is_first:  # else the controller before this one has tried the parts
             await loaded.check(config)
-        for index in range(0 if config.engines.join else config.engines.count):
-            engines.append(start(index, 0) if keeper is None else keeper.engine(index))
-        controller = Controller(config, engines, start, recorder, loaded, run_log, keeper, succession)
+        controller = Controller(config, recorder, loaded, run_log, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port or at)
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
@@ -137,11 +108,6 @@ async def _serve(
                 keys.remove(run_dir, rendezvous)
                 await asyncio.to_thread(workers.end)
     finally:
-        if keeper is None:
-            await asyncio.gather(*(engine.stop() for engine in engines))
-        else:
-            await asyncio.gather(*(engine.client.close() for engine in engines))
-            keeper.close()
         if succession is not None:
             succession.close()
         await loaded.close()
@@ -156,19 +122,16 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        engines: list[EngineProcess],
-        start: Callable[[int, int], EngineProcess],
         recorder: Recorder,
         loaded: RolloutParts,
         run_log: RunLog,
-        keeper: KeeperClient | None = None,
         succession: Succession | None = None,
     ) -> None:
-        self._config, self._engines, self._recorder, self._run_log = config, engines, recorder, run_log
+        self._config, self._recorder, self._run_log = config, recorder, run_log
         self._advice = Advice()
         self._task, self._scorer, self._loaded = loaded.task, loaded.scorer, loaded
         recording = models.recording(config, models.hf_config_of(config))
-        self._pool, left = parts.pool_of(config, engines, recorder.generated), keeper or succession
+        self._pool = parts.pool_of(config, recorder.generated)
         self._stage = parts.context_of(config, loaded, self._pool, recording)
         self._evaluator = Evaluator(config, self._stage, loaded.evaluated, recorder.evaluated)
         self._demonstrations = parts.demonstrations_of(config, loaded)
@@ -180,16 +143,14 @@ class Controller:
             config.rollout.interruption,
             self._unfinished,
             config.engines.hang_timeout_s * PAUSE_SHARE,
-            None if left is None else left.note,
+            None if succession is None else succession.note,
         )
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers) if config.rollout.workers else None
         if self._fleet is not None:
             run_log.retain = self._fleet.retain
-        self._keeper = keeper
-        self._lifecycle = EngineLifecycle(config, self._pool, engines, start, self._coordinator, keeper, succession)
-        if left is not None:
-            self._coordinator.succeed(left.epoch, left.weights.landed)
-        found = not self._lifecycle.taken.is_set()
+        self._lifecycle = EngineLifecycle(config, self._pool, self._coordinator, succession)
+        if succession is not None:
+            self._coordinator.succeed(succession.epoch, succession.weights.landed)
         self._session = TrainerSession(
             config,
             loaded,
@@ -197,7 +158,8 @@ class Controller:
             run_log,
             self._pool,
             self._coordinator,
-            TakenOver(found, self._lifecycle.taken, self._go_on),
+            self._lifecycle.taken,
+            self._go_on,
             self._fleet,
         )
         self._served = asyncio.Event()
@@ -206,7 +168,7 @@ class Controller:
         self._trained = asyncio.Event()
         """Set once the last step is committed: nothing more is sampled for training."""
         self._failure: Exception | None = None
-        self._stopping = self._terminated = False
+        self._stopping = False
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request of the trainer or of an engine on another machine."""
@@ -220,8 +182,8 @@ class Controller:
             return await self._compare(request)
         if isinstance(request, WorkerJoin):
             return await self._join(request)
-        if isinstance(request, KeeperRequest | WorkerRequest):
-            raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at the keeper of engines or a worker")
+        if isinstance(request, WorkerRequest):
+            raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at a worker")
         if isinstance(request, Hello):
             await self._session.greet(request)
         if (service := self._session.service) is None:
@@ -242,6 +204,9 @@ class Controller:
         probe = request.probe
         await (coordinator.compare_loaded(request.checksums, request.kept) if probe is None else prober.require(probe))
         if request.first:
+            for member in self._pool.present:
+                if member.compared:
+                    member.serve(0, self._pool.lineage)
             self._served.set()
         return Done()
 
@@ -270,7 +235,7 @@ class Controller:
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
         workers = () if self._fleet is None else (self._fleet.run(), *([] if started is None else [started.watch(self._fleet.lost)]))
         work = (*workers, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
@@ -281,19 +246,15 @@ class Controller:
         if self._session.samples is not None:
             self._session.samples.close()
         why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
-        stopping = () if why or self._terminated else self._stop_engines()
         order = EngineOrder(finished=not why, why=why)
         if self._fleet is not None:
             await self._fleet.close()
-        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._lifecycle.membership.end(order), *stopping)
+        await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._lifecycle.membership.end(order))
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         if self._failure is not None:
             raise self._failure
-
-    def _stop_engines(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        return tuple(engine.stop() for engine in self._engines) if self._keeper is None else (self._keeper.end(),)
 
     async def _guard(self, part: Coroutine[Any, Any, None]) -> None:
         """Run a part; if it fails, pass the failure to all waiters and end the run."""
@@ -417,10 +378,6 @@ class Controller:
         """Trajectories to finish before a version lands: in one_step_off, where versions land between batches, all that have started."""
         queue = self._session.queue
         return queue.stats().running if queue is not None and self._config.run.mode == "one_step_off" else 0
-
-    def _terminate(self) -> None:
-        self._terminated = True
-        self._over.set()
 
     def _interrupt(self) -> None:
         if (queue := self._session.queue) is None:

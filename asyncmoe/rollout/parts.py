@@ -20,7 +20,6 @@ from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import environments
@@ -131,11 +130,11 @@ async def load_and_check(config: Config) -> None:
         await parts.close()
 
 
-def pool_of(config: Config, engines: Sequence[EngineProcess], generated: Callable[[str, float, float], None]) -> Pool:
-    """Return the pool of the engines. `generated` is called as `Recorder.generated`."""
+def pool_of(config: Config, generated: Callable[[str, float, float], None]) -> Pool:
+    """Return the pool that engines join. `generated` is called as `Recorder.generated`."""
     rollout = config.rollout
     return Pool(
-        engines,
+        (),
         rollout.max_concurrent,
         rollout.request_timeout_s,
         generated,

@@ -94,21 +94,8 @@ class RunLog:
         """Whether no queue has used the log before; also without a log."""
         return self.queue_log.state.first is None
 
-    def committed(self) -> int:
-        """Return the steps of a trainer that goes on although its controller was lost.
-
-        Raises:
-            ProtocolError: the log does not know of any.
-        """
-        if (trained := self.queue_log.state.trained) is None:
-            raise ProtocolError("hello: the trainer goes on, but no log knows its steps; restart both")
-        return trained
-
-    async def resume(self, step: int, *, goes_on: bool = False) -> Resumption:
+    async def resume(self, step: int) -> Resumption:
         """Return what the queue of a trainer that has taken `step` steps goes on with.
-
-        Args:
-            goes_on: the trainer was not started again.
 
         Raises:
             DataError: the log does not belong to this checkpoint, or is damaged.
@@ -119,11 +106,11 @@ class RunLog:
             return UNDISTURBED
         base, batch = config.warmup.steps, config.rollout.batch
         lost = await asyncio.to_thread(queue_log.lost, max(step, base))
-        found = queue_log.begin(step, base, batch, self.first_group, goes_on=goes_on, lost=lost)
+        found = queue_log.begin(step, base, batch, self.first_group, lost)
         self.first_group = found.next
         queued = await queue_log.groups(found.queued)
         if found.replays or queued or found.starts:
-            log.info("log: %s", told(found, goes_on))
+            log.info("log: %s", told(found))
         return Resumption(found.accounts, queued, found.starts, found.arrivals, queue_log, served=max(found.replays, default=-1) + 1)
 
     def check_reopen(self, step: int, queue: BoundedQueue) -> None:
@@ -221,10 +208,9 @@ def oldest(run_dir: Path, keep: int) -> int | None:
     return min(steps[-keep:], default=None)
 
 
-def told(found: Recovered, goes_on: bool = False) -> str:
+def told(found: Recovered) -> str:
     """Describe what a run goes on with."""
-    what = "are under way" if goes_on else "are trained again"
-    steps = f", steps {min(found.replays)} to {max(found.replays)} {what}" if found.replays else ""
+    steps = f", steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else ""
     return (
         f"history {found.history}{steps}, {len(found.queued)} groups are queued, {len(found.starts)} start again, "
         f"then group {found.next} and the next ones"

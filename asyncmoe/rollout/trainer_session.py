@@ -1,7 +1,7 @@
 """What the controller has for its trainer, from the first `Hello` on, and what each `Hello` makes of it.
 
-The first start of the trainer makes the queue, or has it go on from the log if only the controller was lost. A later start, after the
-trainer was lost, has the same queue go back to a checkpoint.
+The first start of the trainer makes the queue, which goes on from the log. A later start, after the trainer was lost, has the same
+queue go back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from asyncmoe.config import Config
 from asyncmoe.queue.bounded import BoundedQueue
@@ -32,21 +31,6 @@ from asyncmoe.trajectory import Recording
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TakenOver:
-    """The engines that the controller before this one has left.
-
-    Attributes:
-        any: whether there are such engines.
-        known: set once it is known which of them go on with what they hold.
-        serve: called with the version that they hold, once the queue has it.
-    """
-
-    any: bool
-    known: asyncio.Event
-    serve: Callable[[int], None]
-
-
 class TrainerSession:
     """Meets each start of the trainer once, with the first of its ranks that says hello.
 
@@ -54,6 +38,10 @@ class TrainerSession:
         queue, service, samples: None until the first start is met. The queue's versions and counts continue from the steps that the
             trainer reports; the service is another for each start; samples stay None if none are kept.
         went_back: set, and replaced, when a later start is met, which trains again from a checkpoint on.
+
+    Args:
+        taken: set once it is known which engines of the controller before this one go on with what they hold.
+        serve: called with the version that they hold, once the queue has it.
     """
 
     def __init__(
@@ -64,12 +52,13 @@ class TrainerSession:
         run_log: RunLog,
         pool: Pool,
         coordinator: WeightUpdateCoordinator,
-        taken_over: TakenOver,
+        taken: asyncio.Event,
+        serve: Callable[[int], None],
         fleet: WorkerFleet | None = None,
     ) -> None:
         self._fleet = fleet
         self._config, self._tokenizer, self._recording, self._run_log = config, loaded.tokenizer, recording, run_log
-        self._pool, self._coordinator, self._taken_over = pool, coordinator, taken_over
+        self._pool, self._coordinator, self._taken, self._serve = pool, coordinator, taken, serve
         self.queue: BoundedQueue | None = None
         self.service: QueueService | None = None
         self.samples: Samples | None = None
@@ -109,25 +98,21 @@ class TrainerSession:
             self._epochs = self._epochs.met()
 
     async def _meet(self, hello: Hello) -> None:
-        config, run_log, taken_over = self._config, self._run_log, self._taken_over
+        config, run_log = self._config, self._run_log
         check_digest(hello.config_digest, config.digest)
-        step = run_log.committed() if hello.goes_on else hello.step
-        await taken_over.known.wait()
-        resumed = await run_log.resume(step, goes_on=hello.goes_on)
-        queue = parts.queue_of(config, self._recording, step, self._stale, run_log.queue_log, resumed, self._freed)
+        await self._taken.wait()
+        resumed = await run_log.resume(hello.step)
+        queue = parts.queue_of(config, self._recording, hello.step, self._stale, run_log.queue_log, resumed, self._freed)
         if self._fleet is not None:
             queue.holders = self._fleet.holders
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service
-        self.samples = samples_of(config, Pieces(self._tokenizer), step)
+        self.samples = samples_of(config, Pieces(self._tokenizer), hello.step)
         self._pool.lineage = run_log.queue_log.history
         if self._coordinator.driver.landed and self._pool.serving:  # engines that were taken over
             queue.set_version(self._pool.version)
-            taken_over.serve(self._pool.version)
-        elif hello.goes_on and not taken_over.any:
-            for member in self._pool.members:
-                member.waiting = True  # it has the weights of the model's files, and the trainer others
+            self._serve(self._pool.version)
         self._met.set()
 
     async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:

@@ -92,11 +92,6 @@ class Client:
                     raise rebuild(reply)
                 return reply, [part.buffer.toreadonly() for part in parts[2:]]
 
-    def _connect(self, rendezvous: Rendezvous) -> None:
-        """Leave the server for another one, which takes its place."""
-        self._connection.close()
-        self._peer, self._connection = rendezvous.controller, Connection(rendezvous)
-
     def close(self) -> None:
         """Close the connection without waiting for replies."""
         for _, other in self._beside.values():

@@ -60,12 +60,6 @@ class Connection:
         self._poller.register(self._monitor, zmq.POLLIN)
         self.socket.connect(local.address(Path(to.local_dir)) if here else to.address)
 
-    @property
-    def lost(self) -> bool:
-        """Whether the server is not connected that was connected before."""
-        self.wait(0)
-        return self.losses > 0 and not self.up
-
     def wait(self, seconds: float) -> bool:
         """Sleep until a message arrives, the connection's state changes, or `seconds` pass. True if a message is ready."""
         ready = dict(self._poller.poll(max(0, round(seconds * 1000))))

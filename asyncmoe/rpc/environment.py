@@ -7,8 +7,7 @@ secret is a member of the run and could also impersonate its controller. No mess
 
 ASYNCMOE_TRAINER_EPOCH is the launchers' own: it tells a trainer's ranks, and a controller, how often the trainer was started again in
 place. So are ASYNCMOE_RANKS_STORE, which tells the ranks in which file they meet, ASYNCMOE_AGENT, which tells them whose children they
-are, ASYNCMOE_KEEPER, which tells a controller that a keeper of engines was started beside it, and ASYNCMOE_STAND_BY, which has a process
-wait until the one before it is lost.
+are, and ASYNCMOE_STARTS, which tells an engine how often it was started.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from dataclasses import dataclass, field
 from asyncmoe.errors import UserError
 
 CONTROLLER, KEYS = "ASYNCMOE_CONTROLLER", "ASYNCMOE_KEYS"
-KEEPER = "ASYNCMOE_KEEPER"
-"""Set: there is a keeper of engines, or there will be in a moment."""
-STAND_BY = "ASYNCMOE_STAND_BY"
-"""File that does not exist yet: this process loads its programs, and then waits for the file (`asyncmoe.rpc.stand_by`)."""
+STARTS = "ASYNCMOE_STARTS"
+"""How often the launcher has started this engine before, without the restarts of its own; absent or 0: this is its first start."""
 TRAINER_EPOCH = "ASYNCMOE_TRAINER_EPOCH"
 """How often the launcher has started the trainer again in place; absent or 0: this is its first start."""
 AGENT = "ASYNCMOE_AGENT"
@@ -74,15 +71,23 @@ def given(environment: Mapping[str, str] = os.environ) -> RendezvousVariables | 
 
 
 def trainer_epoch(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how often the launcher has started this process's trainer again in place.
+    """Return how often the launcher has started this process's trainer again in place. Raises as `starts_before`."""
+    return _count(TRAINER_EPOCH, environment)
+
+
+def starts_before(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how often the launcher has started this engine before.
 
     Raises:
         UserError: the variable is no such number.
     """
-    text = environment.get(TRAINER_EPOCH, "") or "0"
+    return _count(STARTS, environment)
+
+
+def _count(name: str, environment: Mapping[str, str]) -> int:
+    text = environment.get(name, "") or "0"
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        hint = "only launchers set it: unset it"
-        raise UserError(TRAINER_EPOCH, got=repr(text), expected="a number from 0, the times the trainer was started again", hint=hint)
+        raise UserError(name, got=repr(text), expected="a number from 0, of earlier starts", hint="only launchers set it: unset it")
     return int(text)
 
 

@@ -28,7 +28,7 @@ from asyncmoe.rpc.environment import CONTROLLER, KEYS, RendezvousVariables
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.storage import make_private, writing
 
-FILE_NAME, KEEPER_FILE = "rendezvous.json", "keeper.json"
+FILE_NAME = "rendezvous.json"
 _POLL_S = 0.05
 _PROBE_S = 2.0
 
@@ -112,37 +112,6 @@ def _private(path: Path, value: Rendezvous) -> None:
         file.write(msgspec.json.encode(value))
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_keeper(run_dir: Path, value: Rendezvous) -> None:
-    """Write `run_dir/keeper.json`, mode 0600: where the keeper of engines is.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    path, temporary = run_dir / KEEPER_FILE, run_dir / f".{KEEPER_FILE}.{os.getpid()}"
-    with writing("the address of the keeper of engines", path):
-        try:
-            _private(temporary, value)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def keeper(run_dir: Path) -> Rendezvous | None:
-    """Return where the run's keeper of engines is on this host; None if none answers.
-
-    Raises:
-        UserError: this user may not read the file.
-    """
-    value = _parse(run_dir / KEEPER_FILE)
-    return value if value is not None and value.host == socket.gethostname() and answers(value, _PROBE_S) else None
-
-
-def remove_keeper(run_dir: Path, value: Rendezvous) -> None:
-    """Delete the file if it still holds `value`."""
-    if _parse(run_dir / KEEPER_FILE) == value:
-        (run_dir / KEEPER_FILE).unlink(missing_ok=True)
 
 
 def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:

@@ -15,7 +15,6 @@ import msgspec
 
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
-from asyncmoe.rpc.keeper_messages import KeeperRequest, Kept
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
 from asyncmoe.rpc.rendezvous import Rendezvous
@@ -64,8 +63,6 @@ class Hello(TrainerMessage, frozen=True):
     """Facts about the rank's process, if it may run on another machine."""
     without_layout: str = ""
     """`Config.digest_without_layout`: a trainer that is started again in place may have another parallel layout."""
-    goes_on: bool = False
-    """The rank has lost its controller, or the connection to it, and goes on with the weights it has."""
 
 
 class Lease(_Waits, TrainerMessage, frozen=True):
@@ -237,7 +234,7 @@ class EnginesAsk(_Waits, TrainerMessage, frozen=True):
     wait_s: float
 
 
-# ---------------------------------------------------------------- requests: engines of other machines
+# ---------------------------------------------------------------- requests: engines
 
 
 class EngineJoin(Message, frozen=True):
@@ -285,8 +282,6 @@ class Welcome(Message, frozen=True):
     run: str
     version: Count = 0
     """Version that the engines serve. It is above the trainer's step if a lost trainer had got further than its checkpoint."""
-    trained: Count = 0
-    """Steps that the controller counts as taken."""
 
 
 class Leased(Message, frozen=True):
@@ -417,7 +412,6 @@ Request = (
     | EngineLeave
     | EngineNode
     | EngineNodeEnd
-    | KeeperRequest
     | WorkerJoin
     | WorkerRequest
 )
@@ -432,7 +426,6 @@ Reply = (
     | EngineOrder
     | EngineNodes
     | Committed
-    | Kept
     | Done
     | Refused
     | WorkerReply

@@ -12,7 +12,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.imports import uncollected
 from asyncmoe.models.hub import with_local_model
 from asyncmoe.process import die_with_parent, leave, named, say
-from asyncmoe.rpc import nccl_settings, stand_by
+from asyncmoe.rpc import nccl_settings
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.trainer.model import connections
@@ -26,8 +26,8 @@ def main() -> None:
     try:
         with named(f"trainer.{rank}"):
             config = with_local_model(configuration.load(Path(sys.argv[1]), sys.argv[2:]), download=False)
-            if not stand_by.is_told():
-                _begin(config.run.dir, rank, config.watch.beat_s)
+            processes.record(config.run.dir, f"trainer.{rank}")
+            heartbeats.start(config.run.dir, f"trainer.{rank}", config.watch.beat_s)
             connections.in_order(config.trainer, os.environ)  # before `prepare`, which queries CUDA devices
             os.environ.update(nccl_settings.set_defaults(os.environ))
             with uncollected():
@@ -37,9 +37,6 @@ def main() -> None:
                 from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
                 from asyncmoe.trainer.model import silence
 
-            if stand_by.is_told():
-                stand_by.wait()
-                _begin(config.run.dir, rank, config.watch.beat_s)
             try:
                 loop.run(config)
             except RuntimeError as error:
@@ -57,11 +54,6 @@ def main() -> None:
             traceback.print_exc()
         leave(1)
     leave(0)
-
-
-def _begin(run_dir: Path, rank: str, beat_s: float) -> None:
-    processes.record(run_dir, f"trainer.{rank}")
-    heartbeats.start(run_dir, f"trainer.{rank}", beat_s)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def run(config: Config) -> None:
     done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
     ahead = ("ahead",) if prefetch.possible(config) and place.fetches else ()
-    client, weights, *others = clients(config, rendezvous, f"trainer.{place.rank}", *ahead)
+    client, weights, *others = clients(rendezvous, f"trainer.{place.rank}", *ahead)
     expected = ExpectedChecksums(config, built)
     Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins, *others).run()
     # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.

@@ -22,11 +22,10 @@ from typing import Any
 
 from tests.chaos import report, schedule
 from tests.chaos.block import Block
-from tests.chaos.joined_world import JOINED, JoinedWorld
 from tests.chaos.real_world import REAL, RealWorld
 from tests.chaos.world import World
 
-TIERS = {"protocol": ((schedule.KINDS, World), (JOINED, JoinedWorld)), "real": ((REAL, RealWorld),)}
+TIERS = {"protocol": ((schedule.KINDS, World),), "real": ((REAL, RealWorld),)}
 """Of each tier: the kinds of faults and the world that they meet, for one block after the other."""
 
 

@@ -38,6 +38,7 @@ class Pending:
     said: tuple[int, int, int]
     cuts: int
     rejected: int
+    engines: set[int]
 
 
 class Block:
@@ -65,9 +66,9 @@ class Block:
         for at, fault in enumerate(self._faults):
             if fault.moment != "recovery":
                 faults.await_moment(world, fault.moment)
-            said, cuts, rejected = self._said_now(), len(self._world.cuts()), self._rejected()
+            said, cuts, rejected, engines = self._said_now(), len(self._world.cuts()), self._rejected(), world.engines()
             done = faults.do(world, fault)
-            self._pending.append(Pending(fault, done, self._world.best(), said, cuts, rejected))
+            self._pending.append(Pending(fault, done, self._world.best(), said, cuts, rejected, engines))
             follows = self._faults[at + 1].moment == "recovery" if at + 1 < len(self._faults) else False
             if follows:
                 continue  # the next fault comes while the run still recovers from this one
@@ -85,7 +86,6 @@ class Block:
         last, noticed = pending[-1], self._noticed(pending)
         causes = tuple(cause for one in pending for cause in faults.causes(one.fault))
         until, starts = time.monotonic() + world.recovery_s, 0
-        takes_over, left = self._takes_over(pending), set[int]()
         self._floor = max(one.step for one in pending) + _IN_HAND
         if last.done.stops:
             found += self._stopped(pending, causes, blame=False)
@@ -93,12 +93,8 @@ class Block:
             starts += 1
         while time.monotonic() < until and not (len(self._over) == len(pending) and world.best() > self._floor and (starts or noticed())):
             self._undo(pending, world.running)
-            world.tend()
             if not world.running:
-                if takes_over and not starts:
-                    left = world.engines()
-                else:
-                    found += self._stopped(pending, causes)
+                found += self._stopped(pending, causes)
                 if last.done.restore is not None and starts == 1:
                     last.done.restore()
                 world.start()
@@ -123,15 +119,14 @@ class Block:
                 "cut_tokens": sum(cuts),
                 "most_cut": max(cuts, default=0),
                 "started_over": again,
-                "engines_taken_over": len(left & world.engines()),
+                "engines_taken_over": len(pending[0].engines & world.engines()) if self._takes_over(pending) else 0,
                 "causes": self._said(pending[0]).causes,
                 "violations": found,
             }
 
     def _takes_over(self, pending: Sequence[Pending]) -> bool:
-        """Whether the command is started again while the engines of a supervisor that was killed are still there, as half the time."""
-        alone = len(pending) == 1 and (pending[0].done.target, pending[0].fault.kind) == ("supervisor", "kill")
-        return alone and self._world.keeps_engines and pending[0].fault.amount < 0.5
+        """Whether the next controller takes over the engines of one that was killed."""
+        return len(pending) == 1 and (pending[0].done.target, pending[0].fault.kind) == ("controller", "kill")
 
     def _noticed(self, pending: Sequence[Pending]) -> Callable[[], bool]:
         return lambda: all(faults.noticed(one.fault, one.done, self._said(one)) for one in pending)
@@ -161,7 +156,6 @@ class Block:
         world = self._world
         assert world.command is not None
         mark, found = world.command.mark, list[str]()
-        world.untend()
         if not wait_for(lambda: not marked_pids(mark), _ORPHAN_S):
             found.append(f"{len(marked_pids(mark))} processes are left {_ORPHAN_S:.0f} s after the end: {world.pids()}")
             world.end_all()
@@ -191,7 +185,6 @@ class Block:
         assert world.command is not None
         world.command.process.send_signal(signal.SIGINT)
         ended = wait_for(lambda: not world.running, 60.0)
-        world.untend()
         mark, found = world.command.mark, [] if ended else ["the run did not end within 60 s of Ctrl-C"]
         if not wait_for(lambda: not marked_pids(mark), _ORPHAN_S):
             found.append(f"processes are left: {world.pids()}")
@@ -205,11 +198,7 @@ class Block:
     # ------------------------------------------------------------ observations
 
     def _await_step(self, beyond: int) -> None:
-        def reached() -> bool:
-            self._world.tend()
-            return self._world.best() > beyond
-
-        if not wait_for(reached, self._world.recovery_s):
+        if not wait_for(lambda: self._world.best() > beyond, self._world.recovery_s):
             raise AssertionError(f"no step\n{self._world.said.read_text()[-2000:]}")
 
     def _rejected(self) -> int:

@@ -34,7 +34,7 @@ CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("hang", "controller"): (_SILENT,),
     ("hang", "rank"): (_SILENT, r"took no part in a collective for"),
     ("hang", "engine"): (_LOST, r"no token for", r"waited .* s for engine\.\d+: start"),
-    ("kill", "joiner"): (_LOST,),
+    ("kill", "joiner"): (_LOST, r"engine\.\d+ ended with status -9"),
     ("hang", "joiner"): (_LOST, r"no heartbeat for"),
     ("drop", "engine"): (_LOST,),
     ("delay", "engine"): (_LOST,),

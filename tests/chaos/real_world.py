@@ -32,6 +32,7 @@ SHAPE = (
     "trainer.max_restarts=5",
     "sync.timeout_s=60",
     "sync.verify_every=3",
+    "cluster.heartbeat_timeout_s=10",
     "watch.beat_s=1",
     "watch.stacks_after_s=20",
     "watch.end_after_s=40",

@@ -21,8 +21,6 @@ import yaml
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models.make import make_model
-from asyncmoe.rpc.environment import STAND_BY
-from asyncmoe.telemetry import processes
 from tests.chaos.schedule import Moment
 from tests.system.runs import MARK, Command
 
@@ -65,6 +63,7 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
         "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
         "sync": {"timeout_s": 20.0, "verify_every": 2},
         "verify": {"probe_every": 0},
+        "cluster": {"heartbeat_timeout_s": 6.0},
         "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
         "telemetry": {"live": "off", "tensorboard": "off", "samples": {"groups": 4}},
     }
@@ -80,8 +79,6 @@ class World:
         mounted: whether the run's disk can be filled.
     """
 
-    keeps_engines = True
-    """Whether engines outlive their controller, for the next one."""
     warm = 0
     """Steps of the warm-up, which `trained` does not count, but the log does."""
     recovery_s = 150.0
@@ -143,12 +140,6 @@ class World:
             "LD_PRELOAD": str(self._shim),
         }
 
-    def tend(self) -> None:
-        """Do what the site does for the run while it runs; here nothing."""
-
-    def untend(self) -> None:
-        """End what the site has started for a run that has ended."""
-
     def _command(self, **environment: str) -> Command:
         return Command("run", str(self.folder / "config.yaml"), module="tests.chaos.stand.supervisor", log=self.said, **environment)
 
@@ -158,22 +149,18 @@ class World:
         return self.command is not None and self.command.process.poll() is None
 
     def pids(self) -> dict[str, int]:
-        """Return the processes of the run by role: supervisor, controller, agent, rank.N, engine.SEED, scheduler.PID, detokenizer.PID.
-        Those that stand by are left out."""
+        """Return the processes of the run by role: supervisor, controller, agent, rank.N, joiner.N, engine.SEED, scheduler.PID,
+        detokenizer.PID."""
         assert self.command is not None
-        every: dict[int, tuple[list[str], list[str]]] = {}
+        found: dict[str, int] = {}
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and self.command.mark.encode() in (entry / "environ").read_bytes():
                     words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
-                    every[int(entry.name)] = words, environ
+                    if role := role_of(words, environ):
+                        found[role if role not in ENGINE_PARTS else f"{role}.{entry.name}"] = int(entry.name)
             except OSError:
                 continue
-        begun = {_stood_by(every[one.pid][1]) for one in processes.read(self.run_dir) if one.pid in every} | {""}
-        found: dict[str, int] = {}
-        for pid, (words, environ) in every.items():
-            if _stood_by(environ) in begun and (role := role_of(words, environ)):
-                found[role if role not in ENGINE_PARTS else f"{role}.{pid}"] = pid
         return found
 
     def engines(self) -> set[int]:
@@ -274,11 +261,6 @@ def sizes(folder: Path, pattern: str) -> list[tuple[str, int, int]]:
     return sorted(found)
 
 
-def _stood_by(environ: Sequence[str]) -> str:
-    """With what a process stands by, or stood by before it went on with others; "" if it began at once."""
-    return next((word for word in environ if word.startswith(f"{STAND_BY}=") and len(word) > len(STAND_BY) + 1), "")
-
-
 def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
     """Return the role of a process by its command line; "" if it is none that a fault may meet."""
     text = " ".join(words)
@@ -286,8 +268,6 @@ def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
         return "supervisor"
     if "-m asyncmoe rollout" in text:
         return "controller"
-    if "asyncmoe.launch.keep" in text:
-        return "keeper"
     if "-m asyncmoe engine" in text:
         return f"joiner.{words[words.index('--index') + 1]}"
     if "-m tests.chaos.stand.agent" in text or "-m asyncmoe.launch.torchrun" in text:

@@ -1,4 +1,4 @@
-"""However a controller ends, its engines end; and one that cannot start says why in a line."""
+"""However an `asyncmoe engine` ends, its server ends; and one that cannot start says why in a line."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.engine.lifetime import MARK, command_of, marked, wait_until
 pytestmark = pytest.mark.engine
 
 
-class Controller:
-    """`asyncmoe rollout` in a process of its own."""
+class Keeper:
+    """`asyncmoe engine`, which waits for its keeper."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(settings(model, folder / "run").model_dump(mode="json")))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncmoe", "rollout", str(path)],
+            [sys.executable, "-m", "asyncmoe", "engine", str(path), "--name", "engine.0"],
             cwd=Path(__file__).parents[2],
             env={**os.environ, MARK: self.mark},
             stdout=subprocess.PIPE,
@@ -48,16 +48,16 @@ class Controller:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
-def test_no_engine_outlives_its_controller(model: Path, tmp_path: Path, number: signal.Signals) -> None:
-    controller = Controller(model, tmp_path)
+def test_no_server_outlives_its_keeper(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    keeper = Keeper(model, tmp_path)
     try:
-        controller.wait_for_spawned()
-        controller.process.send_signal(number)
-        controller.process.wait(30)
-        wait_until(lambda: not controller.others(), 30, f"the end of {controller.others()}")
+        keeper.wait_for_spawned()
+        keeper.process.send_signal(number)
+        keeper.process.wait(30)
+        wait_until(lambda: not keeper.others(), 30, f"the end of {keeper.others()}")
     finally:
-        controller.process.kill()
-    assert controller.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+        keeper.process.kill()
+    assert keeper.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 
 @pytest.mark.thorough  # an engine that cannot start: tests/system/test_bad_input.py
@@ -66,16 +66,16 @@ def test_a_model_that_cannot_be_loaded_is_one_line(model: Path, tmp_path: Path) 
     shutil.copytree(model, broken)
     whole = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    controller = Controller(broken, tmp_path)
-    output, _ = controller.process.communicate(timeout=300)
+    keeper = Keeper(broken, tmp_path)
+    output, _ = keeper.process.communicate(timeout=300)
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
-    assert said[0].startswith(f"error: controller on {socket.gethostname()}: engine.0 did not start: ")
+    assert said[0].startswith(f"error: engine.0 on {socket.gethostname()}: engine.0 did not start: ")
     assert "SafetensorError" in said[0]
     assert str(tmp_path / "run" / "logs" / "engine-0.log") in said[0]
     assert "Traceback" not in output
-    assert controller.process.returncode == 1
-    assert controller.others() == []
+    assert keeper.process.returncode == 1
+    assert keeper.others() == []
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:

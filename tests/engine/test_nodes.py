@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,19 @@ import psutil
 import pytest
 import torch
 
-from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.nodes import NodesHere
-from asyncmoe.rollout.engines.types import EngineLost, Sampling
+from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace
+from asyncmoe.rollout.engines.types import Sampling
 from tests.engine.conftest import make, settings
-from tests.engine.lifetime import in_session, wait_until
 from tests.engine.oracle import Oracle, largest_difference, perturbed
 from tests.engine.test_direct import Stage, wrong
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 ROOM = ["--mem-fraction-static", "0.9"]
 """SGLang takes for its weights what other programs take of the machine's memory while it loads them."""
+beside: dict[int, list[EngineProcess]] = {}
+"""The other nodes of an engine, by the identity of the first."""
 PROMPTS = ((30, 40, 50, 60, 70), tuple(range(3, 90)))
 
 
@@ -34,20 +33,26 @@ def start(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("nodes")
     checkpoints = [Oracle(model)]
     checkpoints += [perturbed(checkpoints[0], folder / name, seed) for name, seed in (("a", 1), ("b", 2))]
-    started: list[EngineProcess] = []
+    started, meetings = list[EngineProcess](), list[MeetingPlace]()
 
     async def begin(nodes: int) -> Stage:
         sizes = {"max_total_tokens": 8192, "tp": 2, "ep": 2, "nodes": nodes, "start_timeout_s": 600}
         config = settings(model, folder / f"run-{nodes}", **sizes, args=ROOM)
-        engine: Any = backend.start("engine.0", config, 0, config.run.dir)
-        started.append(engine)
+        meeting = MeetingPlace(None)
+        meetings.append(meeting)
+        places = [NodePlace(node, meeting.url) for node in range(nodes)] if nodes > 1 else [None]
+        engine, *others = [backend.start("engine.0", config, 0, config.run.dir, place=place) for place in places]
+        started.extend((engine, *others))
         rig = await make(config, [engine], runner.run)
+        beside[id(rig.engine)] = others
         await engine.wait_ready()
         rig.coordinator.engines_started()
         return Stage(rig, checkpoints, folder, await engine.client.checksums(30.0))
 
     async def stop() -> None:
         await asyncio.gather(*(engine.stop() for engine in started))
+        for meeting in meetings:
+            meeting.close()
 
     try:
         yield lambda nodes: runner.run(begin(nodes))
@@ -69,9 +74,8 @@ def parted(start: Callable[[int], Stage]) -> Stage:
 
 def servers(stage: Stage) -> list[psutil.Process]:
     """The servers of an engine's nodes, node 0 first."""
-    engine: Any = stage.rig.engine
-    assert isinstance(engine, NodesHere)
-    return [psutil.Process(node._child.pid) for node in engine._nodes]
+    nodes: list[Any] = [stage.rig.engine, *beside[id(stage.rig.engine)]]
+    return [psutil.Process(node._child.pid) for node in nodes]
 
 
 def greedy(stage: Stage) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -120,30 +124,3 @@ def test_the_ranks_of_both_nodes_take_new_weights(parted: Stage) -> None:
     assert not any(names for oracle, version in several for names in wrong(found.arrived[version], parted.expected(oracle)))
     assert parted.rig.run(parted.rig.engine.client.weights_version()) == several[-1][1]
     check_greedy(parted, a)
-
-
-def test_a_lost_node_is_a_lost_engine(parted: Stage) -> None:
-    stage = parted
-    head, other = servers(stage)
-    engine = stage.rig.engine
-
-    async def lose() -> str | None:
-        asked = asyncio.create_task(engine.client.generate(PROMPTS[0], Sampling(1.0, 4000, ()), "salt", 60.0))
-        await asyncio.sleep(0.3)
-        other.send_signal(signal.SIGKILL)
-        while engine.died is None:
-            await asyncio.sleep(0.05)
-        why = engine.died
-        engine.kill()
-        with pytest.raises((EngineLost, EngineError)):
-            await asked
-        return why
-
-    why = stage.rig.run(lose())
-    assert why is not None
-    assert why.startswith("node 1: ended with status -9"), why
-    wait_until(lambda: not in_session(head.pid) and not in_session(other.pid), 20.0, "the end of both nodes")
-    meeting = Path(engine._meeting.url.removeprefix("file://"))  # type: ignore[attr-defined]
-    assert meeting.exists()
-    stage.rig.run(engine.stop())
-    assert not meeting.parent.exists()

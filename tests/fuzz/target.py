@@ -22,8 +22,8 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import EngineError, WeightSyncError
 from asyncmoe.models.make import make_model
 from asyncmoe.process import die_with_parent
-from asyncmoe.rollout import controller
-from asyncmoe.rollout.engines import backend
+from asyncmoe.rollout import controller, parts
+from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rpc import keys
 from tests.unit.fake_engine import FakeHandle
 
@@ -53,14 +53,6 @@ def config(folder: Path) -> Config:
 
 class _Engine(FakeHandle):
     """Serves at once; samples what a small model might."""
-
-    url = "http://127.0.0.1:9"
-
-    async def wait_ready(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        self.client.dead = True
 
 
 class Vitals:
@@ -133,13 +125,18 @@ def main(folder: Path) -> None:
     made, vitals = config(folder), Vitals(folder / "vitals.jsonl")
     watching: set[asyncio.Task[None]] = set()
 
-    def start(name: str, *_: Any, **__: Any) -> Any:
-        if name == "engine.0":
-            watching.clear()
-            watching.add(asyncio.get_running_loop().create_task(vitals.watch()))
-        return _Engine(name)
+    pool_of = parts.pool_of
 
-    backend.start = start
+    def joined(*arguments: Any) -> Pool:
+        """Engines join with the controller's start, and serve at once."""
+        watching.clear()
+        watching.add(asyncio.get_running_loop().create_task(vitals.watch()))
+        pool = pool_of(*arguments)
+        for index in range(made.engines.count):
+            pool.join(_Engine(f"engine.{index}")).waiting = False
+        return pool
+
+    parts.pool_of = joined
     while True:
         shutil.rmtree(made.run.dir, ignore_errors=True)
         made.run.dir.mkdir(parents=True)

@@ -27,7 +27,6 @@ SMALL = (
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     "telemetry.live=off",
-    "trainer.standby=false",
 )
 ONE_RANK = ("trainer.ranks=1", "trainer.ep=1")
 """Where the number of ranks does not matter: each takes as long to start as all of a small run's steps."""

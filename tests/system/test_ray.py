@@ -193,7 +193,7 @@ def test_a_trainer_whose_rank_is_killed_and_a_controller_start_again_on_their_no
         r"^the trainer starts again, restart 1 of 2 .*: trainer\.1 on 127\.0\.0\..*: a rank was ended by SIGKILL", out, re.MULTILINE
     )
     assert re.search(r"^the controller starts again, restart 1 of 2 .*: controller on 127\.0\.0\..*status -9", out, re.MULTILINE)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["trainer_restarts"] == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["trainer_restarts"] == 2
     assert command.gone(), command.alive()
 
 

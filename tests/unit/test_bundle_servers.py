@@ -140,7 +140,7 @@ def test_its_configuration_on_a_card_is_what_a_run_accepts(tmp_path: Path) -> No
     (wanted,) = devices.wanted(config, several=False)
     placed = devices.place(wanted, 1)
     assert (placed.trainer, placed.engines, placed.shared) == ((0,), ((0,),), (0,))
-    gpus.check(config, None, 1)
+    gpus.check(config, 0, 1)
     run = RunFacts("run.yaml", network=config.cluster.network, on_gpus=config_probe.on_gpus(config, hf))
     machine = but(NODE, nvidia__gpus=(H200,), nvidia__links=(("X",),), nvidia__on_bus=1, trainer__torch__devices=1, run=run)
     assert preflight.judge(machine) == ()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.config import Config, devices
-from asyncmoe.errors import ConfigError, EngineError, UserError
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.slurm import join, steps
-from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine_agent import check_node
 from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.rollout.engines.sglang import process
@@ -107,38 +104,6 @@ def test_nodes_of_one_machine_without_gpus_share_no_core(monkeypatch: pytest.Mon
     assert bound(over, TCP.meeting) == ["0|1", "0|1", "2|3", "2|3"], "of a machine each"
 
 
-def test_a_start_that_fails_leaves_nothing_of_its_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Any] = []
-
-    class Started:
-        def __init__(self, *arguments: Any) -> None:
-            if len(begun) == 1:
-                raise EngineError("no such Python")
-            begun.append(arguments)
-
-        def end(self, grace_s: float) -> None:
-            begun.append(grace_s)
-
-    monkeypatch.setattr(process, "Child", Started)
-    monkeypatch.setattr(process.models, "hf_config_of", lambda _: {"model_type": "qwen3_moe", "torch_dtype": "float32"})
-    monkeypatch.setattr(process.models, "adapter_of", lambda *_: None)
-    monkeypatch.setattr(process.models, "kept_routing", lambda *_: None)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-
-    async def start() -> None:  # its clients want a loop
-        with pytest.raises(EngineError, match="no such Python"):
-            backend.start("engine.a", config("engines.tp=2", "engines.nodes=2"), 0, tmp_path / "run")
-
-    asyncio.run(start())
-    (_, command, *_), grace_s = begun
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", int(option(command, "--port"))))
-    assert option(command, "--dtype") == "float32", "SGLang's own choice is float16"
-    assert grace_s == 0.0
-    assert not list(tmp_path.glob("asyncmoe-*"))
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
 def test_nodes_of_one_machine_share_no_gpu_and_those_of_several_begin_at_the_first(each: int, nodes: int, engines: int) -> None:
     made = config(f"engines.tp={each * nodes}", f"engines.nodes={nodes}", f"engines.count={engines + 1}", "engines.first_gpu=1")
@@ -199,8 +164,8 @@ SPREAD = ("engines.tp=4", "engines.nodes=2", "engines.count=4", "cluster.engine_
 def test_slurm_starts_a_step_for_every_node_of_an_engine() -> None:
     made = config(*SPREAD)
     placed = steps.place(job(5), made)
-    planned = steps.engines(job(5), placed, made, Path("c"), OUTSIDE)
-    names = [(step.name, step.nodes, step.command[-4:]) for step in planned if step.name.startswith(("engine.0", "engine.3"))]
+    planned = [one(0) for one in steps.engines(job(5), placed, made, Path("c"), OUTSIDE).values()]
+    names = [(step.name, step.nodes, step.command[-5:-1]) for step in planned if step.name.startswith(("engine.0", "engine.3"))]
     assert names == [
         ("engine.0", ("n1",), ("c", "engine.0", "0", "0")),
         ("engine.0.node1", ("n2",), ("c", "engine.0", "0", "1")),

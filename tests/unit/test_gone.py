@@ -48,6 +48,8 @@ DEFAULTS: dict[str, Any] = {
         "spot_check_every": 50,
         "store": {"url": None, "keep": 2, "grace_s": 600.0, "full_every": 20},
     },
+    "engines": {"host": "127.0.0.1"},
+    "trainer": {"standby": True},
     "verify": {"max_replay_drift": 0.5},
 }
 """What the last version that had these keys wrote into a run's config.yaml."""

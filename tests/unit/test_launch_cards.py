@@ -245,7 +245,7 @@ def bounds(monkeypatch: pytest.MonkeyPatch, name: str, found: Nvidia, shown: tup
     monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=torch))
     monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    return gpus.engine_arguments(config)
+    return gpus.engine_arguments(config, 0)
 
 
 def test_an_engine_is_bounded_by_the_gpus_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(
 
 
 def test_an_engine_whose_torch_sees_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"got 0, expected"):
+    with pytest.raises(ConfigError, match=r"of a machine with 0 GPUs, expected"):
         bounds(monkeypatch, "cluster/qwen3-30b-a3b.yaml", Nvidia(1, "580.65", (SLICED,)))
 
 

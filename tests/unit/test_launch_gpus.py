@@ -200,7 +200,7 @@ def test_what_sharing_rules_out_is_refused(name: str, overrides: tuple[str, ...]
 def test_processes_that_would_meet_on_a_gpu_are_refused(overrides: tuple[str, ...], words: str) -> None:
     config, _ = configured("demo-gpus.yaml", *overrides)
     with pytest.raises(ConfigError) as caught:
-        gpus.check(config, None, 2)
+        gpus.check(config, 0, 2)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -343,12 +343,12 @@ def test_an_engine_is_bounded_by_the_smallest_gpu_it_takes(monkeypatch: pytest.M
     monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=Torch("2.9.0", "13.0", devices=2, shown=shown)))
     monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
     monkeypatch.setattr("torch.version.cuda", None)
-    assert gpus.engine_arguments(config) == (), "this environment computes on the CPU"
+    assert gpus.engine_arguments(config, 0) == (), "this environment computes on the CPU"
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert gpus.engine_arguments(config) == budget.engine_arguments(config, hf, 40960 * 2**20 / 1e9)
-    assert gpus.engine_arguments(config) != budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
+    assert gpus.engine_arguments(config, 0) == budget.engine_arguments(config, hf, 40960 * 2**20 / 1e9)
+    assert gpus.engine_arguments(config, 0) != budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
     monkeypatch.setattr(gpus.nvidia, "look", Nvidia)
-    assert gpus.engine_arguments(config) == ()
+    assert gpus.engine_arguments(config, 0) == ()
 
 
 def test_a_shared_gpu_holds_both_by_the_planner() -> None:

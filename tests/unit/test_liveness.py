@@ -15,9 +15,9 @@ from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
 from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
+from asyncmoe.rollout.engines.takeover import EngineWeights
 from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
-from asyncmoe.rpc.keeper_messages import EngineWeights
 from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage
 from tests.unit.fake_engine import fake, handles
 

@@ -74,7 +74,7 @@ def test_whatever_records_are_lost_no_group_is_trained_twice_and_the_ledger_adds
         assert not found.dropped
         assert set(range(k, 5)) == set(found.replays)
     again = replace(state, damaged=False)
-    again.apply(10**6, records.RunStands(found.first, 0, 0, k))
+    again.apply(10**6, records.RunStands(found.first, 0, 0))
     for step in [step for step in again.leases if step >= k and step not in found.replays]:
         again.apply(10**6, records.StepReleased(step))
     for number in found.dropped:
@@ -121,7 +121,7 @@ def test_a_warm_up_that_is_trained_again_replays_all_of_what_came_after() -> Non
 
 
 def test_a_log_whose_oldest_segment_was_deleted_is_damaged() -> None:
-    stands = records.RunStands(0, 0, 0, 0, since=0)
+    stands = records.RunStands(0, 0, 0)
     whole: Entries = [(0, LogEntry(stands)), (60, LogEntry(GroupBegun(0, 0, 0, 0))), (99, LogEntry(GroupFinished(0, 1, 0, SIZE, PLACE)))]
     assert not fold(iter(whole)).damaged
     assert fold(iter(whole[1:])).damaged

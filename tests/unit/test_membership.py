@@ -299,11 +299,26 @@ def test_one_that_cannot_be_reached_is_refused(rig: Play, monkeypatch: pytest.Mo
     rig(scene)
 
 
-def test_a_run_that_takes_none_says_so(rig: Play) -> None:
+@pytest.mark.parametrize("fenced", [True, False])
+def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
+    rig: Play, monkeypatch: pytest.MonkeyPatch, fenced: bool
+) -> None:
+    """Else the run would end. Of one whose keeper is lost nobody may have noticed yet that it does not answer."""
+
     async def scene(it: Rig) -> None:
-        alone = it.config.model_copy(update={"engines": it.config.engines.model_copy(update={"join": False})})
-        with pytest.raises(ConfigError, match=r"engines\.join: got false at the controller, expected true, so that b can join"):
-            await Rig(alone).join("b")
+        old = await it.join("a")
+        if fenced:
+            it.pool.fence(old, "no token for 60 s")
+        asked: list[bool] = []
+
+        async def ready(client: Client) -> bool:
+            asked.append(bool(it.pool.members))
+            return len(asked) > (not fenced)
+
+        monkeypatch.setattr(Client, "ready", ready)
+        new = await it.join("a")
+        assert all(asked)
+        assert it.pool.members == [new] != [old]
 
     rig(scene)
 

@@ -85,7 +85,7 @@ def test_trainer_and_engines_of_every_launcher_have_the_same(
 @pytest.mark.parametrize("given", [{}, {CUMEM: "1"}])
 def test_a_rank_has_its_settings_before_torch_loads_nccl(tmp_path: Path, given: dict[str, str]) -> None:
     """Of which a process keeps what it has read first (2.30: src/misc/param.cc)."""
-    words = ("examples/demo.yaml", f"run.dir={tmp_path}", "trainer.standby=false")
+    words = ("examples/demo.yaml", f"run.dir={tmp_path}")
     environ = {**{name: value for name, value in os.environ.items() if name != CUMEM}, **given}
     done = subprocess.run([sys.executable, "-c", f"{LOOK}; {RANK}", *words], env=environ, capture_output=True, timeout=60, check=False)
     assert done.returncode == 40 + int(given.get(CUMEM, "0")), done.stderr

@@ -151,7 +151,8 @@ def test_every_part_is_a_step_of_its_own() -> None:
     where = job(3)
     placed, file = steps.place(where, options), Path("/runs/mine/config.yaml")
     again = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE, epoch=2)
-    planned = [steps.controller(where, placed, options, file, OUTSIDE), *steps.engines(where, placed, options, file, OUTSIDE), again]
+    started = (one(0) for one in steps.engines(where, placed, options, file, OUTSIDE).values())
+    planned = [steps.controller(where, placed, options, file, OUTSIDE), *started, again]
     assert [step.name for step in planned] == ["controller", "engine.0", "engine.1", "trainer"]
     controller, first, second, trainer = planned
     for step in planned:
@@ -160,8 +161,9 @@ def test_every_part_is_a_step_of_its_own() -> None:
         assert not any(flag.startswith(("--het-group", "--container")) for flag in step.command)
     start = ("python", "-m", "asyncmoe.launch.slurm.task", "/runs/mine/logs")
     assert controller.command[-8:] == (*start, "controller", "rollout", "/runs/mine/config.yaml", "0")
-    assert second.command[-10:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1", "0")
+    assert second.command[-11:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1", "0", "0")
     assert first.nodes == second.nodes == ("n1",)
+    assert steps.engines(where, placed, options, file, OUTSIDE)["engine.1"](2).command[-1] == "2", "starts before"
     assert trainer.nodes == ("n2", "n3")
     assert "--nodelist=n2,n3" in trainer.command
     assert trainer.command[-12:] == (*start, "trainer", "trainer", "/runs/mine/config.yaml", "n2,n3", "1", "10.0.0.2", "23456", "2")
@@ -173,7 +175,8 @@ def test_steps_of_the_second_component_say_so() -> None:
     where = allocation.read(HETEROGENEOUS, expand)
     placed, file = steps.place(where, options), Path("c")
     trainer = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE)
-    planned = [steps.controller(where, placed, options, file, OUTSIDE), *steps.engines(where, placed, options, file, OUTSIDE), trainer]
+    started = (one(0) for one in steps.engines(where, placed, options, file, OUTSIDE).values())
+    planned = [steps.controller(where, placed, options, file, OUTSIDE), *started, trainer]
     assert [(step.name, step.job) for step in planned] == [("controller", "5"), ("engine.0", "5"), ("trainer", "6")]
     assert ["--het-group=0" in step.command for step in planned] == [True, True, False]
     assert "--het-group=1" in planned[-1].command

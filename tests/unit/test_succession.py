@@ -17,9 +17,9 @@ from asyncmoe.rollout.engines import engine_agent, engine_stay
 from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.succession import FILE, Succession
+from asyncmoe.rollout.engines.takeover import EngineWeights
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.keeper_messages import EngineWeights
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsBegin, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
 from tests.unit.fake_engine import FakeEngine
@@ -74,7 +74,7 @@ class Controller:
 
         self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, publish, lambda *_: None, note=self.succession.note)
         self.coordinator.succeed(self.succession.epoch, self.succession.weights.landed)
-        self.lifecycle = EngineLifecycle(config, self.pool, [], lambda index, _: Process(""), self.coordinator, succession=self.succession)
+        self.lifecycle = EngineLifecycle(config, self.pool, self.coordinator, self.succession)
         self.membership: Any = self.lifecycle.membership
 
     async def publish(self, version: int) -> None:
@@ -211,6 +211,34 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
             with pytest.raises(AsyncmoeError, match="c did not serve the controller before this one"):
                 await second.membership.handle(stranger)
             await second.membership.end(EngineOrder(finished=True))
+
+    site(scene)
+
+
+def test_a_controller_may_be_lost_before_an_engine_has_joined_and_with_its_server(site: Play) -> None:
+    async def scene(it: Site) -> None:
+        asked = asyncio.Event()
+
+        async def silent(_: object) -> Any:
+            asked.set()
+            await asyncio.sleep(60)
+
+        it.agent("a")
+        async with Server(silent, here_only=True) as server:
+            keys.write(it.config.run.dir, await server.start())
+            serving = asyncio.create_task(server.serve())
+            await asked.wait()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        it.agent("b")
+        async with controller(it.config) as second:
+            assert second.states == {"a": (0, True), "b": (0, True)}
+            it.engine("a").dead = True
+        async with controller(it.config) as third:
+            while len(third.states) < 2:
+                await asyncio.sleep(0.05)
+            assert [len(it.servers[name]) for name in ("a", "b")] == [2, 1]
+            await third.membership.end(EngineOrder(finished=True))
 
     site(scene)
 

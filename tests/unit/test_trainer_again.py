@@ -25,7 +25,6 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, Disagreement, ProtocolEr
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
-from asyncmoe.rollout.engines.engine import EngineProcess
 from asyncmoe.rollout.epochs import TrainerEpochs
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
@@ -55,16 +54,6 @@ from asyncmoe.rpc.server import Server
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 
 RANKS = 2
-
-
-class Process(FakeHandle):
-    """A fake engine as the controller starts it."""
-
-    async def wait_ready(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        self.client.dead = True
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +159,10 @@ async def controller(config: Config) -> AsyncIterator[Running]:
     hf, loaded = models.hf_config_of(config), parts.load(config)
     config.run.dir.mkdir(parents=True, exist_ok=True)
     run_log = RunLog.open(config, hf, models.recording(config, hf))
-    engines: list[EngineProcess] = [Process(f"engine.{index}") for index in range(config.engines.count)]
-    made = Controller(config, engines, lambda index, attempt: Process(f"engine.{index}"), Recorder(config.run.dir), loaded, run_log)
+    made = Controller(config, Recorder(config.run.dir), loaded, run_log)
+    joined = [made._pool.join(FakeHandle(f"engine.{index}")) for index in range(config.engines.count)]
     async with Server(made.answer) as server:
-        fakes = [engine.client for engine in engines if isinstance(engine.client, FakeEngine)]
+        fakes = [member.engine.client for member in joined if isinstance(member.engine.client, FakeEngine)]
         rendezvous = await server.start()
         serving = asyncio.create_task(made.run(server))
         running = Running(config, fakes, rendezvous, serving)

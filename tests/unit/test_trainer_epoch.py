@@ -9,7 +9,6 @@ import pytest
 from asyncmoe.errors import UserError
 from asyncmoe.rpc import messages
 from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
-from asyncmoe.rpc.keeper_messages import KeeperRequest
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, TrainerMessage
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd
 from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
@@ -22,14 +21,13 @@ def test_the_launcher_says_it_in_a_variable() -> None:
             trainer_epoch({TRAINER_EPOCH: wrong})
 
 
-def test_every_request_is_the_trainers_or_an_engines_or_for_a_keeper_or_a_worker() -> None:
+def test_every_request_is_the_trainers_or_an_engines_or_for_a_worker() -> None:
     others = {
         EngineJoin,
         EngineAlive,
         EngineLeave,
         EngineNode,
         EngineNodeEnd,
-        *get_args(KeeperRequest),
         WorkerJoin,
         *get_args(WorkerRequest),
     }

@@ -20,10 +20,11 @@ from asyncmoe import config
 from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
 from asyncmoe.launch import local, preflight, watch
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Processes
+from asyncmoe.launch.run_processes import STOP_GRACE_S, RunParts
 from asyncmoe.process import Child
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
+from tests.unit.supervised import table_of
 from tests.unit.telemetry_runs import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -43,15 +44,17 @@ def checkpoint(run_dir: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["exec sleep 600", 'trap "exit 130" INT; sleep 600 & wait'], ids=["python starts", "it imports"])
 def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path, how: str) -> None:
-    def start(ending: ExitStack) -> Processes:
-        controller = Child("controller", ["sh", "-c", f"echo ready; {how}"], tmp_path / "controller.log")
-        ending.callback(controller.end, 5.0)
-        trainer = Child("trainer", ["sleep", "600"], tmp_path / "trainer.log")
-        ending.callback(trainer.end, 5.0)
-        while "ready" not in controller.log.read_text():
+    def trainer(_: int) -> Child:
+        while "ready" not in (tmp_path / "controller.log").read_text():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-        return Processes(controller, (trainer,))
+        return Child("trainer", ["sleep", "600"], tmp_path / "trainer.log")
+
+    def start(ending: ExitStack) -> RunParts:
+        controller = ["sh", "-c", f"echo ready; {how}"]
+        return table_of(
+            configured, {"controller": lambda _: Child("controller", controller, tmp_path / "controller.log"), "trainer": trainer}, ending
+        )
 
     began = time.monotonic()
     with pytest.raises(Interrupted, match=r"^stopped before the first step; the same command starts over$") as caught:
@@ -110,16 +113,17 @@ def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -
 def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int, controller: type[Child] = Child) -> Interrupted:
     """Supervise shell scripts as a run that receives signals; what it says in the end. Each script says `ready` when it listens."""
 
-    def start(ending: ExitStack) -> Processes:
-        children = []
-        for kind, name, script in ((controller, "controller", controls), (Child, "trainer", trains)):
-            children.append(kind(name, ["sh", "-c", script], tmp_path / f"{name}.log"))
-            ending.callback(children[-1].end, 1.0)
-        while any("ready" not in child.log.read_text() for child in children):
+    def trainer(_: int) -> Child:
+        child = Child("trainer", ["sh", "-c", trains], tmp_path / "trainer.log")
+        while any("ready" not in (tmp_path / f"{name}.log").read_text() for name in ("controller", "trainer")):
             time.sleep(0.01)
         for number in signals:
             os.kill(os.getpid(), number)
-        return Processes(children[0], (children[1],))
+        return child
+
+    def start(ending: ExitStack) -> RunParts:
+        starts = {"controller": lambda _: controller("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
+        return table_of(configured, starts, ending)
 
     with pytest.raises(Interrupted) as caught:
         watch.supervise(configured, start)
@@ -143,20 +147,19 @@ import sys
 from pathlib import Path
 from asyncmoe import config
 from asyncmoe.launch import watch
-from asyncmoe.launch.run_processes import Processes
 from asyncmoe.launch.part import main
 from asyncmoe.process import Child
+from tests.unit.supervised import table_of
 
 folder = Path(sys.argv[1])
 settings = config.load(Path(sys.argv[2]), [f"run.dir={folder / 'run'}", "telemetry.live=on"])
 saves = f'trap "echo saved > {folder}/saved; exit 0" INT; sleep 600 & wait'
 
 def start(ending):
-    controller = Child("controller", ["sh", "-c", saves], folder / "controller.log")
-    ending.callback(controller.end, 1.0)
-    trainer = Child("trainer", ["sh", "-c", f"while [ ! -e {folder}/saved ]; do sleep 0.1; done"], folder / "trainer.log")
-    ending.callback(trainer.end, 1.0)
-    return Processes(controller, (trainer,))
+    waits = f"while [ ! -e {folder}/saved ]; do sleep 0.1; done"
+    scripts = {"controller": saves, "trainer": waits}
+    starts = {name: lambda _, name=name: Child(name, ["sh", "-c", scripts[name]], folder / f"{name}.log") for name in scripts}
+    return table_of(settings, starts, ending)
 
 main(lambda: watch.supervise(settings, start))
 """

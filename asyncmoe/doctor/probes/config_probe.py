@@ -66,7 +66,7 @@ def _sandbox(environment: EnvironmentSection) -> str | None:
 def _ports(config: Config) -> list[tuple[str, str, int]]:
     """Return the fixed ports as (key, host, number)."""
     engines, cluster = config.engines, config.cluster
-    wanted = [("engines.port", engines.host, engines.port + index) for index in range(engines.count) if engines.port]
+    wanted = [("engines.port", _ANY, engines.port + index) for index in range(engines.count) if engines.port]
     if cluster.port:
         wanted.append(("cluster.port", _ANY, cluster.port))
     if config.telemetry.prometheus_port is not None:

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,15 @@ from typing import Any
 from asyncmoe import storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
-from asyncmoe.launch import local
+from asyncmoe.launch import local, rule
 from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
 from asyncmoe.launch.ray.planning import Bundle, Launch
 from asyncmoe.launch.ray.post import Post, Remote
-from asyncmoe.launch.run_processes import STOP_GRACE_S, OnDemand, Process, Processes
+from asyncmoe.launch.rule import CONTROLLER, TRAINER
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunPart, RunParts
 from asyncmoe.launch.watch import supervise
-from asyncmoe.rpc.environment import TRAINER_EPOCH
+from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 _say = partial(print, flush=True)
 _END_S = STOP_GRACE_S + 15.0
@@ -78,7 +79,7 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
 
 def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> dict[str, object]:
     try:
-        return supervise(config, partial(_start, ray, config, posts, file))
+        return supervise(config, partial(_table, ray, config, posts, file))
     except AsyncmoeError:
         # Processes notice a lost node before Ray does, and fail because of it: report the node as the root cause.
         for post in posts:
@@ -86,36 +87,38 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> d
         raise
 
 
-def _start(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: ExitStack) -> Processes:
+def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: ExitStack) -> RunParts:
     addresses = [post.place.address for post in posts]
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
     ending.callback(_end, ray, posts)
-
-    def planned(post: Post, master: tuple[str, int], epoch: int) -> tuple[Launch, ...]:
-        variables = planning.environment(config, post.place.address, addresses, os.environ) | {TRAINER_EPOCH: str(epoch)}
-        return planning.launches(config, file, post.bundle, master, variables)
-
-    def launched(post: Post, master: tuple[str, int], epoch: int) -> tuple[Remote, ...]:
-        return _started(post, planned(post, master, epoch))
-
     trainers, others = ([post for post in posts if (post.bundle.part == "trainer") is trains] for trains in (True, False))
-    first = trainers[0].place
+    first, running = trainers[0].place, dict[str, Remote]()
+
+    def planned(post: Post, master: tuple[str, int], variable: str, before: int) -> tuple[Launch, ...]:
+        variables = planning.environment(config, post.place.address, addresses, os.environ) | {variable: str(before)}
+        return planning.launches(config, file, post.bundle, master, variables)
 
     def trainer(epoch: int) -> tuple[Process, ...]:
         master = first.address, trainers[0].call("port") if epoch else first.port  # later starts meet at another port
-        return tuple(remote for post in trainers for remote in launched(post, master, epoch))
+        return tuple(remote for post in trainers for remote in _started(post, planned(post, master, TRAINER_EPOCH, epoch)))
 
-    controller, *engines = (remote for post in others for remote in launched(post, (first.address, first.port), 0))
+    def alone(post: Post, place: int, name: str) -> Callable[[int], tuple[Process, ...]]:
+        def start(before: int) -> tuple[Process, ...]:
+            variable = TRAINER_EPOCH if name == CONTROLLER else STARTS
+            launch = planned(post, (first.address, first.port), variable, before)[place]
+            (running[name],) = _started(post, (launch,))
+            return (running[name],)
 
-    def again(epoch: int) -> tuple[Process, ...]:
-        return _started(others[0], planned(others[0], (first.address, first.port), epoch)[:1])
+        return start
 
-    def end() -> None:
-        controller.signal(signal.SIGKILL)
-        controller.wait(STOP_GRACE_S)
+    def kill(name: str) -> None:
+        running[name].signal(signal.SIGKILL)
+        running[name].wait(STOP_GRACE_S)
 
-    controllers = OnDemand(again, end) if config.survives_controller else None
-    return Processes(controller, trainer(0), tuple(engines), OnDemand(trainer, lambda: _end(ray, trainers)), controllers)
+    made = [(post, place, one.name) for post in others for place, one in enumerate(planned(post, ("", 0), STARTS, 0))]
+    rules = rule.table(config, [name for _, _, name in made if name != CONTROLLER])
+    found = {name: RunPart(rules[name], alone(post, place, name), partial(kill, name)) for post, place, name in made}
+    return RunParts({**found, TRAINER: RunPart(rules[TRAINER], trainer, lambda: _end(ray, trainers))})
 
 
 def _started(post: Post, launches: tuple[Launch, ...]) -> tuple[Remote, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from asyncmoe.config import Config, devices
@@ -184,15 +185,21 @@ def controller(allocation: Allocation, placement: Placement, config: Config, res
     return srun(allocation, CONTROLLER, [placement.controller], config.run.dir / "logs", where, arguments)
 
 
-def engines(allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container) -> list[JobStep]:
-    """Return the steps of the engines."""
-    logs, steps = config.run.dir / "logs", list[JobStep]()
+def engines(
+    allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container
+) -> dict[str, Callable[[int], JobStep]]:
+    """Return the steps of the engines by name, each of a start with the number of those before it."""
+    found, logs = dict[str, Callable[[int], JobStep]](), config.run.dir / "logs"
     for node, machine in placement.engines:
         for index, number in enumerate(machine.numbers):
-            name = f"engine.{number}"
-            step = process_name(name, machine.node)
-            steps.append(srun(allocation, step, [node], logs, where, engine(resolved, name, index, machine.node)))
-    return steps
+            name, part = f"engine.{number}", machine.node
+            step, task = process_name(name, part), engine(resolved, name, index, part)
+            found[step] = partial(_again, partial(srun, allocation, step, [node], logs, where), task)
+    return found
+
+
+def _again(step: Callable[[Sequence[str]], JobStep], task: Sequence[str], starts: int) -> JobStep:
+    return step([*task, str(starts)])
 
 
 def trainer(
@@ -216,5 +223,5 @@ def trainer(
 
 
 def engine(resolved: Path, name: str, index: int, node: int = 0) -> list[str]:
-    """Return the task arguments of an engine, the `index`-th of its machine, or of one node of it."""
+    """Return the task arguments of an engine, the `index`-th of its machine, or of one node of it; the number of earlier starts follows."""
     return ["engine", str(resolved), name, str(index), str(node)]

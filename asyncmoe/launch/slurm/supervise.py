@@ -13,8 +13,8 @@ from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.launch import local, watch
-from asyncmoe.launch.run_processes import OnDemand, Processes
+from asyncmoe.launch import local, rule, watch
+from asyncmoe.launch.run_processes import RunPart, RunParts
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
@@ -47,12 +47,12 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
         steps.check_gpus(placed, config, int(gpus))
     address, started = control.address(placed.trainers[0]), list[Part]()
     with local.claim(config.run.dir):
-        start = partial(_start, where, placed, config, local.prepare(config), address, started)
+        table = partial(_table, where, placed, config, local.prepare(config), address, started)
         before = checkpoints.newest(config.run.dir)
         print(_describe(where, placed, config, before), flush=True)
         cause = None
         try:
-            watch.watch(config, start, _stopping(where, stop, started))
+            watch.watch(config, table, _stopping(where, stop, started))
         except Interrupted:
             pass
         except AsyncmoeError as error:
@@ -70,31 +70,34 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
     )
 
 
-def _start(
+def _table(
     where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[Part], ending: ExitStack
-) -> Processes:
-    """Start all steps, and append each to `started` so that those are known if a later one fails."""
+) -> RunParts:
+    """Return the parts, which are steps; each is appended to `started` so that those are known if a later one fails to start."""
     ending.callback(parts.end_all, started)
     program = steps.container(os.environ, sys.executable)
 
-    def begin(step: steps.JobStep) -> tuple[Part, ...]:
-        started.append(Part(step))
-        return (started[-1],)
-
-    def trainer(epoch: int) -> tuple[Part, ...]:
+    def trainer(epoch: int) -> steps.JobStep:
         master = (address, steps.master_port(where.job, where.restarts, epoch))
-        return begin(steps.trainer(where, placed, config, file, master, program, epoch))
+        return steps.trainer(where, placed, config, file, master, program, epoch)
 
-    def controller(epoch: int) -> tuple[Part, ...]:
-        return begin(steps.controller(where, placed, config, file, program, epoch))
+    def controller(epoch: int) -> steps.JobStep:
+        return steps.controller(where, placed, config, file, program, epoch)
 
-    def again(start: Callable[[int], tuple[Part, ...]], name: str) -> OnDemand:
-        return OnDemand(start, lambda: parts.end_all(_named(started, name)))
+    def begin(step: Callable[[int], steps.JobStep]) -> Callable[[int], tuple[Part, ...]]:
+        def start(before: int) -> tuple[Part, ...]:
+            started.append(Part(step(before)))
+            return (started[-1],)
 
-    (first,) = controller(0)
-    engines = [begin(step)[0] for step in steps.engines(where, placed, config, file, program)]
-    controllers = again(controller, steps.CONTROLLER) if config.survives_controller else None
-    return Processes(first, trainer(0), tuple(engines), again(trainer, steps.TRAINER), controllers, parts.SETTLE_S)
+        return start
+
+    def end(name: str) -> Callable[[], None]:
+        return lambda: parts.end_all(_named(started, name))
+
+    engines = steps.engines(where, placed, config, file, program)
+    made = {steps.CONTROLLER: controller, **engines, steps.TRAINER: trainer}
+    rules = rule.table(config, list(engines))
+    return RunParts({name: RunPart(rules[name], begin(step), end(name)) for name, step in made.items()}, parts.SETTLE_S)
 
 
 def _named(started: Sequence[Part], name: str) -> list[Part]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import part, torchrun
 from asyncmoe.process import say
-from asyncmoe.rpc.environment import TRAINER_EPOCH
+from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 from asyncmoe.storage import writing
 
 
@@ -53,7 +53,8 @@ def _rollout(node: str, arguments: list[str]) -> None:
 
 def _engine(node: str, arguments: list[str]) -> None:
     stop_as(signal.SIGINT, signal.SIGURG)
-    config, name, index, number = arguments
+    config, name, index, number, *starts = arguments
+    os.environ[STARTS] = "".join(starts)
     part.main(lambda: part.engine(Path(config), name=name, index=int(index), node=int(number)))
 
 

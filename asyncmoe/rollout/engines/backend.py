@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, InvariantBroken
+from asyncmoe.errors import InvariantBroken
 from asyncmoe.rollout.engines.engine import Engine, EngineProcess
-from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace, NodesHere
+from asyncmoe.rollout.engines.nodes import NodePlace
 from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.process import SGLangProcess
+from asyncmoe.rpc.address import LOOPBACK
 
 
 def start(
@@ -19,7 +20,7 @@ def start(
     index: int,
     run_dir: Path,
     *,
-    host: str | None = None,
+    host: str = LOOPBACK,
     key: str | None = None,
     seed: int | None = None,
     memory: Sequence[str] = (),
@@ -32,31 +33,16 @@ def start(
     Args:
         name: name of the engine in records and messages.
         index: index of this engine on its machine.
-        host: address to listen on; default: engines.host.
+        host: address to listen on.
         key: key that every request needs; default: a random one, which only this process knows.
         seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
         memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`).
-        place: the node to start, of an engine over several machines; None: the whole engine, whatever the number of its nodes.
+        place: the node to start, of an engine over several; None: the whole engine.
 
     Raises:
         UserError: the port is taken.
     """
-
-    def node(place: NodePlace | None) -> SGLangProcess:
-        return SGLangProcess(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
-
-    if place is not None or config.engines.nodes == 1:
-        return node(place)
-    meeting, started = MeetingPlace(None), list[SGLangProcess]()
-    try:
-        for number in range(config.engines.nodes):
-            started.append(node(NodePlace(number, meeting.url)))
-    except AsyncmoeError:
-        for one in started:
-            one.end()
-        meeting.close()
-        raise
-    return NodesHere(started, meeting)
+    return SGLangProcess(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
 
 
 def connect(name: str, url: str, key: str) -> Engine:

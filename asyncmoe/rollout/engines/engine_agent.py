@@ -1,7 +1,8 @@
 """`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it.
 
-A server that dies or is fenced starts again, so that the loss of one ends neither a job nor a run. If the controller is lost, the server
-goes on for `engines.orphan_s`, and joins the next controller with the weights that it holds.
+Every engine of a run exists in this way, whoever starts it: the controller owns no process of an engine. A server that dies or is fenced
+starts again, so that the loss of one ends neither a job nor a run. If the controller is lost, the server waits `engines.orphan_s` for the
+next one of the run, and joins it with the weights that it holds.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.config import Config
-from asyncmoe.errors import UserError
+from asyncmoe.errors import EngineError, UserError
 from asyncmoe.process import named
 from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.engines.engine_node import serve_node
 from asyncmoe.rollout.engines.engine_stay import ServerLost, ready, stay, unless
 from asyncmoe.rollout.engines.nodes import process_name
-from asyncmoe.rollout.engines.restarts import BACKOFF_S
 from asyncmoe.rpc import address
+from asyncmoe.rpc.environment import starts_before
 from asyncmoe.rpc.messages import EngineJoin
 from asyncmoe.rpc.peers import facts
 
 log = logging.getLogger(__name__)
+BACKOFF_S = 5.0
+"""Seconds before the first restart of a server; doubles with each further restart."""
 
 
 def default_name(index: int) -> str:
@@ -80,7 +83,7 @@ async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: S
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    restart = 0
+    restart = starts_before()
     while True:
         try:
             if config.engines.nodes > 1:
@@ -103,13 +106,18 @@ async def _serve_once(
     """Start the server, and serve until the run ends or `stop` is set.
 
     Raises:
-        ServerLost: the server has joined and is lost, but the run goes on without it.
+        ServerLost: the server has joined and is lost, or did not start again; the run goes on without it.
         AsyncmoeError: as `run`.
     """
     host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
     engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=_seed(name, restart), memory=memory)
     try:
-        rendezvous = await unless(stop, ready(engine, run_dir, config.engines.start_timeout_s))
+        try:
+            rendezvous = await unless(stop, ready(engine, run_dir, config.engines.start_timeout_s))
+        except EngineError as error:
+            if not restart:
+                raise
+            raise ServerLost(str(error)) from error  # the run goes on without it
         if rendezvous is not None:
             place = (engine.url, key, address.host_id())
             request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))

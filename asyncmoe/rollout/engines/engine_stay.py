@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -24,6 +25,7 @@ from asyncmoe.telemetry import heartbeats
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _POLL_S = 0.5
+_PARENT = os.getppid()
 GRACE_S = 10.0
 """Seconds for an answer beyond what the question itself takes."""
 
@@ -31,9 +33,11 @@ GRACE_S = 10.0
 class ServerLost(EngineError):
     """The server died or was fenced, and the run goes on without it."""
 
+    exit_code = 4
+
 
 class ControllerLost(AsyncmoeError):
-    """The controller is gone, and the server goes on. `controller`: its name."""
+    """The controller is gone, and the server goes on. `controller`: its name; empty: it was gone before the server had joined."""
 
     def __init__(self, why: str, controller: str) -> None:
         super().__init__(why)
@@ -54,12 +58,9 @@ async def stay(
         try:
             return await _Stay(config, engine, rendezvous).until(stop, request)
         except ControllerLost as error:
-            lost, until = error, time.monotonic() + config.engines.orphan_s
-            log.warning("%s; waiting for the next controller", lost)
-        except WaitTimeout as error:
-            if lost is None:
-                raise
-            log.warning("%s", error)  # the next one was lost before it answered
+            if lost is None or error.controller:  # else the next one was lost before it answered
+                lost, until = error, time.monotonic() + config.engines.orphan_s
+            log.warning("%s; waiting for the next controller", error)
         except EngineError as error:
             if lost is None or isinstance(error, ServerLost):
                 raise
@@ -121,7 +122,10 @@ class _Stay:
     async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
         with Client(self._rendezvous, request.name) as client:
             limit = self._config.cluster.heartbeat_timeout_s
-            joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
+            try:
+                joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
+            except WaitTimeout as error:
+                raise ControllerLost(str(error), "") from error
             assert isinstance(joined, EngineJoined)
             log.info("%s has joined", request.name)
             orders = asyncio.create_task(self._orders(client, joined.controller))
@@ -167,12 +171,15 @@ class _Stay:
                 kind = ServerLost if order.again else EngineError
                 raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
             return
-        await self._ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
+        with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
+            await self._ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
         raise ServerLost(f"{self._engine.name} died: {health.result()}")
 
     async def _leave(self) -> None:
+        """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
         log.info("%s leaves", self._engine.name)
-        await self._ask(EngineLeave(self._engine.name), self._config.rollout.request_timeout_s + GRACE_S)
+        drained_s = self._config.rollout.request_timeout_s + GRACE_S
+        await self._ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
 
     async def _ask(self, request: EngineLeave, timeout_s: float) -> None:
         with Client(self._rendezvous, f"{self._engine.name}.leaving") as client:

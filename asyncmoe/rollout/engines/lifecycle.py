@@ -1,5 +1,5 @@
-"""The life of a controller's engines: it waits for their start, takes over those of the controller before it, fences, restarts, probes
-and counts them."""
+"""The life of a controller's engines: it waits until they have joined, takes over those of the controller before it, fences, probes and
+counts them."""
 
 from __future__ import annotations
 
@@ -10,70 +10,51 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, EngineError
-from asyncmoe.rollout.engines.engine import EngineHandle, EngineProcess
-from asyncmoe.rollout.engines.kept import KeeperClient
+from asyncmoe.rollout.engines.engine import EngineHandle
+from asyncmoe.rollout.engines.engine_stay import GRACE_S
 from asyncmoe.rollout.engines.liveness import Liveness
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.membership import LEFT, Membership
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.probes import Prober
-from asyncmoe.rollout.engines.restarts import Restarts
 from asyncmoe.rollout.engines.succession import Succession
-from asyncmoe.rollout.engines.takeover import Holding, judge
+from asyncmoe.rollout.engines.takeover import EngineWeights, Holding, judge
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
-from asyncmoe.rpc.keeper_messages import EngineWeights
 
 log = logging.getLogger(__name__)
 
 
 class EngineLifecycle:
-    """Starts, takes over, fences, restarts, probes and counts the engines of one run.
+    """Takes over, fences, probes and counts the engines of one run.
 
     Attributes:
-        membership: engines of other machines.
+        membership: answers the engines.
         prober: compares engines with the trainer.
         taken: set once it is known which engines of the controller before this one go on with what they hold; at once if there was none.
 
     Args:
-        engines, start: as for `Restarts`.
         coordinator: learns when all engines have started.
-        keeper: owns the engines; None: this process owns them, or they join.
-        succession: of engines that join; None: no other controller takes them over.
+        succession: None: no other controller takes the engines over.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        pool: Pool,
-        engines: list[EngineProcess],
-        start: Callable[[int, int], EngineProcess],
-        coordinator: WeightUpdateCoordinator,
-        keeper: KeeperClient | None = None,
-        succession: Succession | None = None,
-    ) -> None:
+    def __init__(self, config: Config, pool: Pool, coordinator: WeightUpdateCoordinator, succession: Succession | None = None) -> None:
         section = config.engines
-        self._section, self._pool, self._engines, self._coordinator = section, pool, engines, coordinator
-        self._start, self._keeper, self._succession = start, keeper, succession
+        self._section, self._pool, self._coordinator, self._succession = section, pool, coordinator, succession
         controller = "" if succession is None else succession.controller
         self.membership = Membership(config, pool, coordinator.updating, controller, self._returned)
         self.prober = Prober(pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._alive = Liveness(pool, section.hang_timeout_s, coordinator.paused)
-        self._again = Restarts(pool, engines, section.restarts, start)
         self._lost: list[Member] = []
         if config.renews_engines:
             pool.returns = self._returns
         self.taken = asyncio.Event()
-        left = keeper or succession
-        if left is None or left.is_first:
+        if succession is None or succession.is_first:
             self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work, to be done at the same time; only the first part, the start, ends. Each part raises what ends the run."""
-        # Before the start, `wait_ready` watches the engines and reports the reason for a failed start better.
-        runs = (self._pool.watch, self._alive.run, self._again.run, self.prober.run)
-        followed = () if self._keeper is None else (self._keeper.watch(),)
-        return (self._start_all(), *followed, *(self._once_started(run) for run in runs))
+        return (self._start_all(), *(self._once_started(run) for run in (self._pool.watch, self._alive.run, self.prober.run)))
 
     def lost(self) -> int:
         """Return the number of engines that died or were fenced so far; one that has left is not lost. Call it every second."""
@@ -86,31 +67,22 @@ class EngineLifecycle:
 
     def _returns(self, alone_s: float) -> bool:
         """Whether an engine will come back, though there has been none for `alone_s`."""
-        if not self._down():
-            return False  # they have left
-        return alone_s < self._section.start_timeout_s if self._section.join else self._again.left
+        return bool(self._down()) and alone_s < self._section.start_timeout_s  # else they have left
 
     def _down(self) -> list[Member]:
         return [member for member in self._pool.members if member.fenced not in (None, LEFT)]
 
     async def _start_all(self) -> None:
-        if self._section.join:
-            await self._wait_joined()
-        elif self.taken.is_set():
-            await asyncio.gather(*(engine.wait_ready() for engine in self._engines))
-        else:
-            await self._take_over()
-        self._coordinator.engines_started()
-        log.info("%d engine(s) ready", len(self._pool.present))
-
-    async def _wait_joined(self) -> None:
         """Wait for engines to join; after a controller that was lost for those that return, with which the run goes on."""
         count = self._section.count
         if not self.taken.is_set():
             await self.membership.wait_returned(self._section.orphan_s)
             self.taken.set()
             count = min(count, max(1, len(self._pool.present)))
-        await self.membership.wait_joined(count, self._section.start_timeout_s)
+        # An engine whose server does not start in time says so itself.
+        await self.membership.wait_joined(count, self._section.start_timeout_s + GRACE_S)
+        self._coordinator.engines_started()
+        log.info("%d engine(s) ready", len(self._pool.present))
 
     async def _returned(self, member: Member, served: str) -> str:
         """Have an engine that served a controller go on with what it holds; return why it cannot, or nothing."""
@@ -119,37 +91,15 @@ class EngineLifecycle:
             return f"{member.engine.name} did not serve the controller before this one"
         if self.taken.is_set():
             return f"{member.engine.name} has returned too late"
-        return await self._doubt(member.engine, member, succession.weights)
+        return await self._doubt(member, succession.weights)
 
-    async def _take_over(self) -> None:
-        """Go on with the engines of the controller before this one; those that cannot go on start again."""
-        whys = await asyncio.gather(*(self._kept(index) for index in range(len(self._engines))))
-        doubtful = {index: why for index, why in enumerate(whys) if why}
-        self.taken.set()
-        if len(doubtful) < len(self._engines):
-            for index, why in doubtful.items():
-                self._pool.fence(self._member(index), why)  # `Restarts` starts it again
-            return
-        for why in doubtful.values():
-            log.warning("%s", why)
-        await asyncio.gather(*(self._replace(index) for index in doubtful))
-
-    async def _kept(self, index: int) -> str:
-        """Have an engine of the keeper go on with what it holds; return why it cannot, or nothing."""
-        keeper, engine = self._keeper, self._engines[index]
-        assert keeper is not None
-        try:
-            await engine.wait_ready()
-        except AsyncmoeError as error:
-            return f"{engine.name} could not be taken over: {error}"
-        return await self._doubt(engine, self._member(index), keeper.weights)
-
-    async def _doubt(self, engine: EngineHandle, member: Member, weights: EngineWeights) -> str:
+    async def _doubt(self, member: Member, weights: EngineWeights) -> str:
         """Have an engine go on with what it holds; return why it cannot, or nothing.
 
         Args:
             weights: what the last controller said of its engines.
         """
+        engine = member.engine
         try:
             if engine.died is not None:
                 return f"{engine.name}: {engine.died}"
@@ -177,18 +127,6 @@ class EngineLifecycle:
             raise
         except EngineError as error:
             log.info("%s: no update was open: %s", engine.name, error)
-
-    async def _replace(self, index: int) -> None:
-        old = self._engines[index]
-        await old.stop()
-        self._pool.remove(self._member(index))
-        engine = self._engines[index] = self._start(index, 1)
-        await engine.wait_ready()
-        self._pool.join(engine)
-
-    def _member(self, index: int) -> Member:
-        (found,) = [member for member in self._pool.members if member.engine.name == self._engines[index].name]
-        return found
 
     async def _once_started(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self._coordinator.wait_started()

@@ -1,4 +1,4 @@
-"""Engines of other machines, as the controller sees them: joining, heartbeats and leaving.
+"""Engines, as the controller sees them: joining, heartbeats and leaving.
 
 `asyncmoe engine` (`asyncmoe.rollout.engines.engine_agent`) starts and ends each of them, and sends its requests here. An engine that has
 joined is an engine like any other from its first version on. An engine that leaves gets no new requests and finishes its current ones; an
@@ -87,7 +87,7 @@ class RemoteEngine:
 
 
 class Membership:
-    """Answers engines of other machines.
+    """Answers engines.
 
     Args:
         pool: the pool that engines join.
@@ -115,10 +115,10 @@ class Membership:
         """Answer one request.
 
         Raises:
-            ConfigError: the engine has a different configuration, or the run accepts no joining engines.
+            ConfigError: the engine has a different configuration.
             UserError: the engine's name is taken, or its package versions or clock differ from the controller's.
             EngineError: the controller cannot reach the engine, or the engine must start again before it can join.
-            ProtocolError: the engine has not joined, or is the controller's own.
+            ProtocolError: the engine has not joined.
         """
         match request:
             case EngineJoin():
@@ -176,12 +176,12 @@ class Membership:
 
     async def _join(self, request: EngineJoin) -> None:
         _check(self._config, request)
-        for member in [m for m in self._pool.members if m.engine.name == request.name]:
-            if member.fenced is None and request.served:
-                self._pool.fence(member, "its connection was lost")
+        before = [member for member in self._pool.members if member.engine.name == request.name]
+        for member in before:
+            if member.fenced is None and (request.served or not await member.engine.client.ready()):
+                self._pool.fence(member, "it has come anew")
             elif member.fenced is None:
                 raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
-            self._pool.remove(member)
         gatherings = self._gatherings if request.nodes > 1 else None
         if gatherings is not None and (why := gatherings.join(request)):
             raise EngineError(why)
@@ -190,6 +190,9 @@ class Membership:
             await engine.client.close()
             why = f"{request.name}: the controller cannot reach it at {request.url}; see cluster.network, ASYNCMOE_HOST and the firewall"
             raise EngineError(why)
+        for member in before:  # not earlier: without any member the run would end
+            if member in self._pool.members:
+                self._pool.remove(member)
         member = self._pool.join(engine)
         self._left.discard(request.name)
         self._gatherings.joined(request.name)
@@ -273,9 +276,6 @@ async def _answers(engine: RemoteEngine) -> bool:
 
 
 def _check(config: Config, request: EngineJoin | EngineNode) -> None:
-    if not config.engines.join:
-        hint = "set engines.join=true for the whole run"
-        raise ConfigError("engines.join", got="false at the controller", expected=f"true, so that {request.name} can join", hint=hint)
     if request.config_digest != config.digest:
         raise ConfigError(
             f"configuration of {request.name}",

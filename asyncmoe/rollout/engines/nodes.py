@@ -1,4 +1,4 @@
-"""An engine over several machines: the place of each of its nodes, where the ranks of all meet, and several of its nodes on one machine.
+"""An engine over several nodes: the place of each, and where the ranks of all meet.
 
 The server of node 0 answers HTTP; the servers of the others only hold ranks. A lost node is a lost engine: its ranks wait for each other in
 every forward pass.
@@ -6,17 +6,12 @@ every forward pass.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncmoe.errors import EngineError, UserError
-from asyncmoe.rollout.engines.engine import Engine, EngineProcess
+from asyncmoe.errors import UserError
 from asyncmoe.scratch import Scratch
-
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -91,56 +86,3 @@ def reserve(host: str, wanted: int) -> socket.socket:
         hint = "choose another engines.port, or 0 for any"
         raise UserError(f"port {wanted} on {host}", got=error.strerror, expected="a free port", hint=hint) from error
     return reserved
-
-
-class NodesHere:
-    """An engine whose nodes are all server processes of this machine; an `asyncmoe.rollout.engines.engine.EngineProcess`.
-
-    Args:
-        nodes: the processes, node 0 first.
-        meeting: where their ranks meet; closed with the engine.
-    """
-
-    def __init__(self, nodes: Sequence[EngineProcess], meeting: MeetingPlace) -> None:
-        self._nodes, self._meeting = tuple(nodes), meeting
-        head = nodes[0]
-        self.name, self.tp, self.ep, self.host, self.url = head.name, head.tp, head.ep, head.host, head.url
-
-    @property
-    def client(self) -> Engine:
-        """The interface of node 0."""
-        return self._nodes[0].client
-
-    @property
-    def died(self) -> str | None:
-        """Why the first node that ended did, or None while all run."""
-        whys = ((number, node.died) for number, node in enumerate(self._nodes))
-        return next((f"node {number}: {why}" for number, why in whys if why is not None), None)
-
-    async def wait_ready(self) -> None:
-        """As of an `EngineProcess`; a node that ends meanwhile ends the start.
-
-        Raises:
-            EngineError: a server died first.
-            WaitTimeout: the start took longer than engines.start_timeout_s.
-        """
-        ready = asyncio.create_task(self._nodes[0].wait_ready())
-        try:
-            while not ready.done():
-                if (why := self.died) is not None:
-                    raise EngineError(f"{self.name} did not start: {why}")
-                await asyncio.wait([ready], timeout=_POLL_S)
-            ready.result()
-        finally:
-            ready.cancel()
-            await asyncio.gather(ready, return_exceptions=True)
-
-    async def stop(self) -> None:
-        """End all nodes."""
-        await asyncio.gather(*(node.stop() for node in self._nodes))
-        self._meeting.close()
-
-    def kill(self) -> None:
-        """Kill all nodes, without waiting."""
-        for node in self._nodes:
-            node.kill()

@@ -125,6 +125,7 @@ class Prober:
                 got = f"got {found.divergence:.3g} nats a token over {found.tokens} tokens, expected at most {self._most:g}"
                 raise Disagreement(f"verify.anomalies.kl_engine.above: {found.engine} with what it has loaded, and the trainer: {got}")
             else:
+                member.compared = True
                 self._say(found)
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What a controller leaves to the next one about the engines that have joined it, in a file of the run.
+"""What a controller leaves to the next one about its engines, in a file of the run.
 
 Each engine runs on with its own agent (`asyncmoe.rollout.engines.engine_agent`), which says which controller it served. Only an engine of
 the controller directly before is taken over: the file tells what that one had its engines hold, before and after each change.
@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.rpc.keeper_messages import EngineWeights
+from asyncmoe.rollout.engines.takeover import EngineWeights
 from asyncmoe.storage import replace, writing
 
 FILE = "engines.json"

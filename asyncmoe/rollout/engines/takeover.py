@@ -4,8 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from asyncmoe.rpc.keeper_messages import EngineWeights
+import msgspec
+
+from asyncmoe.rpc.base import Count
+
+Changing = Literal["", "loading", "writing"]
+
+
+class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the engines of a run hold. A controller has it kept for the next one before each change of them, and after it."""
+
+    version: Count = 0
+    """Version that the engines serve; `coming` if one of them serves weights of that number from another lineage."""
+    lineage: Count = 0
+    """Of `version`; see `asyncmoe.rpc.messages.Leased`."""
+    landed: bool = False
+    """Whether any version has landed; without one, engines hold the weights that they started with."""
+    changing: Changing = ""
+    """"loading": each engine may take `coming`, as a whole; "writing": their parameters are written in place, so that each may hold a part
+    of it."""
+    coming: Count = 0
+    """Version under way, if engines are loading."""
+    coming_lineage: Count = 0
 
 
 class Holding(Enum):

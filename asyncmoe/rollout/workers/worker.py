@@ -72,7 +72,7 @@ class RolloutWorker:
         self._loaded = loaded
         self._config, self._number, self._begun = config, number, False
         self._engines, self._held = LentEngines(connect), HeldGroups(config, number, recording)
-        self._pool = parts.pool_of(config, [], self._engines.record)
+        self._pool = parts.pool_of(config, self._engines.record)
         self._pool.returns = lambda _: True  # the controller knows when none will come
         self._notes = EpisodeNotes(choice_of(config))
         self._stage = replace(parts.context_of(config, loaded, self._pool, recording), opened=self._notes.opened)

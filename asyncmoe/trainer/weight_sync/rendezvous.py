@@ -38,8 +38,6 @@ _POLL_S = 0.5
 _OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
 """How much longer ranks wait for rank 0 than rank 0 waits for them, so that all of them receive its reason for a failure."""
-_NOTICED_S = 4.0
-"""Time for a server to exit after one of its processes has died, and for the controller to see that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,8 +210,8 @@ def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[
 
 
 def noticed_s(config: Config) -> float:
-    """Return the seconds in which the controller notices a dead engine: on its own machine almost at once."""
-    return config.cluster.heartbeat_timeout_s + GRACE_S if config.engines.join else _NOTICED_S
+    """Return the seconds in which the controller notices a dead engine."""
+    return config.cluster.heartbeat_timeout_s + GRACE_S
 
 
 def some_engines(config: Config, client: Client) -> Engines:

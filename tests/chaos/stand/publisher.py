@@ -16,7 +16,7 @@ from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsAbort, WeightsComm
 from tests.chaos.stand.exchange import Meeting
 
 log = logging.getLogger(__name__)
-_LOOK_S, _NOTICED_S, _GRACE_S = 0.3, 4.0, 5.0
+_LOOK_S, _GRACE_S = 0.3, 5.0
 
 
 class Publisher:
@@ -116,7 +116,7 @@ class Publisher:
 
     def _others(self) -> bool:
         section = self._config.cluster
-        until = time.monotonic() + (section.heartbeat_timeout_s + _GRACE_S if self._config.engines.join else _NOTICED_S)
+        until = time.monotonic() + section.heartbeat_timeout_s + _GRACE_S
         while (now := self._engines()).roster == self._roster and not now.lost and time.monotonic() < until:
             time.sleep(0.1)
         return now.roster != self._roster or bool(now.lost)

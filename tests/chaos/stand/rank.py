@@ -21,7 +21,7 @@ from asyncmoe.checkpoints import directories, intact
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.process import die_with_parent, leave, named, say
-from asyncmoe.rpc import keys, stand_by
+from asyncmoe.rpc import keys
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Fetch, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.peers import facts
@@ -53,7 +53,7 @@ class Rank:
         ports = self._everyones(self._parts.port)
         self._step, self._part = self._loaded()
         rendezvous = keys.read(config.run.dir, config.engines.start_timeout_s)
-        client, weights_client, *_ = clients(config, rendezvous, f"trainer.{rank}")
+        client, weights_client, *_ = clients(rendezvous, f"trainer.{rank}")
         self._client, epoch = client, trainer_epoch()
         self._start = f"{os.environ['CHAOS_START']}.{epoch}"
         self._publisher = Publisher(config, weights_client, ports) if rank == 0 else None
@@ -220,7 +220,6 @@ def main() -> None:
     try:
         with named(f"trainer.{rank}"):
             config = configuration.load(Path(sys.argv[1]), [])
-            stand_by.wait()
             processes.record(config.run.dir, f"trainer.{rank}")
             heartbeats.start(config.run.dir, f"trainer.{rank}", config.watch.beat_s)
             Rank(config, rank, world, Path(os.environ["CHAOS_FOLDER"])).run()

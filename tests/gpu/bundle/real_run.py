@@ -45,7 +45,7 @@ def main() -> None:
 
 
 class Run:
-    """A controller and a trainer of one rank, as `tiny_run` starts them."""
+    """A controller, an engine and a trainer of one rank, as `tiny_run` starts them."""
 
     def __init__(self, folder: Path, server: servers.Server, card: bool, words: list[str]) -> None:
         folder.mkdir()
@@ -67,6 +67,7 @@ class Run:
         file, self._logs = directory / "config.yaml", directory / "logs"
         file.write_text(yaml.safe_dump(self._config.model_dump(mode="json"), sort_keys=False))
         self._controller = Child("controller", [sys.executable, "-c", tiny_run.CONTROLLER, str(file)], self._logs / "controller.log")
+        self._engine = Child("engine.0", [sys.executable, "-c", tiny_run.ENGINE, str(file)], self._logs / "engine-0-joins.log")
         command = torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(file))
         self._trainer = Child("trainer", [sys.executable, *command], self._logs / "trainer.log", trainer_environment(os.environ))
 
@@ -74,9 +75,10 @@ class Run:
         return self._trainer.returncode is None and self._controller.returncode in (None, 0)
 
     def end(self) -> None:
-        """End both at once; what is recorded stays."""
-        self._status = {"trainer": self._trainer.returncode, "controller": self._controller.returncode}
-        for child in (self._trainer, self._controller):
+        """End all at once; what is recorded stays."""
+        children = {"trainer": self._trainer, "controller": self._controller, "engine.0": self._engine}
+        self._status = {name: child.returncode for name, child in children.items()}
+        for child in children.values():
             child.end(0)
 
     def result(self) -> dict[str, Any]:

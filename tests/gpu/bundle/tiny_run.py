@@ -31,9 +31,13 @@ STEPS = 4
 CLOSE = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest difference in nats of a log-probability between engine and trainer at the same version: old weights would be further off."""
 CONTROLLER = (
+    "import sys; from pathlib import Path; from asyncmoe import config; from asyncmoe.rollout import controller; "
+    "loaded = config.load(Path(sys.argv[1]), []); controller.run(loaded, loaded.run.dir)"
+)
+ENGINE = (
     "import sys; from pathlib import Path; from asyncmoe import config; from asyncmoe.launch import gpus; "
-    "from asyncmoe.rollout import controller; loaded = config.load(Path(sys.argv[1]), []); "
-    "controller.run(loaded, loaded.run.dir, gpus.engine_arguments(loaded))"
+    "from asyncmoe.rollout.engines import engine_agent; loaded = config.load(Path(sys.argv[1]), []); "
+    "engine_agent.run(loaded, loaded.run.dir, 'engine.0', 0, gpus.engine_arguments(loaded, 0))"
 )
 _POLL_S, _GRACE_S = 0.2, 3.0
 _RESERVE_S = 45.0
@@ -164,34 +168,36 @@ def _run(file: Path, logs: Path, limit: float) -> None:
         NotServed: one ended badly, or they took too long.
     """
     controller = Child("controller", [sys.executable, "-c", CONTROLLER, str(file)], logs / "controller.log")
+    engine = Child("engine.0", [sys.executable, "-c", ENGINE, str(file)], logs / "engine-0-joins.log")
     try:
         command = torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(file))
         trainer = Child("trainer", [sys.executable, *command], logs / "trainer.log", trainer_environment(os.environ))
         try:
-            while trainer.returncode is None and controller.returncode is None and time.monotonic() < limit:
+            while trainer.returncode is None and controller.returncode is None and not engine.returncode and time.monotonic() < limit:
                 time.sleep(_POLL_S)
             while trainer.returncode is None and controller.returncode == 0 and time.monotonic() < limit:
                 time.sleep(_POLL_S)
-            status = {"trainer": trainer.returncode, "controller": controller.returncode}
+            status = {"trainer": trainer.returncode, "controller": controller.returncode, "engine.0": engine.returncode}
         finally:
             trainer.end(_GRACE_S)
     finally:
         controller.end(_GRACE_S)
-    if status["trainer"] != 0 or status["controller"] not in (None, 0):
+        engine.end(_GRACE_S)
+    if status["trainer"] != 0 or {status["controller"], status["engine.0"]} - {None, 0}:
         for log in sorted(logs.glob("*.log")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", flush=True)
         raise NotServed(cause(status, logs))
 
 
 def cause(status: Mapping[str, int | None], logs: Path) -> str:
-    """In one line why a run did not come to its end. The controller starts the server, and what fails by itself is said last.
+    """In one line why a run did not come to its end. What fails by itself is said last.
 
     Args:
-        status: "trainer" and "controller", None: it had not ended.
+        status: of the processes, None: it had not ended.
     """
-    for name in ("controller", "trainer"):
-        if status[name] not in (None, 0):
-            lines = (logs / f"{name}.log").read_text(errors="replace").split("\n")
+    for name, log in (("engine.0", "engine-0-joins"), ("controller", "controller"), ("trainer", "trainer")):
+        if status.get(name) not in (None, 0):
+            lines = (logs / f"{log}.log").read_text(errors="replace").split("\n")
             said = [line.strip() for line in lines if line.strip()]
             named = [line for line in said if line.startswith("error: ")] or said  # torchrun says last that a process failed, not why
             why = f"{name}: {named[-1] if named else f'ended with status {status[name]}'}"

@@ -32,6 +32,7 @@ from asyncmoe.rollout.engines.sglang.client import SGLangClient
 from asyncmoe.rollout.engines.sglang.connection import KEEP_ALIVE_S
 from asyncmoe.rollout.engines.types import EngineLost
 from asyncmoe.rpc import address, nccl_settings, peers
+from asyncmoe.rpc.address import LOOPBACK
 from asyncmoe.scratch import Scratch
 from asyncmoe.trajectory.sent_routes import as_text
 
@@ -60,7 +61,7 @@ class SGLangProcess:
         index: int,
         run_dir: Path,
         *,
-        host: str | None = None,
+        host: str = LOOPBACK,
         key: str | None = None,
         seed: int | None = None,
         memory: Sequence[str] = (),
@@ -75,7 +76,6 @@ class SGLangProcess:
         self.name, self.tp, self.ep, self.host = name, section.tp, section.ep, address.host_id()
         self._ready_by = time.monotonic() + section.start_timeout_s
         self._start_timeout_s = section.start_timeout_s
-        host = section.host if host is None else host
         node = 0 if place is None else place.node
         self._reserved = reserve(host, section.port + index if section.port and not node else 0)
         port = int(self._reserved.getsockname()[1])

@@ -14,16 +14,16 @@ from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.rollout.engines.member import Member
 from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.rollout.engines.takeover import Changing, EngineWeights
 from asyncmoe.rollout.engines.weight_updates import state
 from asyncmoe.rollout.engines.weight_updates.asking import Failures, on_each, raise_first
 from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
-from asyncmoe.rpc.keeper_messages import Changing, EngineWeights
 from asyncmoe.telemetry.clock import unix
 
 log = logging.getLogger(__name__)
 Note = Callable[[EngineWeights], Awaitable[None]]
-"""Has somebody beyond this process keep what the engines hold (`asyncmoe.rollout.engines.keeper`)."""
+"""Has somebody beyond this process keep what the engines hold (`asyncmoe.rollout.engines.succession`)."""
 _ENDING_S = 0.02
 """Seconds between two checks for unfinished responses."""
 PATIENCE = 1 / 4

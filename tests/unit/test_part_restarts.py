@@ -1,0 +1,222 @@
+"""The supervision starts again what is lost, by the rule (`test_rule`), and leaves the rest alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from asyncmoe import config as configuration
+from asyncmoe.config import Config
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
+from asyncmoe.launch import local_parts, rule, watch
+from asyncmoe.launch.torchrun import free_port, torchrun
+from asyncmoe.models.make import make_model
+from asyncmoe.process import Child
+from asyncmoe.telemetry import processes
+from asyncmoe.telemetry.records import trainer_restarts as counted
+from asyncmoe.telemetry.schema import METRICS, Resume
+from tests.unit.supervised import supervised
+from tests.unit.telemetry_runs import write_run
+
+ROOT = Path(__file__).parents[2]
+KILLED, DONE = "kill -9 $$", 'touch "{0}/done"'
+SERVES = 'until [ -e "{0}/done" ]; do sleep 0.05; done'
+CONTROLLER, TRAINER, ENGINE = {"controller": [SERVES]}, {"trainer": [DONE]}, {"engine.0": [SERVES]}
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr(watch, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(watch, "_UNEXPLAINED_S", 0.3)
+    monkeypatch.setattr(rule, "FIRST_WAIT_S", 0.1)
+    write_run(tmp_path / "run", rl=3)
+    return of(tmp_path / "run", "watch.beat_s=0.1")
+
+
+def of(run_dir: Path, *settings: str) -> Config:
+    return configuration.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", "telemetry.live=off", *settings])
+
+
+@pytest.mark.parametrize(
+    ("part", "scripts", "starts"),
+    [
+        ("trainer", CONTROLLER | ENGINE | {"trainer": [KILLED, DONE]}, (1, 1, 2)),
+        ("trainer", CONTROLLER | ENGINE | {"trainer": [f'[ "$BEFORE" = 2 ] && {DONE} || {KILLED}']}, (1, 1, 3)),
+        ("controller", {"controller": [KILLED, SERVES]} | ENGINE | {"trainer": ["sleep 60", DONE]}, (2, 1, 2)),
+        ("engine.0", CONTROLLER | {"engine.0": [KILLED, f"{DONE}; sleep 60"]} | {"trainer": [SERVES]}, (1, 2, 1)),
+    ],
+)
+def test_a_part_that_is_killed_starts_again(
+    configured: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, scripts: dict[str, list[str]], starts: Sequence[int]
+) -> None:
+    assert tuple(supervised(configured, tmp_path, scripts).values()) == tuple(starts)
+    said = " ".join(capsys.readouterr().out.split())
+    who = part if part == "engine.0" else f"the {part}"
+    most = 3 if part == "engine.0" else 2
+    assert f"{who} starts again, restart 1 of {most} without a new step: {part} ended with status -9" in said
+
+
+@pytest.mark.parametrize(
+    ("scripts", "said", "status"),
+    [
+        (
+            CONTROLLER | {"trainer": ["echo 'error: a rank was ended by SIGSEGV: rank 0 on here'; exit 139"]},
+            r"a rank was ended by SIGSEGV: rank 0 on here; the trainer was lost 3 times without a new step; trainer\.max_restarts is 2",
+            1,
+        ),
+        (
+            {"controller": [KILLED], "trainer": ["sleep 60"]},
+            r"controller ended with status -9; .*; the controller was lost 3 times without a new step; run\.controller_restarts is 2",
+            1,
+        ),
+        (CONTROLLER | {"trainer": ["echo 'error: trainer.0 on here: the loss is nan'; exit 3"]}, r"trainer\.0 on here: the loss is nan", 3),
+        ({"controller": ["sleep 0.3"], "trainer": ["sleep 1; echo 'error: waited 1 s for the controller'; exit 1"]}, "waited 1 s .*", 1),
+        ({"controller": ["echo 'error: port 5: got in use'; exit 2"], "trainer": [SERVES]}, "port 5: got in use", 2),
+        (
+            CONTROLLER | {"engine.0": ["echo 'error: engine.0 did not start: no memory'; exit 1"], "trainer": [SERVES]},
+            r"engine\.0 did not start: no memory",
+            1,
+        ),
+        (
+            {
+                "controller": [
+                    'until [ -e "{0}/again" ]; do sleep 0.05; done; echo "error: controller on here: no engine is left"; exit 1'
+                ],
+                "trainer": [KILLED, 'touch "{0}/again"; sleep 60'],
+            },
+            r"controller on here: no engine is left; the trainer was lost before: trainer ended with status -9; .*",
+            1,
+        ),
+    ],
+)
+def test_what_cannot_start_again_ends_the_run_with_its_cause(
+    configured: Config, tmp_path: Path, scripts: dict[str, list[str]], said: str, status: int
+) -> None:
+    with pytest.raises(AsyncmoeError, match=f"^{said}$") as caught:
+        supervised(configured, tmp_path, scripts)
+    assert caught.value.exit_code == status
+
+
+def test_a_run_goes_on_without_an_engine_whose_server_was_lost_too_often(
+    configured: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, over = f"echo 'error: engine.1 died: killed'; {DONE}; exit 4", 'until [ -e "{0}/over" ]; do sleep 0.05; done'
+    scripts = {"controller": [over], "engine.0": [over], "engine.1": [gone], "trainer": [f'{SERVES}; sleep 1; touch "{{0}}/over"']}
+    assert supervised(configured, tmp_path, scripts)["engine.1"] == 1
+    assert "the run goes on without engine.1: engine.1 died: killed" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ctrl_c_between_two_starts_ends_the_run(configured: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "FIRST_WAIT_S", 60.0)
+    later = f"setsid sh -c 'sleep 2; kill -INT {os.getpid()}' & {KILLED}"
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match=r"^stopped before the first checkpoint"):
+        supervised(configured, tmp_path, CONTROLLER | {"trainer": [KILLED, later]})
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("part", ["controller", "trainer"])
+def test_a_part_that_hangs_is_killed_and_started_again(configured: Config, tmp_path: Path, part: str) -> None:
+    beats = configured.run.dir / "heartbeats"
+    beats.mkdir(exist_ok=True)
+    role = "controller" if part == "controller" else "trainer.0"
+    hangs = f"""echo '{{{{"role": "{role}", "pid": 1, "number": 1, "does": "serves"}}}}' > {beats}/{role}.json; sleep 600"""
+    impatient = of(configured.run.dir, "watch.beat_s=0.1", "watch.stacks_after_s=0.5", "watch.end_after_s=1")
+    scripts = {"controller": [SERVES], "trainer": [DONE]}
+    scripts[part].insert(0, hangs)
+    scripts["trainer"].insert(0, "sleep 600") if part == "controller" else None
+    assert supervised(impatient, tmp_path, scripts)[part] == 2
+    assert list((configured.run.dir / "logs").glob("stacks-*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        (["engines.count=2"], ["engine.0", "engine.1"]),
+        (["engines.count=2", "engines.tp=2", "engines.nodes=2"], ["engine.0", "engine.0.node1", "engine.1", "engine.1.node1"]),
+        (["engines.join=true"], []),
+    ],
+)
+def test_this_machine_has_an_agent_for_every_node_of_every_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], engines: list[str]
+) -> None:
+    started: dict[str, tuple[list[str], dict[str, str]]] = {}
+
+    def child(name: str, command: list[str], log: Path, more: dict[str, str], bounds: object) -> None:
+        started[log.name] = command, more
+
+    monkeypatch.setattr(local_parts, "Child", child)
+    made = local_parts.table(of(tmp_path, *settings), tmp_path / "config.yaml", ExitStack()).parts
+    assert list(made) == ["controller", *engines, "trainer"]
+    for name in engines:
+        made[name].start(3)
+        command, more = started[f"{name.replace('.', '-')}-joins.log"]
+        engine, _, node = name.partition(".node")
+        assert command[command.index("--name") + 1] == engine
+        assert command[command.index("--index") + 1] == engine[-1]
+        assert (command[-2:] == ["--node", "1"]) is bool(node)
+        assert more == {"ASYNCMOE_STARTS": "3"}
+
+
+RANK = "import sys; from pathlib import Path; sys.path.insert(0, {0!r}); from asyncmoe.telemetry import processes; "
+RECORDS = "processes.record(Path(sys.argv[1]), {1!r}); import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+
+
+@pytest.mark.parametrize("role", ["trainer.0", "engine.0", "controller"])
+def test_what_a_lost_launcher_has_left_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    monkeypatch.setattr(local_parts, "STOP_GRACE_S", 0.5)
+    command = [sys.executable, "-c", (RANK + RECORDS).format(str(ROOT), role), str(tmp_path)]
+    left = Child(role, command, tmp_path / "left.log")
+    while not (tmp_path / processes.FOLDER / f"{role}.json").exists():
+        assert left.returncode is None, left.output()
+        time.sleep(0.02)
+    processes.record(tmp_path, "supervisor")
+    local_parts.end_left(tmp_path, engines=True)
+    assert left.returncode is None, "its launcher runs"
+    (tmp_path / processes.FOLDER / "supervisor.json").unlink()
+    if role == "engine.0":
+        local_parts.end_left(tmp_path, engines=False)
+        assert left.returncode is None, "engines that join are no launcher's"
+    local_parts.end_left(tmp_path, engines=True)
+    assert left.wait(5.0)
+
+
+def test_restarts_are_counted_over_all_starts_of_a_run() -> None:
+    assert counted([]) == 0
+    assert counted([Resume(resumed_at=0, epoch=epoch) for epoch in (0, 1, 3, 0, 1)]) == 4
+
+
+def test_the_summary_counts_restarts(configured: Config) -> None:
+    with (configured.run.dir / METRICS).open("ab") as file:
+        file.write(msgspec.json.encode(Resume(resumed_at=30, epoch=2)) + b"\n")
+    assert watch.write_summary(configured.run.dir)["trainer_restarts"] == 2
+
+
+FAMILY = """
+from dataclasses import replace
+from asyncmoe.models.qwen3_moe import FAMILY as QWEN
+ODD = replace(QWEN, router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False, "moe_router_topk": 1})
+"""
+
+
+def test_a_model_that_megatron_refuses_ends_the_trainer_with_a_users_error(tmp_path: Path) -> None:
+    """Which is not started again."""
+    make_model(tmp_path / "model", MadeModel(), seed=0)
+    (tmp_path / "odd.py").write_text(FAMILY)
+    settings = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "model.family=odd:ODD", "trainer.ranks=1", "trainer.ep=1"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration.load(ROOT / "examples/demo.yaml", settings).model_dump(mode="json")))
+    command = [sys.executable, *torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(tmp_path / "run.yaml"))]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert f"the model {tmp_path / 'model'}: got ValueError(" in done.stdout + done.stderr
+    assert done.returncode == UserError.exit_code

@@ -80,6 +80,8 @@ class Controller:
     async def publish(self, version: int) -> None:
         await self.coordinator.handle(WeightsStage(version))
         await self.coordinator.handle(WeightsCommit(version, update=version))
+        while (left := self.succession._read()) is None or left.weights != EngineWeights(version, self.pool.lineage, True):
+            await asyncio.sleep(0.01)  # the note that it has landed
 
     @property
     def states(self) -> dict[str, tuple[int, bool]]:
@@ -126,13 +128,11 @@ def test_engines_go_on_with_the_next_controller_and_the_one_after_it(site: Play)
             it.agent(name)
         async with controller(it.config) as first:
             await first.publish(3)
-            await asyncio.sleep(0.1)  # the note that it has landed
             left_over = first.succession
         async with controller(it.config) as second:
             assert second.states == {"a": (3, False), "b": (3, False)}
             assert second.succession.epoch == 2
             await second.publish(4)
-            await asyncio.sleep(0.1)
         async with controller(it.config) as third:
             assert third.states == {"a": (4, False), "b": (4, False)}
             assert [len(started) for started in it.servers.values()] == [1, 1], "no server was started again"
@@ -151,7 +151,6 @@ def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(sit
             it.agent(name)
         async with controller(it.config) as first:
             await first.publish(3)
-            await asyncio.sleep(0.1)
             await first.succession.note(EngineWeights(3, 0, True, "loading", 4, 0))
             for name in ("a", "b"):
                 await it.engine(name).pause()
@@ -172,7 +171,6 @@ def test_engines_whose_parameters_were_being_written_start_again(site: Play, ope
             it.agent(name)
         async with controller(it.config) as first:
             await first.publish(3)
-            await asyncio.sleep(0.1)
             await first.coordinator.handle(opening)
         async with controller(it.config) as second:
             while second.states != {"a": (0, True), "b": (0, True)}:
@@ -198,7 +196,6 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
         monkeypatch.setattr(engine_stay, "following", slow)
         async with controller(it.config) as first:
             await first.publish(3)
-            await asyncio.sleep(0.1)
         async with controller(it.config) as second:
             assert second.states == {"a": (3, False)}, "the run goes on with one"
             late.set()

@@ -139,7 +139,7 @@ class QueueLog:
             await self._durable(position)
 
     def committed(self, step: int, skipped: str = "") -> None:
-        """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason. Of the warm-up nothing is recorded."""
+        """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason. Of the warm-up there is none."""
         self._granted.pop(step, None)
         if (lease := self.state.leases.get(step)) is not None:
             self._newest_commit = self._add(records.StepCommitted(step, skipped, lease.numbers))

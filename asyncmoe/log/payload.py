@@ -10,6 +10,7 @@ import struct
 import msgspec
 
 from asyncmoe.errors import DataError
+from asyncmoe.log.log import Log
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import Buffer, frames_in
@@ -30,6 +31,23 @@ def encode(group: Group) -> list[Buffer]:
     sizes = tuple(tuple(memoryview(frame).nbytes for frame in one) for one in frames)
     header = msgspec.msgpack.encode(_Header(group.attempt, group.items, sizes))
     return [_LENGTH.pack(len(header)), header, *(frame for one in frames for frame in one)]
+
+
+async def write(kept: Log, group: Group, writing: list[int]) -> int:
+    """Write a group's payload to a log; return its position once it is durable. Until then `writing` has it: `forget` must not pass it.
+
+    Raises:
+        StorageError: the log failed, or is full.
+    """
+    parts = encode(group)
+    await kept.room(sum(memoryview(part).nbytes for part in parts))
+    position = kept.append(parts)
+    writing.append(position)
+    try:
+        await kept.durable(position)
+    finally:
+        writing.remove(position)
+    return position
 
 
 def decode(payload: Buffer, arrival: int, name: str) -> Group:

@@ -102,16 +102,8 @@ class QueueLog:
         if group.place is not None:
             await self._durable(self._finish(group, group.place))
         elif self.payloads is not None:
-            parts = payload.encode(group)
-            await self.payloads.room(sum(memoryview(part).nbytes for part in parts))
-            position = self.payloads.append(parts)
-            self._writing.append(position)
-            try:
-                await self.payloads.durable(position)
-                added = self._finish(group, Place(OWN, position))
-            finally:
-                self._writing.remove(position)
-            await self._durable(added)
+            position = await payload.write(self.payloads, group, self._writing)
+            await self._durable(self._finish(group, Place(OWN, position)))  # noted before anything else runs, so that `forget` knows it
         self._over(group.number)
 
     def ended(self, number: int, state: str, reason: str) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 
 import msgspec
 
@@ -41,8 +40,7 @@ class Turns:
         self._log, self._told_full = kept, False
         self._found: dict[EpisodeKey, dict[bytes, deque[int]]] = {}
         self._since: dict[int, int] = {}
-        self._forgetting: Future[int] | asyncio.Future[int] = Future()
-        self._forgetting.set_result(0)
+        self._forgetting: asyncio.Future[int] | None = None
         for position, data in kept.read():
             try:
                 one = records.answered(data)
@@ -61,8 +59,10 @@ class Turns:
             request: its digest.
 
         Raises:
-            StorageError: the log failed.
+            StorageError: the log failed, or could not let go of what is over.
         """
+        if self._failed:
+            raise self._failed
         data = records.encode(Answered(key, request, answer))
         if not self._log.is_full(len(data)):
             await self._log.room(len(data))
@@ -82,7 +82,8 @@ class Turns:
 
     def over(self, group: int) -> None:
         """Forget the answers of a group that is finished, ended, or starts again."""
-        if self._since.pop(group, None) is not None and self._forgetting.done():
+        going = self._forgetting is not None and not self._forgetting.done()
+        if self._since.pop(group, None) is not None and not (going or self._failed):
             self._forgetting = asyncio.get_running_loop().run_in_executor(None, self._log.forget, self._needed)
         for key in [key for key in self._found if key.group == group]:
             del self._found[key]
@@ -91,6 +92,11 @@ class Turns:
     def groups(self) -> frozenset[int]:
         """Numbers of the groups of which answers were found."""
         return frozenset(key.group for key in self._found)
+
+    @property
+    def _failed(self) -> BaseException | None:
+        """Why the newest attempt to let go of answers failed."""
+        return self._forgetting.exception() if self._forgetting is not None and self._forgetting.done() else None
 
     @property
     def _needed(self) -> int:

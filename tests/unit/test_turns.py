@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.errors import StorageError
 from asyncmoe.log.records import EpisodeKey
 from asyncmoe.log.turns import Turns
 from tests.unit.log_lives import Home, written
@@ -29,7 +30,7 @@ def opened(folder: Path, attempts: dict[int, int], segment_bytes: int = 1 << 16,
 
 
 async def settled(store: Turns) -> None:
-    while not store._forgetting.done():
+    while store._forgetting is not None and not store._forgetting.done():
         await asyncio.sleep(0.001)
 
 
@@ -86,6 +87,23 @@ def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
         with opened(tmp_path, dict.fromkeys(range(5), 0)) as store:
             found = [await store.recall(EpisodeKey(group, 0, 0), b"r") is not None for group in range(5)]
             assert found == [False, False, True, True, True]
+
+    asyncio.run(run())
+
+
+def test_answers_that_cannot_be_let_go_of_end_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(below: int) -> int:
+        raise StorageError("the log: read-only file system")
+
+    async def run() -> None:
+        with opened(tmp_path, {}) as store:
+            await store.record(KEY, b"a", b"one")
+            monkeypatch.setattr(store._log, "forget", refused)
+            store.over(KEY.group)
+            await settled(store)
+            store.over(KEY.group + 1)
+            with pytest.raises(StorageError, match="read-only"):
+                await store.record(KEY, b"a", b"two")
 
     asyncio.run(run())
 

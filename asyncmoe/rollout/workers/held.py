@@ -79,12 +79,5 @@ class HeldGroups:
     async def _logged(self, group: Group) -> Group:
         if self.log is None:
             return group
-        parts = payload.encode(group)
-        await self.log.room(sum(memoryview(one).nbytes for one in parts))
-        position = self.log.append(parts)
-        self._writing.append(position)
-        try:
-            await self.log.durable(position)
-        finally:
-            self._writing.remove(position)
+        position = await payload.write(self.log, group, self._writing)
         return replace(group, place=Place(self._number, position))

@@ -16,12 +16,12 @@ import yaml
 
 from asyncmoe import models
 from asyncmoe.config import Config
+from asyncmoe.engines import backend
+from asyncmoe.engines.engine import EngineProcess
+from asyncmoe.engines.pool import Pool, PooledGeneration
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines import backend
-from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 import uvloop
 
+from asyncmoe.engines.engine import EngineHandle
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.sglang.client import SGLangClient
+from asyncmoe.engines.sglang.generation import request_body
+from asyncmoe.engines.types import Sampling
 from asyncmoe.process import freeze
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.sglang.client import SGLangClient
-from asyncmoe.rollout.engines.sglang.generation import request_body
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn

@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 
 from asyncmoe.config import Config, parse
+from asyncmoe.engines.engine import Engine, EngineHandle
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import WaitTimeout
 from asyncmoe.log.files import FileLog
 from asyncmoe.process import freeze
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueRequest, QueueService
-from asyncmoe.rollout.engines.engine import Engine, EngineHandle
-from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.tasks import Demonstration, Prompt

@@ -22,13 +22,13 @@ from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines import backend
+from asyncmoe.engines.decode import routed_experts
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.sglang import answer as reading
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines import backend
-from asyncmoe.rollout.engines.decode import routed_experts
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.sglang import answer as reading
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from asyncmoe.config import Config, parse
 from asyncmoe.models import trainer_parallel
 from asyncmoe.plan import budget, memory
+from asyncmoe.platform import collectives
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.losses import PolicyLoss
-from asyncmoe.trainer.model import collectives, mesh, optimizer
 from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.step import train_step
 from asyncmoe.trajectory import Trajectory
 from benchmarks.live_tensors import LiveTensors

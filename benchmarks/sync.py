@@ -20,17 +20,17 @@ import aiohttp
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines import adapters, backend
+from asyncmoe.engines.engine import EngineProcess
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.local_trainer import trainer_command
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines import adapters, backend
-from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.member import Member
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from benchmarks.provenance import here
 
 SIZES = {

@@ -25,7 +25,7 @@ class TransportEntry:
 
     Attributes:
         what: what carries the messages, for the description of `sync.transport`.
-        opened_by: "module:function". The function takes an `asyncmoe.receiver.channel_end.ChannelEnd`, or the
+        opened_by: "module:function". The function takes an `asyncmoe.weights.receiver.channel_end.ChannelEnd`, or the
             `asyncmoe.reshard.transport.TransportEnd` it is derived from, and returns a `Transport` or `SharedTransport`. Its module is
             imported when a rank opens a channel, so this file needs neither the module nor its dependencies.
         gpu: serves weights in GPU memory; otherwise weights in host memory.
@@ -55,7 +55,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
         reads_sender=True,
         in_shm=True,
     ),
-    "gloo": TransportEntry("TCP", "asyncmoe.receiver.channel_end:open_gloo", gpu=False),
+    "gloo": TransportEntry("TCP", "asyncmoe.weights.receiver.channel_end:open_gloo", gpu=False),
     "ipc": TransportEntry(
         "CUDA IPC between the GPUs of one host",
         "asyncmoe.reshard.ipc_transport:open_ipc",
@@ -65,7 +65,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
     ),
     "nccl": TransportEntry(
         "NCCL, within and between hosts",
-        "asyncmoe.receiver.channel_end:open_nccl",
+        "asyncmoe.weights.receiver.channel_end:open_nccl",
         gpu=True,
         unshared="NCCL refuses two ranks on one GPU",
         nccl=True,

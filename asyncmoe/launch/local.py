@@ -25,6 +25,8 @@ from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
 from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
+from asyncmoe.engines import succession
+from asyncmoe.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.errors import ConfigError, DataError, UserError, together
 from asyncmoe.launch import preflight
 from asyncmoe.launch.local_parts import end_left, table
@@ -37,8 +39,6 @@ from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.rollout import run_log
-from asyncmoe.rollout.engines import succession
-from asyncmoe.rollout.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.telemetry import versions
 from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.loggers import checks as loggers

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.engines.nodes import process_name
 from asyncmoe.launch import local_trainer, rule
 from asyncmoe.launch.rule import CONTROLLER, TRAINER
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunPart, RunParts
 from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.process import Child, wait_until
-from asyncmoe.rollout.engines.nodes import process_name
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 from asyncmoe.telemetry import processes
 from asyncmoe.telemetry.heartbeats import TRAINER as RANKS

@@ -52,17 +52,17 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
 
     Raises:
         UserError: the engine has no such node, or several but no name.
-        AsyncmoeError: see `asyncmoe.rollout.engines.engine_agent.run`.
+        AsyncmoeError: see `asyncmoe.engines.engine_agent.run`.
     """
     with uncollected():
         from asyncmoe import config as configuration
         from asyncmoe import models
         from asyncmoe.config import devices
+        from asyncmoe.engines import engine_agent
+        from asyncmoe.engines.engine_python import check_engine_python
+        from asyncmoe.engines.nodes import process_name
         from asyncmoe.launch import gpus
         from asyncmoe.models.hub import with_local_model
-        from asyncmoe.rollout.engines import engine_agent
-        from asyncmoe.rollout.engines.engine_python import check_engine_python
-        from asyncmoe.rollout.engines.nodes import process_name
 
     loaded = with_local_model(configuration.load(config, overrides))
     engine_agent.check_node(loaded.engines.nodes, name, node)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Protocol
 
+from asyncmoe.engines.engine_stay import ServerLost
 from asyncmoe.launch.failures import Ended
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, How, LossRule
-from asyncmoe.rollout.engines.engine_stay import ServerLost
 
 STOP_GRACE_S = 20.0
 """Seconds between asking a process to end and killing it."""

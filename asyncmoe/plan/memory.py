@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from asyncmoe.engines.adapters import SLOTS
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
@@ -24,7 +25,6 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.plan import activations
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
-from asyncmoe.rollout.engines.adapters import SLOTS
 
 USABLE = 0.95
 """Planned share of a GPU's memory. The rest is for CUDA's context, NCCL's channels, and fragmentation."""

@@ -14,17 +14,15 @@ from typing import Any
 
 from asyncmoe import models
 from asyncmoe.config import Config
+from asyncmoe.engines.autoscale import SCALING, Advice, EngineLoad, advise
+from asyncmoe.engines.liveness import PAUSE_SHARE
+from asyncmoe.engines.membership import MembershipRequest
+from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.engines.autoscale import SCALING, Advice, EngineLoad, advise
-from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
-from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
-from asyncmoe.rollout.engines.membership import MembershipRequest
-from asyncmoe.rollout.engines.succession import Succession
-from asyncmoe.rollout.engines.weight_updates import turns
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.parts import RolloutParts
@@ -56,6 +54,8 @@ from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
+from asyncmoe.weights.coordinator import turns
+from asyncmoe.weights.coordinator.coordinator import WeightsRequest, WeightUpdateCoordinator
 
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0

@@ -20,8 +20,8 @@ from statistics import fmean, stdev
 
 from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

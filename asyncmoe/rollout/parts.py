@@ -13,15 +13,15 @@ import uvloop
 
 from asyncmoe import plugins
 from asyncmoe.config import Config
+from asyncmoe.engines import adapters
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.types import Sampling
 from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations
-from asyncmoe.rollout.engines import adapters
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Demonstrator, Environment
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching

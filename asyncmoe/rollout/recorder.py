@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from asyncmoe.engines.probes import ProbeTotals
 from asyncmoe.queue.accounts import QueueStats
-from asyncmoe.rollout.engines.probes import ProbeTotals
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines, Spans

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncmoe.engines.types import VersionSpan
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.rollout.engines.types import VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.telemetry.samples import records

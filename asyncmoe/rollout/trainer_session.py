@@ -11,12 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from asyncmoe.config import Config
+from asyncmoe.engines.pool import Pool
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService, check_digest
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.epochs import TrainerEpochs
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
@@ -27,6 +26,7 @@ from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.trajectory import Recording
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,8 @@ from asyncmoe.trajectory import Buffer
 
 CONNECT_S = 10.0
 """A controller without a connection for this long counts as dead, whatever the timeout of the reply."""
+ANSWER_S = 60.0
+"""Timeout of controller replies that require no waiting."""
 _BESIDE_S = 2.0
 """The same for a rollout worker, in whose place the controller can be asked."""
 

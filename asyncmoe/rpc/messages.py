@@ -156,7 +156,7 @@ class WeightsJoin(TrainerMessage, frozen=True):
     """All engines join the process group for weight transfer, whose first ranks are the trainer's `senders` ranks.
 
     Method "broadcast": the trainer's rank 0 joins while this request is open. Method "reshard": the engines' receivers start and meet
-    the sender at this address. On one machine `host` is the path of a file, and `port` 0 (`asyncmoe.receiver.hosting`).
+    the sender at this address. On one machine `host` is the path of a file, and `port` 0 (`asyncmoe.weights.receiver.hosting`).
     """
 
     host: str

@@ -1,4 +1,4 @@
-"""Messages between the controller and the nodes of an engine over several machines (`asyncmoe.rollout.engines.gathering`).
+"""Messages between the controller and the nodes of an engine over several machines (`asyncmoe.engines.gathering`).
 
 Every node says again and again that it is there, and hears where the ranks of all meet once all have come, and later how it is to end.
 """
@@ -30,7 +30,7 @@ class EngineNode(Message, frozen=True):
     who: str
     """Name of its machine in messages."""
     meeting: str
-    """Of node 0: where the ranks can meet (`asyncmoe.rollout.engines.nodes.NodePlace.meeting`); else empty."""
+    """Of node 0: where the ranks can meet (`asyncmoe.engines.nodes.NodePlace.meeting`); else empty."""
     met: str
     """Where the ranks of its server meet; empty: it has started none."""
     wait_s: _WAIT_S

@@ -32,7 +32,7 @@ class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     serial: Count
-    """`asyncmoe.rollout.engines.member.Member.serial`: another one once the engine has started again."""
+    """`asyncmoe.engines.member.Member.serial`: another one once the engine has started again."""
     url: str
     key: str
     version: Count
@@ -81,7 +81,7 @@ class EpisodeOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens since the worker began; see `asyncmoe.rollout.engines.pool.Pool`."""
+    """Tokens since the worker began; see `asyncmoe.engines.pool.Pool`."""
 
     generated: int = 0
     lost: int = 0

@@ -120,7 +120,7 @@ class PlantSync(Section):
 
 
 class PlantScaling(Section):
-    """Engines that come and go with the queue (`asyncmoe/rollout/engines/autoscale.py`): off by default. A run advises so with these bounds
+    """Engines that come and go with the queue (`asyncmoe/engines/autoscale.py`): off by default. A run advises so with these bounds
     of the queue and of patience, as `engines_advised`."""
 
     first: Positive | None = Field(None, description="Engines that serve at first; engines.count is the most. null: all serve, always.")

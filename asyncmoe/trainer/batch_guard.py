@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AnomalyFound, InvariantBroken
+from asyncmoe.platform import collectives
 from asyncmoe.rpc.item import Item
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.trainer import anomalies, evidence
 from asyncmoe.trainer.anomalies import Anomaly, History
 from asyncmoe.trainer.data import trees
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trajectory import Trajectory
 
 if TYPE_CHECKING:  # imports Megatron

@@ -14,13 +14,12 @@ from asyncmoe.config import Config
 from asyncmoe.errors import Disagreement
 from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
-from asyncmoe.platform import megatron
-from asyncmoe.rpc.client import Client
+from asyncmoe.platform import collectives, megatron
+from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase, Probe
 from asyncmoe.trainer import logprob_mismatch, probe
 from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
-from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch import pack
 from asyncmoe.trainer.data.batch_client import Update
@@ -29,7 +28,7 @@ from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.prefetch import Prefetcher
 from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
-from asyncmoe.trainer.model import collectives, optimizer
+from asyncmoe.trainer.model import optimizer
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.reference import reference
 from asyncmoe.trainer.model.replay import Replay

@@ -6,9 +6,6 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.rendezvous import Rendezvous
 
-ANSWER_S = 60.0
-"""Timeout of controller replies that require no waiting."""
-
 
 def clients(rendezvous: Rendezvous, name: str, *threads: str) -> tuple[Client, ...]:
     """Return the rank's connections to the controller: of its loop, of its publisher of weights, and of each of `threads`."""

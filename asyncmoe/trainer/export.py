@@ -26,8 +26,8 @@ from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh  # noqa: E402
 from asyncmoe.trainer.model.gpt import Model  # noqa: E402
-from asyncmoe.trainer.weight_sync.gather import Gatherer  # noqa: E402
-from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, unfinished, write_hf  # noqa: E402
+from asyncmoe.weights.sender.gather import Gatherer  # noqa: E402
+from asyncmoe.weights.sender.hf_files import SHARD_BYTES, unfinished, write_hf  # noqa: E402
 
 
 def export(config: Config, step: int, out: Path, form: str = "weights", dtype: str = "") -> None:

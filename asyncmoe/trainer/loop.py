@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from asyncmoe import checkpoints, models
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, RunStopping, WeightSyncError
-from asyncmoe.platform import kernels
+from asyncmoe.platform import collectives, kernels
 from asyncmoe.process import freeze
 from asyncmoe.rpc import keys, nccl_settings
-from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.client import ANSWER_S, Client, clients
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello, Leased, Phase, Saved, Welcome
 from asyncmoe.rpc.peers import facts
@@ -26,29 +26,27 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
-from asyncmoe.trainer import objective
+from asyncmoe.trainer import loaded_weights, objective
 from asyncmoe.trainer.anomalies import SKIPPED
 from asyncmoe.trainer.batch_guard import AnomalyWatch
 from asyncmoe.trainer.batch_trainer import Learned, Learner
-from asyncmoe.trainer.clients import ANSWER_S, clients
 from asyncmoe.trainer.data import batch_client, prefetch
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
-from asyncmoe.trainer.model import checkpoint, checkpoint_choice, collectives, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import Profiler, mark
 from asyncmoe.trainer.records import step_record
 from asyncmoe.trainer.samples import TrainerSamples
-from asyncmoe.trainer.weight_sync import loaded
-from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
-from asyncmoe.trainer.weight_sync.deltas import unsupported
-from asyncmoe.trainer.weight_sync.disk import DiskPublisher
-from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
-from asyncmoe.trainer.weight_sync.gather import Gatherer
-from asyncmoe.trainer.weight_sync.publisher import Published, Publisher
-from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from asyncmoe.weights.sender.broadcast import BroadcastPublisher
+from asyncmoe.weights.sender.deltas import unsupported
+from asyncmoe.weights.sender.disk import DiskPublisher
+from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
+from asyncmoe.weights.sender.gather import Gatherer
+from asyncmoe.weights.sender.publisher import Published, Publisher
+from asyncmoe.weights.sender.reshard import ReshardPublisher
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -243,7 +241,7 @@ class Trainer:
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)
         if self._behind:
-            loaded.compare(self._expected, self._client, self._learner.scored, self._step)
+            loaded_weights.compare(self._expected, self._client, self._learner.scored, self._step)
         self._sync.begin(self._step)
         self._behind = False
 

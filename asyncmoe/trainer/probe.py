@@ -2,7 +2,7 @@
 
 In an asynchronous run almost no batch is of the trainer's own version, so batches alone do not show whether engines compute what the
 trainer computes. The trainer scores the first tokens of some trajectories of its batch before its weights change; the controller asks an
-engine once it serves that version (`asyncmoe.rollout.engines.probes`). Routers choose live on both sides.
+engine once it serves that version (`asyncmoe.engines.probes`). Routers choose live on both sides.
 """
 
 from __future__ import annotations

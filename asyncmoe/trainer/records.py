@@ -20,7 +20,7 @@ from asyncmoe.trainer.data.credit import credit_figures
 if TYPE_CHECKING:  # all import Megatron
     from asyncmoe.trainer.model.checkpoint_saver import Stood
     from asyncmoe.trainer.step import StepMetrics
-    from asyncmoe.trainer.weight_sync.publisher import Published
+    from asyncmoe.weights.sender.publisher import Published
 
 _LENGTHS = (0.1, 0.5, 0.9, 1.0)
 """Quantiles of the responses' lengths that are recorded."""

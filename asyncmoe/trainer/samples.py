@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from asyncmoe.config import Config
+from asyncmoe.platform import collectives
 from asyncmoe.rpc.item import Item
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile
 from asyncmoe.telemetry.samples.records import Trained
 from asyncmoe.trainer.data.batch import MicroBatch
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.objective import RULES, Fates
 from asyncmoe.trajectory import Trajectory
 

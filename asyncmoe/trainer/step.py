@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.platform import megatron
+from asyncmoe.platform import collectives, megatron
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
@@ -23,7 +23,6 @@ from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss, PolicyLoss
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.logprobs import LogProbs, target_logprobs
 from asyncmoe.trainer.model.mesh import Mesh

@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
-from asyncmoe.receiver import delta_messages, protocol
-from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.delta_messages import Coming, Offer
-from asyncmoe.receiver.deltas import DeltaStaging
-from asyncmoe.receiver.protocol import EngineRanks, Header, Terms
-from asyncmoe.receiver.weight_buffers import Tensors, Weights
 from asyncmoe.reshard import DeltaDecoder, Exchanger, Moved, Plan, RankLayout
-from asyncmoe.trainer.weight_sync.deltas import DeltaSource, comings, common_base
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import EngineRanks, Header, Terms
+from asyncmoe.weights.receiver import delta_messages
+from asyncmoe.weights.receiver.control_store import Store
+from asyncmoe.weights.receiver.delta_messages import Coming, Offer
+from asyncmoe.weights.receiver.deltas import DeltaStaging
+from asyncmoe.weights.receiver.weight_buffers import Tensors, Weights
+from asyncmoe.weights.sender.deltas import DeltaSource, comings, common_base
 from benchmarks.memory import Growth, give_back
 from benchmarks.network.cases import DTYPE, Case
 from benchmarks.network.changes import change
@@ -80,7 +81,7 @@ class DeltaRank:
         self._shapes, self._rank, self._terms = family_of(case.hf).tensors(case.hf), layout.rank, _terms(case, timeout_s, bucket_bytes)
         self._held, self._target = held, Weights(_model(_tensors(weights)))
         self._spare: Tensors = {}
-        self._number = self._version = 0  # of the update, as in `asyncmoe.receiver.protocol`, and of the weights
+        self._number = self._version = 0  # of the update, as in `asyncmoe.weights.protocol`, and of the weights
         self._drawn: list[tuple[int, float]] = []
         growth = Growth()
         self._source: DeltaSource | None = None
@@ -173,7 +174,7 @@ class DeltaRank:
         return self._sent(self._source) if self._source is not None else self._received()
 
     def _sent(self, source: DeltaSource) -> dict[str, Any]:
-        """A trainer rank's part: what `asyncmoe.trainer.weight_sync.sender.Sender` does."""
+        """A trainer rank's part: what `asyncmoe.weights.sender.sender.Sender` does."""
         clock = Clock()
         offer = source.offer(self._version)
         encoding = clock.lap()
@@ -202,7 +203,7 @@ class DeltaRank:
         return base
 
     def _received(self) -> dict[str, Any]:
-        """An engine rank's part: what `asyncmoe.receiver.worker` does."""
+        """An engine rank's part: what `asyncmoe.weights.receiver.worker` does."""
         staging, clock = self._staging, Clock()
         assert staging is not None
         header, coming = self._told()

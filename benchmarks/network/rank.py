@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.models import family_of
-from asyncmoe.receiver.control_store import Store
 from asyncmoe.reshard import Moved, Plan, digest
 from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.weights.receiver.control_store import Store
 from benchmarks.network.cases import DTYPE, Case, layouts, planned
 from benchmarks.network.counters import timed
 from benchmarks.network.deltas import ClockedExchanger, DeltaRank
@@ -110,7 +110,7 @@ class Rank:
             sides = (self._source, self._destination, self._held, self._wanted)
             return GatherAndBroadcast(shapes, whole, *sides, *BASELINES[way], job.timeout_s).run
         made = planned(self._case, ranks=[job.rank])
-        # As `asyncmoe.receiver.channel_end.open_gloo` makes it.
+        # As `asyncmoe.weights.receiver.channel_end.open_gloo` makes it.
         transport = TorchTransport(self._store.connect(self._case.world, 1, job.timeout_s))
         exchanger = ClockedExchanger(
             made, transport, bucket_bytes=job.bucket_bytes, timeout_s=job.timeout_s, threads=1, delta=bool(job.changed)

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from asyncmoe.config import parse
 from asyncmoe.rpc.messages import Done, EngineInfo, Engines, EnginesAsk, Reply, Request, WeightsJoin
-from asyncmoe.trainer.weight_sync.broadcast import BroadcastPublisher
+from asyncmoe.weights.sender.broadcast import BroadcastPublisher
 
 ENGINE = """
 import sys

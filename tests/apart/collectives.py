@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.model import collectives, mesh
+from asyncmoe.platform import collectives
+from asyncmoe.trainer.model import mesh
 from tests.unit.doc_pages import ROOT
 
 TRAINER = ROOT / "asyncmoe" / "trainer"
@@ -90,7 +91,7 @@ def threads() -> int:
 
 def test_collectives_name_their_group() -> None:
     found = [f"{path.name}:{line}" for path in TRAINER.rglob("*.py") if path.name != "collectives.py" for line in nameless(path)]
-    assert not found, "collectives of all ranks belong in asyncmoe/trainer/model/collectives.py"
+    assert not found, "collectives of all ranks belong in asyncmoe/platform/collectives.py"
     assert list(nameless(TRAINER / "model" / "collectives.py")), "such calls are found"
 
 

@@ -13,12 +13,12 @@ import pytest
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.adapters import asked
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.adapters import asked
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.engine.sender import Sender
 
 KEY = "key-of-the-tests"

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncmoe import receiver
 from asyncmoe.platform.sglang import overlap
 from asyncmoe.platform.sglang.patching import after_import
-from asyncmoe.receiver.command import CommitCommand, parse
+from asyncmoe.platform.sglang.receiver_command import CommitCommand, parse
+from asyncmoe.weights import receiver
 from tests.engine import streams
 from tests.engine.certain import head
 
@@ -125,7 +125,7 @@ def watch(steps: Steps) -> None:
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
-    """Stands in for `asyncmoe.receiver.load`."""
+    """Stands in for `asyncmoe.weights.receiver.load`."""
     for text, _ in named_tensors:
         made = parse(text)
         assert isinstance(made, CommitCommand)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from asyncmoe.receiver import hosting
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
-from asyncmoe.trainer.weight_sync import broadcast_group
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.receiver import hosting
+from asyncmoe.weights.sender import broadcast_group
 
 Weights = Mapping[str, torch.Tensor]
 TIMEOUT_S = 30.0

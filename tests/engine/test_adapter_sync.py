@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from asyncmoe import config as configuration
+from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import Sampling
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncmoe.engines.adapter_slots import ServedBy, TwoSlots, attributed
+from asyncmoe.engines.sglang.lora import flags
+from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import Generation, Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.models import load_hf_config, qwen3_moe
 from asyncmoe.models.lora.adapter import Adapter, Experts, Kind
 from asyncmoe.models.lora.peft import write_served
 from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.engines.adapter_slots import ServedBy, TwoSlots, attributed
-from asyncmoe.rollout.engines.sglang.lora import flags
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.types import Generation, Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import settings

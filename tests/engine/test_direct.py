@@ -24,10 +24,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsFiles, WeightsJoin, WeightsStage
 from asyncmoe.rpc.server import Server

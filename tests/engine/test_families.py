@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from asyncmoe.config import Config
+from asyncmoe.engines.decode import routed_experts
+from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import Sampling
 from asyncmoe.models import family_of, load_hf_config
-from asyncmoe.rollout.engines.decode import routed_experts
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.trajectory import Recording, decode_routes
 from asyncmoe.trajectory.sent_routes import MAGIC
 from tests import families

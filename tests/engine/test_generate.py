@@ -11,9 +11,9 @@ import pytest
 
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncmoe.engines.sglang.answer import answer, packed_answer, response
+from asyncmoe.engines.sglang.generation import request_body
+from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
-from asyncmoe.rollout.engines.sglang.answer import answer, packed_answer, response
-from asyncmoe.rollout.engines.sglang.generation import request_body
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.trajectory import Recording, Routing
 from asyncmoe.trajectory.sent_routes import MAGIC
 from benchmarks.intake_server import reply_to

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
 from tests.engine.conftest import Rig

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
 from tests.engine.conftest import settings
 from tests.engine.lifetime import MARK, command_of, marked, wait_until
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from asyncmoe.rollout.engines.liveness import Liveness
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.engines.liveness import Liveness
+from asyncmoe.engines.types import Sampling
 from tests.engine.conftest import Rig
 
 pytestmark = pytest.mark.engine

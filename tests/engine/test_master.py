@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

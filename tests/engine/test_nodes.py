@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 
-from asyncmoe.rollout.engines import backend
-from asyncmoe.rollout.engines.engine import EngineProcess
-from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.engines import backend
+from asyncmoe.engines.engine import EngineProcess
+from asyncmoe.engines.nodes import MeetingPlace, NodePlace
+from asyncmoe.engines.types import Sampling
 from tests.engine.conftest import make, settings
 from tests.engine.oracle import Oracle, largest_difference, perturbed
 from tests.engine.test_direct import Stage, wrong

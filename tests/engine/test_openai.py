@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment

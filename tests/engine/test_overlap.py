@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines.sglang import process as engines
+from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import ABORTED, Generation, Sampling
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
-from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.engines.sglang import process as engines
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling
+from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import WeightsCommit, WeightsStage
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate

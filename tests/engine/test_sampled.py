@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, routed_tokens
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from asyncmoe.trajectory.sent_routes import from_bytes

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from asyncmoe.config.rollout import Balance
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.sglang.process import SGLangProcess
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.scheduling import ScheduledRequest
+from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import Sampling
 from tests.engine.conftest import Rig
 
 pytestmark = pytest.mark.engine

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from asyncmoe import models
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError, WeightSyncError
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
 from asyncmoe.trajectory import Recording, Trajectory

@@ -15,10 +15,10 @@ from random import Random
 
 from asyncmoe.config import parse
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.sglang.process import command, environment
 from asyncmoe.models.make import make_model
 from asyncmoe.platform.sglang.lifetime import API_KEY
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines.sglang.process import command, environment
 from asyncmoe.telemetry.health import Health
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.report.serve import ReportServer

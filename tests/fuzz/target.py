@@ -19,11 +19,11 @@ from typing import Any
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import EngineError, WeightSyncError
 from asyncmoe.models.make import make_model
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout import controller, parts
-from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rpc import keys
 from tests.unit.fake_engine import FakeHandle
 

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 from asyncmoe.platform.sglang import overlap  # noqa: E402
-from asyncmoe.receiver.weight_buffers import Weights  # noqa: E402
+from asyncmoe.weights.receiver.weight_buffers import Weights  # noqa: E402
 
 SLEEP_CYCLES = 200_000_000
 """About a tenth of a second, in which a step has begun and has not read its weights."""

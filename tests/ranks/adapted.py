@@ -20,8 +20,8 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.model import gpt, mesh
-from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
-from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
+from asyncmoe.weights.sender.reshard import ReshardPublisher
 from tests.ranks import group
 from tests.ranks.kept import settings_of
 from tests.ranks.publish import publish

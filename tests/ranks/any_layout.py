@@ -21,7 +21,7 @@ from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
-from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
+from asyncmoe.weights.sender.gather import Gatherer, tensors_in
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, worst

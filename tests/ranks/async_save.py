@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import manifest
 from asyncmoe.plan import budget, host
+from asyncmoe.platform import collectives
 from asyncmoe.platform.megatron import snapshot
 from asyncmoe.trainer import losses, step
-from asyncmoe.trainer.model import checkpoint, collectives, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.ranks import case, group, lora, lora_case, parity
 from tests.ranks.leaving import leave

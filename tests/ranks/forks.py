@@ -31,7 +31,7 @@ import transformers  # noqa: F401
 from asyncmoe.process import die_with_parent, freeze, leave
 from asyncmoe.trainer import export  # noqa: F401
 from asyncmoe.trainer.model import checkpoint_saver, replay  # noqa: F401
-from asyncmoe.trainer.weight_sync import reshard  # noqa: F401
+from asyncmoe.weights.sender import reshard  # noqa: F401
 
 _HOST = "127.0.0.1"
 

@@ -60,7 +60,7 @@ def main(result: Path, path: Path) -> None:
     built = gpt.build(models.load_hf_config(path), config, place)
     adam = optimizer.build(config, built)
     for step in (1, 2):
-        for parameter in gpt.parameters(built).values():
+        for parameter in built.weights().values():
             parameter.data.fill_(float(step))
         checkpoint.save(config, step, built, adam)
     sealed = sorted(json.loads((original / "checkpoints/step-00000002/manifest.json").read_text())["files"])
@@ -75,7 +75,7 @@ def main(result: Path, path: Path) -> None:
         chosen = checkpoint_choice.choose(run, place)
         assert chosen is not None
         step = checkpoint.load(chosen, config, built, adam)
-        values = {float(value) for parameter in gpt.parameters(built).values() for value in parameter.unique()}
+        values = {float(value) for parameter in built.weights().values() for value in parameter.unique()}
         found[name] = group.everyone([step, sorted(values), sorted(entry.name for entry in (run / "checkpoints").iterdir())])
     both = result.parent / "both"
     if place.rank == 0:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.platform import collectives
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.telemetry.samples.records import digest_of
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
-from asyncmoe.trainer.model import collectives, gpt, mesh, optimizer
+from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.model.balance import Balance
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.samples import BatchSamples

@@ -23,7 +23,7 @@ from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.lora import attach, canonical, values
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
-from asyncmoe.trainer.weight_sync.gather import Gatherer
+from asyncmoe.weights.sender.gather import Gatherer
 from tests.ranks import case, group, lora_case, parity
 from tests.ranks.leaving import leave
 

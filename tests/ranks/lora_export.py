@@ -16,8 +16,8 @@ import torch.distributed as dist
 from asyncmoe.trainer import export
 from asyncmoe.trainer.lora.merge import merge
 from asyncmoe.trainer.model import mesh
-from asyncmoe.trainer.weight_sync.gather import Gatherer
-from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
+from asyncmoe.weights.sender.gather import Gatherer
+from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf
 from tests.ranks import case, group, lora_case, parity
 from tests.ranks.lora import SEED, Job, logits_error
 

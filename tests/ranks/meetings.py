@@ -18,8 +18,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, EngineError
-from asyncmoe.trainer.weight_sync import rendezvous
-from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from asyncmoe.weights.sender import rendezvous
+from asyncmoe.weights.sender.reshard import ReshardPublisher
 from tests.ranks import group
 
 WHY = "engine.0 did not start: unrecognized arguments: --no-such-argument " + "é" * 1500

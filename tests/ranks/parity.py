@@ -26,14 +26,15 @@ from asyncmoe.config.objective import CorrectionSection, ObjectiveSection
 from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
+from asyncmoe.platform import collectives
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer import losses, objective, step
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.credit import token_advantages
 from asyncmoe.trainer.data.schedule import Schedule, schedule
-from asyncmoe.trainer.model import collectives, mesh, optimizer
 from asyncmoe.trainer.model import gpt as model
+from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.model.output_head import OutputHead
 from tests.ranks import case, group
 from tests.ranks.leaving import leave

@@ -25,15 +25,15 @@ import torch.distributed as dist
 from asyncmoe import config as configuration
 from asyncmoe.errors import StorageError, WeightSyncError
 from asyncmoe.models import load_hf_config
-from asyncmoe.receiver import cards
 from asyncmoe.reshard import DeltaEncoder, Exchanger
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.loop import publisher
 from asyncmoe.trainer.model import gpt, mesh
-from asyncmoe.trainer.weight_sync import hf_files, reshard
-from asyncmoe.trainer.weight_sync.publisher import Publisher
-from asyncmoe.trainer.weight_sync.sender import Sender
+from asyncmoe.weights.receiver import cards
+from asyncmoe.weights.sender import hf_files, reshard
+from asyncmoe.weights.sender.publisher import Publisher
+from asyncmoe.weights.sender.sender import Sender
 from tests.ranks import group
 from tests.ranks.kept import settings_of
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from asyncmoe.models import load_hf_config
 from asyncmoe.trainer.model import gpt, mesh
-from asyncmoe.trainer.weight_sync.gather import Gatherer
-from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
+from asyncmoe.weights.sender.gather import Gatherer
+from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf
 from tests.ranks import case, group
 
 

@@ -17,7 +17,7 @@ from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
-from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
+from asyncmoe.weights.sender.gather import Gatherer, tensors_in
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, expected, worst
@@ -50,7 +50,7 @@ def main(result: Path, path: Path, wanted: list[str]) -> None:
         adam = optimizer.build(job.config, built)
         assert state.load(checkpoints[distributed, origin], job.config, built, adam) == 1
         train(job, built, adam, steps=case.STEPS - 1)
-        errors = [float((value - gpt.parameters(built)[n]).abs().max()) for n, value in expected(built, path / "trained")]
+        errors = [float((value - built.weights()[n]).abs().max()) for n, value in expected(built, path / "trained")]
         found[resumed] = worst({"weights": max(errors + gathered(job, built))})["weights"]
         leave()
     group.end(result, found)

@@ -20,10 +20,10 @@ from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
 from asyncmoe.trainer.model import gpt, mesh, optimizer
-from asyncmoe.trainer.weight_sync.expected_checksums import ExpectedChecksums
-from asyncmoe.trainer.weight_sync.gather import Gatherer
-from asyncmoe.trainer.weight_sync.hf_files import SHARD_BYTES, write_hf
-from asyncmoe.trainer.weight_sync.sources import WeightSources
+from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
+from asyncmoe.weights.sender.gather import Gatherer
+from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf
+from asyncmoe.weights.sender.sources import WeightSources
 from tests.checksums import engine_checksums
 from tests.ranks import case, group, parity
 from tests.ranks.leaving import leave
@@ -78,7 +78,7 @@ def stored(job: parity.Job, out: Path) -> dict[str, Any]:
 
 
 def snapshot(built: gpt.Model) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in gpt.parameters(built).items()}
+    return {name: value.clone() for name, value in built.weights().items()}
 
 
 def engine(job: parity.Job, built: gpt.Model, exported: Path) -> list[str]:

@@ -20,11 +20,7 @@ from reshard_ranks import filled
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models import MegatronParallel
 from asyncmoe.models.payload import Payload
-from asyncmoe.receiver import command, handshake, hosting, protocol, transfer_plan, worker
-from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.hosting import MeetingFile
-from asyncmoe.receiver.protocol import EngineRanks, MeetingOutcome, Terms
+from asyncmoe.platform.sglang import receiver_command
 from asyncmoe.reshard import RankLayout
 from asyncmoe.rpc.messages import (
     Committed,
@@ -38,8 +34,14 @@ from asyncmoe.rpc.messages import (
     WeightsCommit,
     WeightsStage,
 )
-from asyncmoe.trainer.weight_sync.rendezvous import Meeting
-from asyncmoe.trainer.weight_sync.sender import Sender
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import EngineRanks, MeetingOutcome, Terms
+from asyncmoe.weights.receiver import handshake, hosting, transfer_plan, worker
+from asyncmoe.weights.receiver.channel import SideStream
+from asyncmoe.weights.receiver.control_store import Store
+from asyncmoe.weights.receiver.hosting import MeetingFile
+from asyncmoe.weights.sender.rendezvous import Meeting
+from asyncmoe.weights.sender.sender import Sender
 
 HF = MODELS["qwen3_moe"]
 ENGINES = (EngineRanks("engine.0", 2, 2, 2), EngineRanks("engine.1", 1, 1, 4))
@@ -121,7 +123,7 @@ class Rig:
             return Done(), ()
         self.before_commit()
         for model in self.workers.values():
-            worker.obey(model, msgspec.json.encode(command.CommitCommand(request.version, request.update)).decode())
+            worker.obey(model, msgspec.json.encode(receiver_command.CommitCommand(request.version, request.update)).decode())
         return Committed(request.version, (1.0,) * len(self.terms.engines)), ()
 
     @property
@@ -219,7 +221,7 @@ def meet(
     workers = dict(workers or {})
     for layout in transfer_plan.engine_layouts(terms):
         workers.setdefault(layout.rank, _worker(layout, there))
-        worker.obey(workers[layout.rank], msgspec.json.encode(command.JoinCommand(*where, "test", layout.rank)).decode())
+        worker.obey(workers[layout.rank], msgspec.json.encode(receiver_command.JoinCommand(*where, "test", layout.rank)).decode())
         assert stores[0].get(protocol.ready(layout.rank), 20.0).failure == ""
     stores[0].put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
     terms = MeetingOutcome(in_place=in_place).settle(terms)

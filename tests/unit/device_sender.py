@@ -14,8 +14,8 @@ import torch
 
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, LocalTransport, plan
-from asyncmoe.trainer.weight_sync.publisher import Published
-from asyncmoe.trainer.weight_sync.reshard import ReshardPublisher
+from asyncmoe.weights.sender.publisher import Published
+from asyncmoe.weights.sender.reshard import ReshardPublisher
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device_standin import Machine, on_device1

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.errors import EngineError, WaitTimeout
-from asyncmoe.receiver.command import Command, CommitCommand
-from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.types import (
+from asyncmoe.engines.engine import EngineHandle
+from asyncmoe.engines.types import (
     ABORTED,
     EngineLost,
     Generation,
@@ -23,6 +21,8 @@ from asyncmoe.rollout.engines.types import (
     Tokens,
     VersionSpan,
 )
+from asyncmoe.errors import EngineError, WaitTimeout
+from asyncmoe.platform.sglang.receiver_command import Command, CommitCommand
 
 
 class FakeEngine:

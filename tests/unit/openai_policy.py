@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from asyncmoe.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.models import make
-from asyncmoe.rollout.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.tasks import Prompt

@@ -16,9 +16,9 @@ import yaml
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.queue.group_buffer import describe
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
+from asyncmoe.engines.sglang.lora import flags
+from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import EngineError, UserError, WeightSyncError
 from asyncmoe.models.lora.adapter import Kind
-from asyncmoe.rollout.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
-from asyncmoe.rollout.engines.sglang.lora import flags
-from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from tests.unit.example_counts import examples
 
 ADAPTER = Path("adapter")

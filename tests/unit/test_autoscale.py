@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.engines.autoscale import Advice, EngineLoad, Scaling, advise
+from asyncmoe.engines.gate import Gate
+from asyncmoe.engines.scheduling import UNKNOWN, Lengths, Waiting
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.engines.autoscale import Advice, EngineLoad, Scaling, advise
-from asyncmoe.rollout.engines.gate import Gate
-from asyncmoe.rollout.engines.scheduling import UNKNOWN, Lengths, Waiting
 from tests.unit.example_counts import examples
 
 SCALING = Scaling(2, 6, low=0.75, high=1.5, patience_s=60)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from asyncmoe.engines.decode import routed_experts
+from asyncmoe.engines.sglang.answer import answer, packed_answer, response
+from asyncmoe.engines.sglang.generation import request_body
+from asyncmoe.engines.types import Sampling
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
-from asyncmoe.rollout.engines.decode import routed_experts
-from asyncmoe.rollout.engines.sglang.answer import answer, packed_answer, response
-from asyncmoe.rollout.engines.sglang.generation import request_body
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.trajectory import Recording
 from benchmarks import intake
 from benchmarks.intake_case import IntakeCase

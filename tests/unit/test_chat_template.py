@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from asyncmoe.engines.types import ParsedCall
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import CHAT_TEMPLATE
-from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.openai_endpoint.request import RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tasks import Example

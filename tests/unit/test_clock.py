@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import asyncmoe
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.types import Sampling
 from asyncmoe.queue.accounts import QueueStats
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.types import Sampling
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rpc.messages import Committed, WeightsCommit, WeightsStage
 from asyncmoe.telemetry.records import read_rollout, read_spans
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import handles
 
 TOLD = {

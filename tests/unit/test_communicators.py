@@ -19,11 +19,12 @@ from fake_nccl import built
 from reshard_gpu_fakes import FakeGpu
 
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.receiver import channel, hosting, protocol
-from asyncmoe.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree, members
-from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.protocol import EngineRanks, Terms
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, nccl_room, plan
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import EngineRanks, Terms
+from asyncmoe.weights.receiver import channel, hosting
+from asyncmoe.weights.receiver.communicators import Agreed, Communicators, HeldCommunicator, agree, members
+from asyncmoe.weights.receiver.control_store import Store
 
 TRAINERS = 2
 SHAPE = (8, 16)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.scheduling import ScheduledRequest
+from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import Disagreement, ProtocolError, RunStopping, WeightSyncError
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import EngineLost
-from asyncmoe.rollout.engines.weight_updates import turns
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
-from asyncmoe.rollout.engines.weight_updates.roster import EngineSet
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.weights.coordinator import turns
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.roster import EngineSet
 from tests.unit.fake_engine import FakeHandle, fake, handles
 
 HOW: tuple[Interruption, ...] = ("in_place", "retract")

@@ -13,11 +13,11 @@ from delta_meeting import Rig, fine, meetings
 
 from asyncmoe.config import parse
 from asyncmoe.errors import TransferError, WeightSyncError
-from asyncmoe.receiver import delta_messages, worker
-from asyncmoe.receiver.delta_messages import Offer, Portion
-from asyncmoe.receiver.deltas import DeltaStaging
 from asyncmoe.reshard import DeltaDecoder
-from asyncmoe.trainer.weight_sync.deltas import DeltaSource, common_base, unsupported
+from asyncmoe.weights.receiver import delta_messages, worker
+from asyncmoe.weights.receiver.delta_messages import Offer, Portion
+from asyncmoe.weights.receiver.deltas import DeltaStaging
+from asyncmoe.weights.sender.deltas import DeltaSource, common_base, unsupported
 
 Meet = Callable[..., Rig]
 NORM = "final_norm"

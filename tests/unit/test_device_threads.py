@@ -23,12 +23,14 @@ import asyncmoe
 import asyncmoe.reshard.memory as memory_module
 from asyncmoe.errors import OutOfDeviceMemory, WeightSyncError
 from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.receiver import channel, command, failing, handshake, protocol, transfer_plan, worker
-from asyncmoe.receiver.channel import SideStream
-from asyncmoe.receiver.protocol import EngineRanks, Header, MeetingOutcome, Ready, Terms
+from asyncmoe.platform.sglang import receiver_command
 from asyncmoe.reshard import Exchanger
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.transport import Lane, MessageLink
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import EngineRanks, Header, MeetingOutcome, Ready, Terms
+from asyncmoe.weights.receiver import channel, failing, handshake, transfer_plan, worker
+from asyncmoe.weights.receiver.channel import SideStream
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the stand-in with")
 PACKAGE = Path(asyncmoe.__file__).parent
@@ -203,7 +205,7 @@ class Stage:
         self.terms = msgspec.structs.replace(terms((EngineRanks("engine.0", 1, 1, 1),)), transport="ipc")
         self.store.put(protocol.TERMS, self.terms)
         self.model = Model(self.terms)
-        join = command.JoinCommand(*where, "test", 1)
+        join = receiver_command.JoinCommand(*where, "test", 1)
         worker.obey(self.model, msgspec.json.encode(join).decode())
 
     def ready(self) -> Ready:
@@ -249,7 +251,7 @@ def test_a_receiver_on_device_1_receives_and_commits(machine: Machine, stage: St
     assert not any(p.any() for p in stage.model.parameters())
     assert made_in
     assert set(made_in) == {worker._receivers[stage.model]._side.stream}  # type: ignore[union-attr]
-    worker.obey(stage.model, msgspec.json.encode(command.CommitCommand(10, 1)).decode())
+    worker.obey(stage.model, msgspec.json.encode(receiver_command.CommitCommand(10, 1)).decode())
     norm = stage.model._held["model.norm.weight"]
     assert (norm == 7).all()
     assert waits[0] == 0, "a commit waits for what reads the weights before it writes them"

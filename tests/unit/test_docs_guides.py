@@ -24,9 +24,10 @@ from asyncmoe import models
 from asyncmoe.config import parse
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.platform import collectives
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments import load
@@ -40,7 +41,6 @@ from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trainer import objective
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.objective import PolicyRows
 from asyncmoe.trajectory import Trajectory
 from tests.unit import doc_pages, openai_policy

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from asyncmoe import config as configuration
+from asyncmoe.engines import engine_agent
+from asyncmoe.engines.membership import Membership
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines import engine_agent
-from asyncmoe.rollout.engines.membership import Membership
-from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import EngineOrder
 from asyncmoe.rpc.server import Server
@@ -52,7 +52,7 @@ def joined(
 
     monkeypatch.setattr(engine_agent.backend, "start", start)
     monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
-    monkeypatch.setattr("asyncmoe.rollout.engines.membership.connect", lambda name, url, key: FakeEngine(name))
+    monkeypatch.setattr("asyncmoe.engines.membership.connect", lambda name, url, key: FakeEngine(name))
 
     async def run() -> tuple[list[int], Pool, EngineError | None]:
         pool = Pool([], 8, 5.0, lambda *_: None)

@@ -11,12 +11,12 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.engines import engine_agent, engine_node
+from asyncmoe.engines.engine_stay import ServerLost
+from asyncmoe.engines.membership import Membership
+from asyncmoe.engines.nodes import NodePlace
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.rollout.engines import engine_agent, engine_node
-from asyncmoe.rollout.engines.engine_stay import ServerLost
-from asyncmoe.rollout.engines.membership import Membership
-from asyncmoe.rollout.engines.nodes import NodePlace
-from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import EngineOrder
 from asyncmoe.rpc.server import Server
@@ -109,7 +109,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
     monkeypatch.setattr(engine_agent.backend, "start", start)
     monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
-    monkeypatch.setattr("asyncmoe.rollout.engines.membership.connect", lambda name, url, key: FakeEngine(name))
+    monkeypatch.setattr("asyncmoe.engines.membership.connect", lambda name, url, key: FakeEngine(name))
 
     async def play(scene: Callable[[Rig], Awaitable[None]], *more: str) -> None:
         config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [*settings, *more])

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.config import Config, devices
+from asyncmoe.engines.engine_agent import check_node
+from asyncmoe.engines.nodes import MeetingPlace, NodePlace
+from asyncmoe.engines.sglang import process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.slurm import join, steps
-from asyncmoe.rollout.engines.engine_agent import check_node
-from asyncmoe.rollout.engines.nodes import MeetingPlace, NodePlace
-from asyncmoe.rollout.engines.sglang import process
 from tests.unit.test_slurm_steps import config, job
 
 OUTSIDE = steps.Container(None, None, "python")

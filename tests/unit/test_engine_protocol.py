@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from asyncmoe.engines.engine import EngineHandle
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.engine import EngineHandle
-from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import NOTHING, Trajectory
 from tests.unit.doc_pages import ROOT
 from tests.unit.fake_engine import fake, handles
 from tests.unit.test_docs_floors import imported, modules
 
-SGLANG = "asyncmoe.rollout.engines.sglang"
+SGLANG = "asyncmoe.engines.sglang"
 SAMPLING = Sampling(1.0, 6, ())
 
 
@@ -30,7 +30,7 @@ def importers(files: dict[str, Path]) -> set[str]:
 
 
 def test_one_module_knows_which_engine_it_is() -> None:
-    assert importers(modules()) == {"asyncmoe.rollout.engines.backend"}
+    assert importers(modules()) == {"asyncmoe.engines.backend"}
     benchmarks = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
     assert importers(benchmarks) == {"recording", "intake_case"}, "they measure how long SGLang's answers take to read"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncmoe.engines import engine_python
+from asyncmoe.engines.engine_python import check_engine_python
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines import engine_python
-from asyncmoe.rollout.engines.engine_python import check_engine_python
 
 
 def script(path: Path, text: str) -> Path:

@@ -18,14 +18,14 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.engines import turnstile
+from asyncmoe.engines.sglang import replies
+from asyncmoe.engines.sglang.client import SGLangClient
+from asyncmoe.engines.sglang.generation import request_body
+from asyncmoe.engines.sglang.replies import HEAD_BYTES, MOST_BYTES, HttpReply, KeptConnections, ReplyHead, read_head
+from asyncmoe.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
-from asyncmoe.rollout.engines import turnstile
-from asyncmoe.rollout.engines.sglang import replies
-from asyncmoe.rollout.engines.sglang.client import SGLangClient
-from asyncmoe.rollout.engines.sglang.generation import request_body
-from asyncmoe.rollout.engines.sglang.replies import HEAD_BYTES, MOST_BYTES, HttpReply, KeptConnections, ReplyHead, read_head
-from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.trajectory import Recording
 from benchmarks.intake_server import VOCABULARY, http, reply_to
 from tests.unit.example_counts import examples

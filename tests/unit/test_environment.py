@@ -21,12 +21,12 @@ from test_producer import until
 
 from asyncmoe import plugins
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected, UserError
 from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn

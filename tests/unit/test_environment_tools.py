@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.types import Generation, ParsedCall, Sampling, VersionSpan
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.types import Generation, ParsedCall, Sampling, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.environments.tools import WithTools

@@ -13,12 +13,12 @@ import pytest
 from asyncmoe.config import Config, parse
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.scheduling import ScheduledRequest
+from asyncmoe.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
 from asyncmoe.rollout.scoring.exact import Exact

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncmoe.engines import gathering
+from asyncmoe.engines.gathering import Gatherings, NodeGathering, arrive, silent
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines import gathering
-from asyncmoe.rollout.engines.gathering import Gatherings, NodeGathering, arrive, silent
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodes
 

@@ -13,14 +13,15 @@ import pytest
 
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.launch import local
-from asyncmoe.receiver import hosting, protocol
-from asyncmoe.receiver.control_store import Store, StoreGone
-from asyncmoe.receiver.hosting import MeetingFile
-from asyncmoe.receiver.protocol import Header
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import Header
+from asyncmoe.weights.receiver import hosting
+from asyncmoe.weights.receiver.control_store import Store, StoreGone
+from asyncmoe.weights.receiver.hosting import MeetingFile
 
 KEEPS = """
 import time
-from asyncmoe.receiver import hosting
+from asyncmoe.weights.receiver import hosting
 kept = hosting.host("loopback")
 print(hosting.place(kept)[0], flush=True)
 time.sleep(60)

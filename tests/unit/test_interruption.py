@@ -10,12 +10,12 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.scheduling import ScheduledRequest
+from asyncmoe.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models import kept_routing
-from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
+from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 HF = {

@@ -15,10 +15,10 @@ from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, RunFacts
 from asyncmoe.doctor.probes import config_probe
 from asyncmoe.doctor.python_facts import PythonFacts, Shown, Torch
+from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, preflight
 from asyncmoe.plan import budget
-from asyncmoe.rollout.engines.sglang import process as engine_process
 from asyncmoe.trainer.model import connections
 
 ROOT = Path(__file__).parents[2]

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from asyncmoe.engines.liveness import Liveness
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.pool import Pool, PooledGeneration
+from asyncmoe.engines.takeover import EngineWeights
+from asyncmoe.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.rollout.engines.liveness import Liveness
-from asyncmoe.rollout.engines.member import Member
-from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
-from asyncmoe.rollout.engines.takeover import EngineWeights
-from asyncmoe.rollout.engines.types import EngineLost, Generation, Sampling
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import fake, handles
 
 LIMIT_S = 1.2

@@ -12,12 +12,11 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.engines import membership, standstill
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.membership import Membership, RemoteEngine
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
-from asyncmoe.rollout.engines import membership, standstill
-from asyncmoe.rollout.engines.member import Member
-from asyncmoe.rollout.engines.membership import Membership, RemoteEngine
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
 from asyncmoe.rpc import nccl_settings
 from asyncmoe.rpc.messages import (
     Committed,
@@ -33,6 +32,7 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 
 
 class Client:

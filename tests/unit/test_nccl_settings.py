@@ -15,12 +15,12 @@ from fake_nccl import built
 from reshard_gpu_fakes import FakeGpu
 
 from asyncmoe import config as configuration
+from asyncmoe.engines.sglang import process
 from asyncmoe.errors import TransferError
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.reshard.nccl import Communicator, make_unique_id
 from asyncmoe.reshard.nccl_transport import Route, RoutedTransport
-from asyncmoe.rollout.engines.sglang import process
 from asyncmoe.rpc import nccl_settings
 
 CUMEM = "NCCL_CUMEM_ENABLE"

@@ -20,8 +20,8 @@ import pytest
 
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
+from asyncmoe.engines.types import ParsedCall
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Episode, Rewards
 from asyncmoe.rollout.episodes.episode import RolloutContext

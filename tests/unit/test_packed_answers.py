@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_record_answer import MASKED, PLAIN, by_msgspec, numbers, plain, rendered, reply
 
+from asyncmoe.engines.sglang.answer import packed_answer, response
+from asyncmoe.engines.types import Generation
 from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang import packed_answers
 from asyncmoe.platform.sglang.packed_answers import BEGIN, MEDIA_TYPE, AnswerHead, packed
-from asyncmoe.rollout.engines.sglang.answer import packed_answer, response
-from asyncmoe.rollout.engines.types import Generation
 from tests.unit.example_counts import examples
 
 REFUSED = (ValueError, RecursionError, EngineError)

@@ -10,7 +10,7 @@ import pytest
 
 from asyncmoe.platform.sglang import commands, overlap
 from asyncmoe.platform.sglang.patching import PatchTargetGone
-from asyncmoe.receiver.command import LOADER
+from asyncmoe.platform.sglang.receiver_command import LOADER
 
 WEIGHTS = "update_weights_from_tensor"
 

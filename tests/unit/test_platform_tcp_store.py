@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from asyncmoe.rollout.engines.nodes import MeetingPlace
+from asyncmoe.engines.nodes import MeetingPlace
 
 AS_SERVERS = "import torch; torch.cuda.is_available = lambda: True; import asyncmoe.platform.sglang.server"
 """What the processes of a server import; what they import on a CPU needs SGLang besides."""

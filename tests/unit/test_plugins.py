@@ -24,18 +24,18 @@ from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.doctor.probes import plugin_probe
+from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, UserError
 from asyncmoe.launch import local
 from asyncmoe.models import EngineParallel, families, make, qwen3_moe
-from asyncmoe.receiver import handshake
-from asyncmoe.receiver.command import FAMILY_VARIABLE
-from asyncmoe.receiver.protocol import EngineRanks, Terms
-from asyncmoe.rollout.engines.sglang import process as engine_process
+from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE
 from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.credit import outcome_advantages
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trainer.objective import Plugins, Rows, segments
+from asyncmoe.weights.protocol import EngineRanks, Terms
+from asyncmoe.weights.receiver import handshake
 from tests.unit import doc_pages, plugin_functions
 from tests.unit.model_cases import MODELS
 

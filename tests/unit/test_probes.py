@@ -13,12 +13,12 @@ import pytest
 from fake_engine import FakeHandle
 
 from asyncmoe import config as configuration
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.probes import Prober, check, compare
+from asyncmoe.engines.sglang.generation import Scored, ScoredMeta, scored
+from asyncmoe.engines.types import VersionSpan
 from asyncmoe.errors import Disagreement, EngineError, ProtocolError
 from asyncmoe.queue.group_buffer import describe
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.probes import Prober, check, compare
-from asyncmoe.rollout.engines.sglang.generation import Scored, ScoredMeta, scored
-from asyncmoe.rollout.engines.types import VersionSpan
 from asyncmoe.rpc.messages import MAX_PROBED, Probe
 from asyncmoe.trainer import probe
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.rejections import MINIMUM, WINDOW, Rejections
-from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer, demonstrate

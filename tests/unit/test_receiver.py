@@ -34,12 +34,14 @@ from asyncmoe.errors import (
 )
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
-from asyncmoe.receiver import channel, command, failing, handshake, hosting, protocol, transfer_plan, worker
-from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.protocol import AdapterTerms, EngineRanks, Header, MeetingOutcome, Outcome, Ready, Terms
-from asyncmoe.receiver.weight_buffers import AdapterMemory, Weights
+from asyncmoe.platform.sglang import receiver_command
 from asyncmoe.reshard import Exchanger, plan
 from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import AdapterTerms, EngineRanks, Header, MeetingOutcome, Outcome, Ready, Terms
+from asyncmoe.weights.receiver import channel, failing, handshake, hosting, transfer_plan, worker
+from asyncmoe.weights.receiver.control_store import Store
+from asyncmoe.weights.receiver.weight_buffers import AdapterMemory, Weights
 
 HF = {
     "model_type": "qwen3_moe",
@@ -65,20 +67,20 @@ def terms(engines: tuple[EngineRanks, ...], transport: Literal["shm", "gloo"] = 
 # ---------------------------------------------------------------- commands
 
 
-@pytest.mark.parametrize("said", [command.JoinCommand("127.0.0.1", 4242, "weights", 3), command.CommitCommand(17, 3)])
-def test_a_command_passes_through_what_sglang_lets_through(said: command.Command) -> None:
-    pickled = base64.b64decode(command.payload(said))
+@pytest.mark.parametrize("said", [receiver_command.JoinCommand("127.0.0.1", 4242, "weights", 3), receiver_command.CommitCommand(17, 3)])
+def test_a_command_passes_through_what_sglang_lets_through(said: receiver_command.Command) -> None:
+    pickled = base64.b64decode(receiver_command.payload(said))
     names = [str(value) for _, value, _ in pickletools.genops(pickled) if isinstance(value, str)]
     assert {"types", "SimpleNamespace", "builtins", "str"} <= set(names)
     ((text, tensor),) = pickle.loads(pickled)  # noqa: S301  our own
     tensor.to(0)
-    assert command.parse(text) == said
+    assert receiver_command.parse(text) == said
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"type":"Leave"}', '{"type":"Commit","version":"x","update":1}'])
 def test_what_is_not_a_command_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="weight command"):
-        command.parse(text)
+        receiver_command.parse(text)
 
 
 # ---------------------------------------------------------------- handshake
@@ -462,7 +464,7 @@ class Sending:
         receiver.join(5.0)
 
     def commit(self, version: int, update: int) -> None:
-        worker.obey(self.model, msgspec.json.encode(command.CommitCommand(version, update)).decode())
+        worker.obey(self.model, msgspec.json.encode(receiver_command.CommitCommand(version, update)).decode())
 
     @property
     def norm(self) -> float:
@@ -486,7 +488,7 @@ def receiving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
                 inner.add_module(part, torch.nn.Module())
             inner = getattr(inner, part)
         inner.register_parameter(last, torch.nn.Parameter(torch.zeros(storage.shape), requires_grad=False))
-    worker.obey(model, msgspec.json.encode(command.JoinCommand(*where, "test", 1)).decode())
+    worker.obey(model, msgspec.json.encode(receiver_command.JoinCommand(*where, "test", 1)).decode())
     ready = zero.get(protocol.ready(1), 20.0)
     assert ready.plan == transfer_plan.route(agreed, 0).digest
     assert handshake.differences(ready, agreed.engines[0], 0, transfer_plan.engine_layouts(agreed)[0]) == []
@@ -587,13 +589,13 @@ def test_layouts_that_cannot_be_planned_are_reported(monkeypatch: pytest.MonkeyP
     zero, where = keep()
     zero.put(protocol.TERMS, terms((EngineRanks("engine.0", 1, 1, 1),)))
     model = torch.nn.Linear(2, 2)
-    worker.obey(model, msgspec.json.encode(command.JoinCommand(*where, "test", 1)).decode())
+    worker.obey(model, msgspec.json.encode(receiver_command.JoinCommand(*where, "test", 1)).decode())
     assert zero.get(protocol.ready(1), 10.0).failure == "embed: got nothing, expected a tensor"
 
 
 def test_a_commit_without_a_sender_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="a worker without a receiver"):
-        worker.obey(torch.nn.Linear(2, 2), msgspec.json.encode(command.CommitCommand(1, 1)).decode())
+        worker.obey(torch.nn.Linear(2, 2), msgspec.json.encode(receiver_command.CommitCommand(1, 1)).decode())
 
 
 # ---------------------------------------------------------------- transports

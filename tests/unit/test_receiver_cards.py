@@ -15,13 +15,13 @@ import torch
 from fake_nccl import built
 
 from asyncmoe.errors import UserError
-from asyncmoe.receiver import card as cards_of_ranks
-from asyncmoe.receiver import handshake
-from asyncmoe.receiver.card import card_of
-from asyncmoe.receiver.cards import in_place, unfit
-from asyncmoe.receiver.protocol import Card, EngineRanks, Ready, Terms
 from asyncmoe.reshard.nccl import Origin, origin
-from asyncmoe.trainer.weight_sync import rendezvous
+from asyncmoe.weights.protocol import Card, EngineRanks, Ready, Terms
+from asyncmoe.weights.receiver import card as cards_of_ranks
+from asyncmoe.weights.receiver import handshake
+from asyncmoe.weights.receiver.card import card_of
+from asyncmoe.weights.receiver.cards import in_place, unfit
+from asyncmoe.weights.sender import rendezvous
 
 H100 = Card(
     "host-a",

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_trajectory import distinct
 
+from asyncmoe.engines.sglang.answer import answer, response
+from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.sglang.answer import answer, response
-from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import _C, Recording, Routing, encode, encode_routes
 from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from asyncmoe.config import parse
+from asyncmoe.engines.membership import LEFT
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
-from asyncmoe.rollout.engines.membership import LEFT
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.types import Sampling
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rpc.messages import Engines, EnginesAsk
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import FakeHandle
 
 SAMPLING = Sampling(1.0, 3, ())

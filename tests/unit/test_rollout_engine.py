@@ -14,11 +14,11 @@ from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.engines.sglang import client, connection
+from asyncmoe.engines.sglang import process as engine_process
+from asyncmoe.engines.types import EngineLost, Sampling
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines.sglang import client, connection
-from asyncmoe.rollout.engines.sglang import process as engine_process
-from asyncmoe.rollout.engines.types import EngineLost, Sampling
 
 
 def config(trust: bool = False, **engines: object) -> Config:
@@ -93,7 +93,7 @@ def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None)
 
 def test_the_client_of_an_engine_needs_no_torch() -> None:
     """Weights are swapped by commands the controller pickles; it must not have to load torch for that."""
-    code = "import sys, asyncmoe.rollout.engines.sglang.client; sys.exit('torch' in sys.modules)"
+    code = "import sys, asyncmoe.engines.sglang.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_trajectory import distinct
 
+from asyncmoe.engines.decode import cut, routed_experts, sampling_masks, with_packed_routes
+from asyncmoe.engines.sglang.answer import answer as read
+from asyncmoe.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.engines.decode import cut, routed_experts, sampling_masks, with_packed_routes
-from asyncmoe.rollout.engines.sglang.answer import answer as read
-from asyncmoe.rollout.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
 from asyncmoe.trajectory.routes import sealed
 from asyncmoe.trajectory.sent_routes import joined, to_bytes

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 from asyncmoe.cli import app
 from asyncmoe.config import parse
 from asyncmoe.config.schema import Config
+from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.log import files
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout import run_log
-from asyncmoe.rollout.engines.types import Generation, VersionSpan
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.run_log import RunLog

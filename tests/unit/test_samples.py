@@ -20,6 +20,7 @@ import yaml
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import DataError, TrajectoryRejected
+from asyncmoe.platform import collectives
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.producer import Producer
@@ -30,7 +31,6 @@ from asyncmoe.telemetry.samples.index import GroupSample, index, load
 from asyncmoe.telemetry.samples.plain import text_of
 from asyncmoe.telemetry.samples.records import CLIPPED, NO_WEIGHT, REJECTED, TRAINED
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.objective import Rows, policy_loss, segments
 from asyncmoe.trainer.samples import _STATES, _states
 from tests.unit.sampled_run import SIZE, SampledRun

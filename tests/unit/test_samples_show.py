@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models
 
 from asyncmoe.errors import DataError, UserError
+from asyncmoe.platform import collectives
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.pieces import BROKEN, Pieces
 from asyncmoe.telemetry.records import JsonLines
@@ -28,7 +29,6 @@ from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import escaped, visible
 from asyncmoe.telemetry.schema import METRICS, Step
-from asyncmoe.trainer.model import collectives
 from tests.unit.command_line import run_command
 from tests.unit.sampled_run import SampledRun
 

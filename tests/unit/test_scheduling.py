@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.config.rollout import Order
+from asyncmoe.engines.gate import Gate
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.engines.gate import Gate
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import KEPT_CONVERSATIONS, KEPT_PROMPTS, Homes, Lengths, ScheduledRequest, Waiting, choose
-from asyncmoe.rollout.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 from tests.unit.example_counts import examples
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)

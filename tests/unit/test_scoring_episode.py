@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from asyncmoe.config.model import MadeModel
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

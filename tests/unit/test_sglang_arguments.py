@@ -10,8 +10,8 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config.sglang_arguments import OWNED, SUPPORTED, refusal, unknown_variables
+from asyncmoe.engines.sglang import process
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines.sglang import process
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-engine/bin/python"

@@ -13,14 +13,14 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncmoe.engines.decode import cut
+from asyncmoe.engines.sglang.answer import response
+from asyncmoe.engines.sglang.client import SGLangClient
+from asyncmoe.engines.sglang.streaming import Parts, StreamPart, events
+from asyncmoe.engines.types import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.engines.decode import cut
-from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.engines.sglang.answer import response
-from asyncmoe.rollout.engines.sglang.client import SGLangClient
-from asyncmoe.rollout.engines.sglang.streaming import Parts, StreamPart, events
-from asyncmoe.rollout.engines.types import ABORTED, Generation, Sampling, VersionSpan
+from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.listening import Listening
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording

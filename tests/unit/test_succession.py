@@ -12,16 +12,16 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.engines import engine_agent, engine_stay
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.succession import FILE, Succession
+from asyncmoe.engines.takeover import EngineWeights
 from asyncmoe.errors import AsyncmoeError, ProtocolError
-from asyncmoe.rollout.engines import engine_agent, engine_stay
-from asyncmoe.rollout.engines.lifecycle import EngineLifecycle
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.succession import FILE, Succession
-from asyncmoe.rollout.engines.takeover import EngineWeights
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightUpdateCoordinator
+from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsBegin, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
 
@@ -36,8 +36,8 @@ class Site:
         self._agents: dict[str, asyncio.Task[None]] = {}
         monkeypatch.setattr(engine_agent.backend, "start", self._start)
         monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
-        monkeypatch.setattr("asyncmoe.rollout.engines.membership.connect", lambda name, url, key: self.engine(name))
-        monkeypatch.setattr("asyncmoe.rollout.engines.membership._RETURN_S", 1.0)
+        monkeypatch.setattr("asyncmoe.engines.membership.connect", lambda name, url, key: self.engine(name))
+        monkeypatch.setattr("asyncmoe.engines.membership._RETURN_S", 1.0)
 
     def _start(self, name: str, *_: Any, **__: Any) -> Process:
         self.servers.setdefault(name, []).append(Process(name))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.rollout.engines.takeover import EngineWeights, Holding, Taken, judge
+from asyncmoe.engines.takeover import EngineWeights, Holding, Taken, judge
 
 
 def test_an_engine_goes_on_with_the_version_that_it_holds() -> None:

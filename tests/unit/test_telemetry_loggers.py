@@ -17,6 +17,7 @@ from telemetry_runs import START, evaluation, write_run
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.platform import collectives
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.loggers import checks, parameters, sender, state
 from asyncmoe.telemetry.loggers.backend import Opened, flat
@@ -28,7 +29,6 @@ from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
 from asyncmoe.telemetry.summary import summarise
-from asyncmoe.trainer.model import collectives
 from tests.unit.sampled_run import SampledRun
 
 

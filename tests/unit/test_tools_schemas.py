@@ -14,9 +14,9 @@ import pytest
 
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
+from asyncmoe.engines.types import ParsedCall
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.chat_template import CALL_ID
-from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.tools import loading
 from asyncmoe.rollout.episodes.tools.runner import Runner

@@ -20,7 +20,7 @@ RANK = """
 import sys, torch.distributed as dist
 from pathlib import Path
 from datetime import timedelta
-from asyncmoe.trainer.model import collectives
+from asyncmoe.platform import collectives
 collectives.join("gloo", timedelta(seconds=30))
 value = __import__("torch").ones(1)
 dist.all_reduce(value)

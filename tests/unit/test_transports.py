@@ -23,11 +23,11 @@ import torch
 from asyncmoe.config import transports
 from asyncmoe.config.transports import TRANSPORTS, TransportEntry, transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError, ReportedFailure
-from asyncmoe.receiver import channel, failing, hosting
-from asyncmoe.receiver.channel_end import opener
-from asyncmoe.receiver.control_store import Store
-from asyncmoe.receiver.protocol import EngineRanks, Terms
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Plan, plan
+from asyncmoe.weights.protocol import EngineRanks, Terms
+from asyncmoe.weights.receiver import channel, failing, hosting
+from asyncmoe.weights.receiver.channel_end import opener
+from asyncmoe.weights.receiver.control_store import Store
 from tests.unit import doc_pages
 
 FILE, TABLE = "asyncmoe/reshard/unix_transport.py", "in TRANSPORTS of asyncmoe/config/transports.py"
@@ -182,7 +182,7 @@ from asyncmoe.doctor import built
 from asyncmoe.errors import ConfigError
 from tests.unit.doctor_machines import LAPTOP
 
-assert not {"torch", "asyncmoe.receiver", "asyncmoe.reshard"} & sys.modules.keys()
+assert not {"torch", "asyncmoe.weights.receiver", "asyncmoe.reshard"} & sys.modules.keys()
 made = config.load(Path(sys.argv[1]) / "examples/demo.yaml", ["sync.transport=unix"])
 assert transport_for(made.sync.transport, gpu=False) == "unix"
 assert transport_for("auto", gpu=False) == "shm"

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import InvariantBroken, TrajectoryRejected
 from asyncmoe.queue.group_buffer import describe, pack
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment, Episode
 from asyncmoe.rollout.episodes.episode import RolloutContext

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncmoe.rollout.engines import turnstile as module
-from asyncmoe.rollout.engines.turnstile import turnstile
+from asyncmoe.engines import turnstile as module
+from asyncmoe.engines.turnstile import turnstile
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.types import EngineLost, Sampling
 from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.rollout.engines.member import Member
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.types import EngineLost, Sampling
-from asyncmoe.rollout.engines.weight_updates import state
-from asyncmoe.rollout.engines.weight_updates.coordinator import WeightsRequest, WeightUpdateCoordinator
-from asyncmoe.rollout.engines.weight_updates.state import Ending, UpdateState
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.weights.coordinator import state
+from asyncmoe.weights.coordinator.coordinator import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.state import Ending, UpdateState
 from tests.unit.example_counts import examples
 from tests.unit.fake_engine import fake, handles
 

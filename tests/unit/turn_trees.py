@@ -9,8 +9,8 @@ from random import Random
 
 import numpy as np
 
-from asyncmoe.rollout.engines.pool import PooledGeneration
-from asyncmoe.rollout.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.engines.pool import PooledGeneration
+from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.rollout.episodes.environment import Agent, Episode
 from asyncmoe.trajectory import Trajectory
 

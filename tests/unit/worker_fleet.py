@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from asyncmoe.config import Config, parse
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.types import Generation, Listener, Sampling
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer

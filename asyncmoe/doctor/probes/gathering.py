@@ -16,8 +16,8 @@ from asyncmoe.doctor.facts import Machine, RunFacts
 from asyncmoe.doctor.probes import config_probe, machine, nvidia, pythons, sandbox_probe
 from asyncmoe.doctor.probes.timeouts import Later
 from asyncmoe.doctor.python_facts import PythonFacts
+from asyncmoe.engines.engine_python import engine_python
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines.engine_python import engine_python
 
 _REST_S = 90.0
 

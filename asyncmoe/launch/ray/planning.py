@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from asyncmoe.config import Config
+from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.engine_machines import engine_machines, spread
 from asyncmoe.launch.torchrun import torchrun, trainer_environment
 from asyncmoe.logs import LogBounds
-from asyncmoe.rollout.engines.nodes import process_name
 from asyncmoe.rpc import address
 
 CONTROLLER = "controller"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
 from asyncmoe.launch import failures
 from asyncmoe.launch.slurm import allocation, control, parts, steps
@@ -22,7 +23,6 @@ from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop, main
 from asyncmoe.launch.slurm.parts import Part
 from asyncmoe.process import wait_until
-from asyncmoe.rollout.engines.nodes import process_name
 
 _POLL_S = 0.5
 _LEAVE_S = 90.0

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from asyncmoe.config import Config, devices
+from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import UserError
 from asyncmoe.launch.engine_machines import EngineMachine, engine_machines
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.task import log_of
-from asyncmoe.rollout.engines.nodes import process_name
 
 CONTROLLER, TRAINER = "controller", "trainer"
 _PORTS = range(20000, 32000)

@@ -1,4 +1,4 @@
-"""Lets commands to the receivers (`asyncmoe.receiver.command`) into an engine's workers while it generates.
+"""Lets commands to the receivers (`asyncmoe.platform.sglang.receiver_command`) into an engine's workers while it generates.
 
 In SGLang (0.5.23), /update_weights_from_tensor must come between /begin_weight_update and /end_weight_update; and outside
 /pause_generation and /continue_generation it waits until no request is left. A command needs none of these four calls:
@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncmoe.platform.sglang import overlap
 from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
-from asyncmoe.receiver.command import LOADER
+from asyncmoe.platform.sglang.receiver_command import LOADER
 
 _CALL = "update_weights_from_tensor"
 

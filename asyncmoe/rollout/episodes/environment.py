@@ -27,8 +27,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from asyncmoe.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
-from asyncmoe.rollout.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
 from asyncmoe.rollout.episodes.token_buffer import TokenBuffer

@@ -18,16 +18,16 @@ import numpy as np
 
 from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.scheduling import ScheduledRequest
+from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.records import EpisodeKey
 from asyncmoe.log.turns import Turns
-from asyncmoe.rollout.engines.interruption import respond
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.scheduling import ScheduledRequest
-from asyncmoe.rollout.engines.types import Generation, Listener, ParsedCall, Sampling
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
+from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches

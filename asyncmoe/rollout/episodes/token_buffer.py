@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncmoe.rollout.engines.types import Tokens
+from asyncmoe.engines.types import Tokens
 
 _LEAST, _GROWTH = 256, 1.25
 

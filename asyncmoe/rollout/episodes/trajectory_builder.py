@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncmoe.engines.decode import routed_experts, sampling_masks
+from asyncmoe.engines.types import Generation
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
-from asyncmoe.rollout.engines.decode import routed_experts, sampling_masks
-from asyncmoe.rollout.engines.types import Generation
 from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks
 from asyncmoe.trajectory.sent_routes import joined
 

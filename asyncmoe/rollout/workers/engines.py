@@ -6,9 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from asyncmoe.rollout.engines.engine import Engine
-from asyncmoe.rollout.engines.member import Member
-from asyncmoe.rollout.engines.pool import Pool
+from asyncmoe.engines.engine import Engine
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.pool import Pool
 from asyncmoe.rpc.worker_messages import EngineBusy, EngineUse, WorkerEngine, WorkerEngines
 
 Connect = Callable[[str, str, str], Engine]
@@ -18,7 +18,7 @@ _MOST_BUSY = 1 << 14
 
 
 class LentEngine:
-    """An engine that the controller lets the worker use, and alone can end; an `asyncmoe.rollout.engines.engine.EngineHandle`."""
+    """An engine that the controller lets the worker use, and alone can end; an `asyncmoe.engines.engine.EngineHandle`."""
 
     tp = ep = 1
 
@@ -34,7 +34,7 @@ class LentEngines:
     """Keeps a pool as the controller wants it.
 
     Args:
-        connect: as `asyncmoe.rollout.engines.backend.connect`.
+        connect: as `asyncmoe.engines.backend.connect`.
 
     Attributes:
         busy: intervals of generation that the controller has not heard of.

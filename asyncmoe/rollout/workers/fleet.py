@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncmoe.config import Config
+from asyncmoe.engines import backend
+from asyncmoe.engines.engine import Engine
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.engines import backend
-from asyncmoe.rollout.engines.engine import Engine
-from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers import figures
@@ -47,7 +47,7 @@ class WorkerFleet:
         pool: the run's engines, which the workers use.
         generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
         first: returns what a worker that joins now is told first.
-        address_of: as `asyncmoe.rollout.engines.backend.address_of`.
+        address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The engines of the rollout workers, as the controller divides them, and the gates in front of them.
 
 Each worker is told which engines it uses and whether it may send requests; it answers with what it has in flight at them. For its answer it
-has as long as an engine has to pause (`asyncmoe.rollout.engines.liveness`): then it is lost. A weight update waits for it only at first, as
+has as long as an engine has to pause (`asyncmoe.engines.liveness`): then it is lost. A weight update waits for it only at first, as
 for an engine. A late worker may still send requests that name the version before: what is cached under that name is used by nobody after.
 """
 
@@ -13,27 +13,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from asyncmoe.config import Config
+from asyncmoe.engines.engine import Engine
+from asyncmoe.engines.liveness import PAUSE_SHARE
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.rollout.engines.engine import Engine
-from asyncmoe.rollout.engines.liveness import PAUSE_SHARE
-from asyncmoe.rollout.engines.member import Member
-from asyncmoe.rollout.engines.pool import Pool
-from asyncmoe.rollout.engines.weight_updates.driver import PATIENCE
 from asyncmoe.rollout.workers.assignment import Located, assign, limits
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
+from asyncmoe.weights.coordinator.driver import PATIENCE
 
 _LEAST_S = 30.0
 """A worker that does not say so long that it does what it was told is lost. An update waits for less (`WorkerGates.late`)."""
 
 
 class WorkerGates:
-    """All workers' engines and gates; an `asyncmoe.rollout.engines.pool.Gates`. For the controller's event loop.
+    """All workers' engines and gates; an `asyncmoe.engines.pool.Gates`. For the controller's event loop.
 
     Args:
         pool: the run's engines; the workers use them, each those that `assignment.assign` gives it.
         alive: returns the workers that are not lost.
-        address_of: as `asyncmoe.rollout.engines.backend.address_of`.
+        address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ from dataclasses import replace
 import msgspec
 
 from asyncmoe.config import Config
+from asyncmoe.engines import backend
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected
 from asyncmoe.rollout import parts, run_log
-from asyncmoe.rollout.engines import backend
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
@@ -60,7 +60,7 @@ class RolloutWorker:
     Args:
         number: of the worker.
         recording: what engines report of each token.
-        connect: as `asyncmoe.rollout.engines.backend.connect`.
+        connect: as `asyncmoe.engines.backend.connect`.
 
     Attributes:
         over: set when the run is over.
@@ -127,7 +127,7 @@ class RolloutWorker:
                 raise ProtocolError(f"{type(request).__name__}: got it at a rollout worker, expected it at the controller")
 
     def look(self) -> None:
-        """Notice whether this process stands still (`asyncmoe.rollout.engines.standstill`); call it twice a second."""
+        """Notice whether this process stands still (`asyncmoe.engines.standstill`); call it twice a second."""
         self._pool.look()
 
     async def close(self) -> None:

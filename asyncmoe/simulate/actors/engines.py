@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from asyncmoe.engines.scheduling import choose
 from asyncmoe.queue.rounds import Rounds
-from asyncmoe.rollout.engines.scheduling import choose
 from asyncmoe.simulate.actors.waiting import OrderedWaiting, waiting_of
 from asyncmoe.simulate.actors.workers import SimulatedWorkers
 from asyncmoe.simulate.decoding import Spans

@@ -1,8 +1,8 @@
-"""Engines that come and go, as the live policy advises (`asyncmoe.rollout.engines.autoscale`)."""
+"""Engines that come and go, as the live policy advises (`asyncmoe.engines.autoscale`)."""
 
 from __future__ import annotations
 
-from asyncmoe.rollout.engines.autoscale import Advice, EngineLoad, Scaling, advise
+from asyncmoe.engines.autoscale import Advice, EngineLoad, Scaling, advise
 from asyncmoe.simulate.actors.engines import SimulatedEngines
 from asyncmoe.simulate.state import RunState
 

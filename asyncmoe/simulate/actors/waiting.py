@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from asyncmoe.rollout.engines.scheduling import PATIENCE, Lengths, ScheduledRequest, Waiting
+from asyncmoe.engines.scheduling import PATIENCE, Lengths, ScheduledRequest, Waiting
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.state import SimulatedResponse
 

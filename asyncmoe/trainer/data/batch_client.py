@@ -14,11 +14,10 @@ import numpy as np
 from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.rpc import held
-from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Fetch, Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data import batch, trees
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.joined import Joined

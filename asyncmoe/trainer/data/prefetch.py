@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 
 from asyncmoe.config import Config
 from asyncmoe.rpc import held
-from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.held import split
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Fetch, Foresee, Foreseen
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer.clients import ANSWER_S
 from asyncmoe.trainer.data.joined import Joined, joined
 from asyncmoe.trajectory import Buffer, Trajectory, decode
 

@@ -1,4 +1,4 @@
-"""Distributes the adapter's whole tensors over the ranks; `asyncmoe.trainer.weight_sync.gather` gathers them."""
+"""Distributes the adapter's whole tensors over the ranks; `asyncmoe.weights.sender.gather` gathers them."""
 
 from __future__ import annotations
 

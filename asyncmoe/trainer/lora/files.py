@@ -1,6 +1,6 @@
 """Publishes adapters as files that SGLang loads: works with any engine that sees the same files, and does not touch its memory.
 
-Every version is a separate adapter in the engines (`asyncmoe.rollout.engines.adapter_slots`): running requests keep their version, and no
+Every version is a separate adapter in the engines (`asyncmoe.engines.adapter_slots`): running requests keep their version, and no
 engine pauses. Version k + 1 has to wait until the responses of version k - 1 have ended.
 """
 
@@ -20,8 +20,8 @@ from asyncmoe.models.lora.adapter import Adapter
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAdapter
 from asyncmoe.trainer.model.gpt import Model
-from asyncmoe.trainer.weight_sync.gather import Gatherer, tensors_in
-from asyncmoe.trainer.weight_sync.publisher import AtOnce, Published
+from asyncmoe.weights.sender.gather import Gatherer, tensors_in
+from asyncmoe.weights.sender.publisher import AtOnce, Published
 
 _MEMORY = Path("/dev/shm")
 _GRACE_S = 10.0

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from asyncmoe.models.lora.halves import LINEARS
+from asyncmoe.platform import collectives
 from asyncmoe.trainer.lora.attach import adapters_of
 from asyncmoe.trainer.lora.pairs import ExpertPairs, Pairs
-from asyncmoe.trainer.model import collectives
 
 
 @torch.no_grad()

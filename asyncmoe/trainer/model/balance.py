@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
+from asyncmoe.platform import collectives
 from asyncmoe.trainer.data.batch import MicroBatch
-from asyncmoe.trainer.model import collectives
 
 
 class Balance:

@@ -17,11 +17,10 @@ from asyncmoe.config import Config
 from asyncmoe.errors import DataError, StorageError
 from asyncmoe.models import family_of
 from asyncmoe.models.resume import facts_of
-from asyncmoe.platform import megatron
+from asyncmoe.platform import collectives, megatron
 from asyncmoe.platform.megatron import any_layout, reader, writer
 from asyncmoe.platform.megatron.any_layout import AVOID_PREFIX, AskedState
 from asyncmoe.platform.megatron.snapshot import FORMAT, optimizers
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.checkpoint_files import explain
 from asyncmoe.trainer.model.gpt import Model, gather_weights
 from asyncmoe.trainer.model.optimizer import fuse

@@ -10,7 +10,7 @@ from asyncmoe import checkpoints
 from asyncmoe.checkpoints import directories, intact
 from asyncmoe.checkpoints.intact import Damaged
 from asyncmoe.errors import UserError
-from asyncmoe.trainer.model import collectives
+from asyncmoe.platform import collectives
 from asyncmoe.trainer.model.mesh import Mesh
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,11 @@ import torch
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.platform import collectives
 from asyncmoe.platform.megatron import snapshot
 from asyncmoe.platform.megatron.snapshot import Planned
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer.model import checkpoint, collectives
+from asyncmoe.trainer.model import checkpoint
 from asyncmoe.trainer.model.checkpoint_board import Board
 from asyncmoe.trainer.model.checkpoint_buffers import Buffers
 from asyncmoe.trainer.model.checkpoint_progress import Patience

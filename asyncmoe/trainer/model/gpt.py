@@ -62,6 +62,17 @@ class Model:
     adapter: Kind | None
     balance: Balance | None = None
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's weights, not copies, by local Megatron name, i.e. the storage names of `Family.megatron_layout`.
+
+        A weight's dtype may differ from its storage's dtype in the layout: see `asyncmoe.weights.sender.sources`.
+        """
+        return {name: tensor.data for name, tensor in named_tensors(self)}
+
+    def adapter_values(self) -> dict[str, torch.Tensor]:
+        """Return this rank's halves of the adapter, not copies, by the names of `asyncmoe.trainer.lora.attach.parameters`."""
+        return attach.values(self.chunks)
+
 
 def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     """Build this rank's part with random weights; `load_hf` fills it. Weights are float32, or bfloat16 with float32 gradients and masters.
@@ -114,16 +125,8 @@ def gather_weights(model: Model) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def parameters(model: Model) -> dict[str, torch.Tensor]:
-    """Return this rank's weights, not copies, by local Megatron name, i.e. the storage names of `Family.megatron_layout`.
-
-    A weight's dtype may differ from its storage's dtype in the layout: see `asyncmoe.trainer.weight_sync.sources`.
-    """
-    return {name: tensor.data for name, tensor in named_tensors(model)}
-
-
 def named_tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's weights under the names of `parameters`: the model's parameters, and the routers' selection biases, which are
+    """Yield this rank's weights under the names of `Model.weights`: the model's parameters, and the routers' selection biases, which are
     buffers. Adapters are not weights of the model and are excluded."""
     for number, chunk in enumerate(model.chunks):
         front = chunk_prefix(number, len(model.chunks))
@@ -143,7 +146,7 @@ def load_hf(model: Model, path: Path) -> None:
         InvariantBroken: the layout table does not describe the model that was built.
     """
     checkpoint = HFCheckpoint(path)
-    weights = parameters(model)
+    weights = model.weights()
     for name, value in local_tensors(model, checkpoint):
         weights[name].copy_(value)
 
@@ -153,7 +156,7 @@ def local_tensors(model: Model, checkpoint: HFCheckpoint) -> Iterator[tuple[str,
     family, dtype = family_of(model.hf), str(model.dtype).removeprefix("torch.")
     source = family.hf_layout(model.hf, dtype).at(0)
     local = family.megatron_layout(model.hf, model.parallel, model.mesh.rank, dtype).at(0)
-    _check_layout(local, parameters(model))
+    _check_layout(local, model.weights())
     plans = plan_each(family.tensors(model.hf), [source], [[part] for part in _each_storage(local)])
     for name, steps in zip(local.storages, plans, strict=True):
         arrays = {n: checkpoint.read(n, one.shape, getattr(torch, one.dtype)) for n, one in steps.sources.get(0, {}).items()}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel
-from asyncmoe.platform import megatron
+from asyncmoe.platform import collectives, megatron
 from asyncmoe.trainer.data.schedule import BatchGrid
-from asyncmoe.trainer.model import collectives, gpu_settings
+from asyncmoe.trainer.model import gpu_settings
 
 megatron.prepare()
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.platform import megatron
+from asyncmoe.platform import collectives, megatron
 from asyncmoe.platform.megatron import adam
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.gpu_settings import optimizer_arguments
 from asyncmoe.trainer.model.lr import lr_at as lr_at

@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.platform import collectives
 from asyncmoe.trainer.data.replay_data import Experts
-from asyncmoe.trainer.model import collectives
 from asyncmoe.trajectory import Routing
 
 

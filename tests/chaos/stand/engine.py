@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncmoe.platform.sglang.lifetime import API_KEY, end_with_parent
-from asyncmoe.receiver.command import CommitCommand, JoinCommand, parse
+from asyncmoe.platform.sglang.receiver_command import CommitCommand, JoinCommand, parse
 from tests.chaos.stand import weights
 from tests.chaos.stand.exchange import Receiver
 

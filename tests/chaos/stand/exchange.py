@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from asyncmoe.receiver.command import JoinCommand
+from asyncmoe.platform.sglang.receiver_command import JoinCommand
 from tests.chaos.stand import weights
 
 PART_BYTES = 25 * 600

@@ -1,4 +1,4 @@
-"""Publishes versions from a thread of rank 0, by the rules of `asyncmoe.trainer.weight_sync.reshard`: it meets the engines anew when they
+"""Publishes versions from a thread of rank 0, by the rules of `asyncmoe.weights.sender.reshard`: it meets the engines anew when they
 changed, sends a version again if an engine was lost or if all that had received it are gone, and fails if nothing changed.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.receiver.weight_buffers import Tensors, Weights
+from asyncmoe.weights.receiver.weight_buffers import Tensors, Weights
 from tests.gpu.bundle.summary import write_outcome
 
 _SHARE = 0.2

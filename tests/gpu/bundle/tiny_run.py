@@ -19,10 +19,10 @@ import torch
 import yaml
 
 from asyncmoe.config import parse
+from asyncmoe.engines.sglang.process import reason_in
 from asyncmoe.launch.torchrun import free_port, torchrun, trainer_environment
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
-from asyncmoe.rollout.engines.sglang.process import reason_in
 from asyncmoe.telemetry.summary import summarise
 from tests.gpu.bundle import needs, servers
 from tests.gpu.bundle.summary import write_outcome
@@ -36,7 +36,7 @@ CONTROLLER = (
 )
 ENGINE = (
     "import sys; from pathlib import Path; from asyncmoe import config; from asyncmoe.launch import gpus; "
-    "from asyncmoe.rollout.engines import engine_agent; loaded = config.load(Path(sys.argv[1]), []); "
+    "from asyncmoe.engines import engine_agent; loaded = config.load(Path(sys.argv[1]), []); "
     "engine_agent.run(loaded, loaded.run.dir, 'engine.0', 0, gpus.engine_arguments(loaded, 0))"
 )
 _POLL_S, _GRACE_S = 0.2, 3.0

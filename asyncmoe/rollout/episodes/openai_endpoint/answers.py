@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncmoe.rollout.engines.types import ParsedCall
+from asyncmoe.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.request import AnswerCall
 from asyncmoe.rollout.episodes.tools.calls import CLOSE, OPEN, Call, Style, find, parsed, written_id

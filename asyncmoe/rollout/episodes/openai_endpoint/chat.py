@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import (
     MAX_CHOICES,

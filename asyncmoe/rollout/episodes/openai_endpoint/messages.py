@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncmoe.rollout.engines.types import Sampling
+from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.openai_endpoint.chat import event, model_of
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
+from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.chat_template import CallArguments
-from asyncmoe.rollout.engines.types import Sampling
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
 
 OnConflict = Literal["run", "refuse"]

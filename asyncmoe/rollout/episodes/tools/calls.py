@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from asyncmoe.engines.types import ParsedCall
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
-from asyncmoe.rollout.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.environment import ERROR, Agent, Response
 from asyncmoe.rollout.episodes.tools import strict_json
 from asyncmoe.rollout.tokenizer import Tokenizer

@@ -1,0 +1,262 @@
+"""What a run needs of an inference engine: the only description of it that the rest of the code imports.
+
+`Engine` is the interface of a running server, `EngineHandle` adds its process as the pool sees it, and `EngineProcess` adds what starts
+and ends a process of this machine. SGLang (`asyncmoe.engines.sglang`) implements all three, and `asyncmoe.engines.backend`
+alone chooses the implementation; docs/guides/engine.md says how to add another.
+
+Every coroutine of `Engine` waits a bounded time, and either succeeds or raises:
+
+- `EngineLost`: the connection or the process is gone. The pool fences the engine.
+- `EngineError`: the engine refused, or its answer is malformed. A refused response is rejected; a refused weight update fences the engine.
+- `WaitTimeout`: no answer in time, with the same consequences as an `EngineError`.
+
+Calls without a `timeout_s` have the implementation's own limit, about a minute. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
+from asyncmoe.platform.sglang.receiver_command import Command
+
+
+class AdapterHost(Protocol):
+    """The part of an engine that serves adapters by name (`asyncmoe.engines.adapter_slots`).
+
+    Attributes:
+        name: name of the engine in errors and records: "engine.0".
+    """
+
+    name: str
+
+    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
+        """Load an adapter on every rank, for requests that name it; returns when such requests are accepted.
+
+        Args:
+            name: a name that no loaded adapter has.
+            folder: the adapter as `asyncmoe.models.lora.peft.write_served` writes it, in a folder that the engine can also read. Its files
+                must not change, and are best deleted once loaded.
+        """
+        ...
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Unload an adapter that no request uses any more."""
+        ...
+
+
+class Engine(AdapterHost, Protocol):
+    """A running server that samples responses, records what trained them, and changes its weights while requests wait.
+
+    A weight update is one call of `command_receivers`, if the weights wait in the engine, or a sequence of calls. The coordinator makes
+    them for all engines at the same time:
+
+        pause, begin_update, then any number of load_bucket or command_receivers, end_update, checksums, set_version, resume
+
+    From `pause` to `resume` no token is sampled, but requests are accepted and wait.
+    """
+
+    # Health
+
+    async def ready(self) -> bool:
+        """Return True if the engine accepts requests; False also while nothing listens yet. Never raises."""
+        ...
+
+    async def alive(self, timeout_s: float) -> bool:
+        """Return True as soon as the engine produces a token, of any request; an idle engine is made to sample one. Never raises.
+
+        Call it while the engine is not paused.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections to the engine; it cancels the requests in flight. The engine itself continues."""
+        ...
+
+    # Generation
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        sampling: Sampling,
+        salt: str,
+        timeout_s: float,
+        routed: int = 0,
+        adapter: str | None = None,
+        listener: Listener | None = None,
+    ) -> Generation:
+        """Sample one response to a prompt of token ids.
+
+        Args:
+            tokens: the prompt; no text passes through an engine.
+            salt: cached prefixes are shared only between requests with the same salt.
+            routed: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
+            adapter: name of a loaded adapter; None: the model without an adapter.
+            listener: hears every token once and in order, before this call returns. Once it ends the response, it hears no more, and the
+                engine ends the request soon; tokens sampled until then are part of the result, which `decode.cut` shortens.
+
+        Raises:
+            EngineLost: the connection failed.
+            EngineError: the engine refused or itself aborted the request, or its answer is malformed.
+            WaitTimeout: no answer within `timeout_s`.
+        """
+        ...
+
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
+        """Return the log-probabilities of a text, computed without cached prefixes under one version.
+
+        Args:
+            tokens: at least two token ids.
+            adapter: name of a loaded adapter; None: the model without an adapter.
+        """
+        ...
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+        """Return the tool calls in a response's text.
+
+        Args:
+            text: the response with its special tokens, without the token that ended it.
+            parser: name of one of the engine's parsers.
+            tools: OpenAI's function schemas of the tools there are.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """End all requests; each is answered with the tokens sampled so far and finish `ABORTED`."""
+        ...
+
+    async def pause(self, retract: bool = False) -> None:
+        """Stop between two forward passes; returns when no token of the weights so far is still to come.
+
+        Args:
+            retract: drop the keys and values of running requests, which `resume` recomputes; False: keep them.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Drop all cached prefixes; requires an engine without running requests (retracted requests wait)."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue after `pause`."""
+        ...
+
+    # Weights
+
+    async def begin_update(self) -> None:
+        """Open a weight update; the engine is paused."""
+        ...
+
+    async def end_update(self) -> None:
+        """Close the weight update; the engine still waits for `resume`."""
+        ...
+
+    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+        """Have the engine's ranks join a process group with the sender, for `load_bucket`; returns when all `world` ranks have joined.
+
+        Args:
+            host, port: rendezvous of the group, a torch store that the sender keeps.
+            rank_offset: the engine's first rank; the sender is rank 0.
+            world: number of ranks: the sender's one, and `tp` for each engine.
+            group: name of the group.
+            backend: "gloo" or "nccl".
+        """
+        ...
+
+    async def load_files(self, folder: str, timeout_s: float) -> None:
+        """Load the Hugging Face checkpoint in a directory; returns when it is loaded."""
+        ...
+
+    async def load_bucket(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
+    ) -> None:
+        """Receive one bucket, broadcast by rank 0 of `group`, and load it; returns when it is loaded.
+
+        The bucket is one uint8 tensor: the bytes of whole tensors of the checkpoint, in C order, one after another.
+
+        Args:
+            names: the tensors' names in the Hugging Face checkpoint.
+            dtypes: torch's names: "bfloat16".
+        """
+        ...
+
+    async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
+        """Have `asyncmoe.weights.receiver.worker.obey` execute one command in each rank's main thread.
+
+        Called of a paused engine between `begin_update` and `end_update`; or of one that generates, which executes the commands of all
+        ranks between the same two forward passes, requests in progress staying as they are. Returns when all ranks have executed theirs.
+
+        Args:
+            commands: one per rank.
+            version: version of the weights from then on; None: unchanged.
+        """
+        ...
+
+    async def weights_version(self) -> int:
+        """Return the version of the weights, which `command_receivers` or `set_version` has set; 0 before."""
+        ...
+
+    async def set_version(self, version: int) -> None:
+        """Set the version of the weights from the next sampled token on; the checkpoint's weights are version 0."""
+        ...
+
+    async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        """Return {parameter or buffer: checksum} for each rank.
+
+        Names are the engine's own; a checksum is `asyncmoe.reshard.checksum` of the bytes.
+        """
+        ...
+
+
+class EngineHandle(Protocol):
+    """An engine and its process, as the pool sees them; the process may run on another machine.
+
+    Attributes:
+        name: "engine.0"; its name in records and messages.
+        tp, ep: tensor- and expert-parallel ranks; the engine has `tp` workers.
+        host: its machine, as `asyncmoe.rpc.address.host_id`.
+    """
+
+    name: str
+    tp: int
+    ep: int
+    host: str
+
+    @property
+    def client(self) -> Engine:
+        """The interface of the server."""
+        ...
+
+    @property
+    def died(self) -> str | None:
+        """Why the process ended, or None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End the process, at once or as soon as its machine hears of it; its requests in progress fail with `EngineLost`."""
+        ...
+
+
+class EngineProcess(EngineHandle, Protocol):
+    """An engine of this machine, started by this process.
+
+    Attributes:
+        url: "http://host:port", from which `asyncmoe.engines.backend.connect` makes a client in another process.
+    """
+
+    url: str
+
+    async def wait_ready(self) -> None:
+        """Return once the server accepts requests, including requests for the adapter that the receivers write, if any.
+
+        Raises:
+            EngineError: the server died first.
+            WaitTimeout: the start took longer than engines.start_timeout_s.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Close the client, and end the server with every process it spawned."""
+        ...

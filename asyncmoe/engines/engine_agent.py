@@ -1,0 +1,131 @@
+"""`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it.
+
+Every engine of a run exists in this way, whoever starts it: the controller owns no process of an engine. A server that dies or is fenced
+starts again, so that the loss of one ends neither a job nor a run. If the controller is lost, the server waits `engines.orphan_s` for the
+next one of the run, and joins it with the weights that it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncmoe.config import Config
+from asyncmoe.engines import backend
+from asyncmoe.engines.engine_node import serve_node
+from asyncmoe.engines.engine_stay import ServerLost, ready, stay, unless
+from asyncmoe.engines.nodes import process_name
+from asyncmoe.errors import EngineError, UserError
+from asyncmoe.process import named
+from asyncmoe.rpc import address
+from asyncmoe.rpc.environment import starts_before
+from asyncmoe.rpc.messages import EngineJoin
+from asyncmoe.rpc.peers import facts
+
+log = logging.getLogger(__name__)
+BACKOFF_S = 5.0
+"""Seconds before the first restart of a server; doubles with each further restart."""
+
+
+def default_name(index: int) -> str:
+    """Return the default name of this machine's engine `index`, unique in the cluster."""
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    job = os.environ.get("SLURM_JOB_ID")
+    return ".".join(["engine", *([f"job{job}"] if job else []), node, str(index)])
+
+
+def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str] = (), node: int = 0) -> None:
+    """Serve until the run ends, or until SIGTERM or SIGINT. A server that is lost starts again and joins again (`engines.restarts`).
+
+    Args:
+        index: index of this engine on its machine.
+        memory: see `asyncmoe.engines.backend.start`.
+        node: which one of the engine's `engines.nodes` this machine is.
+
+    Raises:
+        UserError: this machine has no address in `cluster.network`, or a port is taken.
+        ConfigError: the controller has a different configuration.
+        EngineError: the server did not start, or died or was fenced too often, or the run has failed.
+        WaitTimeout: the controller did not start, or is gone.
+    """
+    with named(process_name(name, node)):
+        asyncio.run(_serve(config, run_dir, name, index, memory, node))
+
+
+def check_node(nodes: int, name: str | None, node: int) -> None:
+    """Check which node of an engine a machine is to be.
+
+    Args:
+        nodes: `engines.nodes`.
+        name: of the engine; None: not given.
+
+    Raises:
+        UserError: the engine has no such node, or several but no name.
+    """
+    if not 0 <= node < nodes:
+        raise UserError(
+            "--node",
+            got=node,
+            expected=f"0 to {nodes - 1}, because engines.nodes is {nodes}" if nodes > 1 else "0, because engines.nodes is 1",
+        )
+    if nodes > 1 and name is None:
+        raise UserError("--name", got="nothing", expected=f"a name, the same on all {nodes} nodes of the engine (engines.nodes)")
+
+
+async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str], node: int = 0) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    restart = starts_before()
+    while True:
+        try:
+            if config.engines.nodes > 1:
+                return await serve_node(config, run_dir, name, index, node, memory, _seed(name, restart), stop)
+            return await _serve_once(config, run_dir, name, index, memory, restart, stop)
+        except ServerLost as error:
+            restart += 1
+            if restart > config.engines.restarts:
+                raise
+            log.warning("%s; it starts again, restart %d of %d", error, restart, config.engines.restarts)
+        await asyncio.wait([stopping := asyncio.create_task(stop.wait())], timeout=BACKOFF_S * 2 ** (restart - 1))
+        stopping.cancel()
+        if stop.is_set():
+            return
+
+
+async def _serve_once(
+    config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str], restart: int, stop: asyncio.Event
+) -> None:
+    """Start the server, and serve until the run ends or `stop` is set.
+
+    Raises:
+        ServerLost: the server has joined and is lost, or did not start again; the run goes on without it.
+        AsyncmoeError: as `run`.
+    """
+    host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
+    engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=_seed(name, restart), memory=memory)
+    try:
+        try:
+            rendezvous = await unless(stop, ready(engine, run_dir, config.engines.start_timeout_s))
+        except EngineError as error:
+            if not restart:
+                raise
+            raise ServerLost(str(error)) from error  # the run goes on without it
+        if rendezvous is not None:
+            place = (engine.url, key, address.host_id())
+            request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
+            await stay(config, run_dir, engine, rendezvous, request, stop)
+    finally:
+        await engine.stop()
+
+
+def _seed(name: str, restart: int) -> int:
+    """A restarted engine must not draw the samples of its start again."""
+    return (zlib.crc32(name.encode()) >> 1) + restart

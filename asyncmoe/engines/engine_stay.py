@@ -1,0 +1,198 @@
+"""An engine's membership in a run, as `asyncmoe engine` keeps it: it joins, says that it lives, and leaves or is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from asyncmoe.config import Config
+from asyncmoe.engines.engine import EngineProcess
+from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.telemetry import heartbeats
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_POLL_S = 0.5
+_PARENT = os.getppid()
+GRACE_S = 10.0
+"""Seconds for an answer beyond what the question itself takes."""
+
+
+class ServerLost(EngineError):
+    """The server died or was fenced, and the run goes on without it."""
+
+    exit_code = 4
+
+
+class ControllerLost(AsyncmoeError):
+    """The controller is gone, and the server goes on. `controller`: its name; empty: it was gone before the server had joined."""
+
+    def __init__(self, why: str, controller: str) -> None:
+        super().__init__(why)
+        self.controller = controller
+
+
+async def stay(
+    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event
+) -> None:
+    """Stay in the run to its end, with one controller after the other.
+
+    Raises:
+        ServerLost: the server is lost, or must start again to serve another controller.
+        WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
+    """
+    lost: ControllerLost | None = None
+    while True:
+        try:
+            return await _Stay(config, engine, rendezvous).until(stop, request)
+        except ControllerLost as error:
+            if lost is None or error.controller:  # else the next one was lost before it answered
+                lost, until = error, time.monotonic() + config.engines.orphan_s
+            log.warning("%s; waiting for the next controller", error)
+        except EngineError as error:
+            if lost is None or isinstance(error, ServerLost):
+                raise
+            raise ServerLost(str(error)) from error
+        successor = await unless(stop, following(run_dir, engine, until))
+        if successor is None:
+            if stop.is_set():
+                return
+            raise WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
+        # The facts were true when they were sent.
+        rendezvous, request = successor, msgspec.structs.replace(request, facts=None, served=lost.controller)
+
+
+async def following(run_dir: Path, engine: EngineProcess, until: float) -> Rendezvous | None:
+    """Wait for a controller that answers; None: there was none in time. Raises ServerLost if the server dies meanwhile."""
+    while time.monotonic() < until:
+        heartbeats.beat("waiting for the next controller")
+        with contextlib.suppress(WaitTimeout):
+            return await asyncio.to_thread(keys.read, run_dir, 0.0)
+        if engine.died is not None:
+            raise ServerLost(f"{engine.name} died: {engine.died}")
+        await asyncio.sleep(_POLL_S)
+    return None
+
+
+async def ready(engine: EngineProcess, run_dir: Path, wait_s: float) -> Rendezvous:
+    """Wait for the server and for the controller, whose rendezvous is returned. Raises as both do."""
+    rendezvous, _ = await asyncio.gather(controller(run_dir, wait_s), engine.wait_ready())
+    return rendezvous
+
+
+async def controller(run_dir: Path, wait_s: float) -> Rendezvous:
+    """Wait for the controller, which may start after this process, and return its rendezvous."""
+    begin = time.monotonic()
+    while True:
+        try:
+            return await asyncio.to_thread(keys.read, run_dir, 0.0)
+        except WaitTimeout as error:
+            waited = time.monotonic() - begin
+            if waited > wait_s:
+                raise WaitTimeout(error.whom, error.what, waited) from None
+        await asyncio.sleep(_POLL_S)
+
+
+async def watch(engine: EngineProcess) -> str:
+    """Wait for the end of a server, and return the reason."""
+    while (why := engine.died) is None:
+        heartbeats.beat("looks after its server")
+        await asyncio.sleep(_POLL_S)
+    return why
+
+
+class _Stay:
+    """An engine's membership in a run, from joining to leaving."""
+
+    def __init__(self, config: Config, engine: EngineProcess, rendezvous: Rendezvous) -> None:
+        self._config, self._engine, self._rendezvous = config, engine, rendezvous
+
+    async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
+        with Client(self._rendezvous, request.name) as client:
+            limit = self._config.cluster.heartbeat_timeout_s
+            try:
+                joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
+            except WaitTimeout as error:
+                raise ControllerLost(str(error), "") from error
+            assert isinstance(joined, EngineJoined)
+            log.info("%s has joined", request.name)
+            orders = asyncio.create_task(self._orders(client, joined.controller))
+            health = asyncio.create_task(watch(self._engine))
+            stopping = asyncio.create_task(stop.wait())
+            done, _ = await asyncio.wait([orders, health, stopping], return_when=asyncio.FIRST_COMPLETED)
+            try:
+                if orders in done or health in done:
+                    await self._ended(orders, health)
+                else:
+                    await self._leave()
+            finally:
+                for task in (health, stopping):
+                    task.cancel()
+                # Its thread uses the client; the controller answers it soon, or is gone.
+                with contextlib.suppress(AsyncmoeError):
+                    await orders
+
+    async def _orders(self, client: Client, controller: str) -> EngineOrder:
+        """Send heartbeats until an answer is the last order.
+
+        Raises:
+            ControllerLost: it is gone, and another may take its place.
+            WaitTimeout: it is gone.
+        """
+        limit = self._config.cluster.heartbeat_timeout_s
+        alive = EngineAlive(self._engine.name, limit / 3)
+        while True:
+            try:
+                reply = (await asyncio.to_thread(client.ask, alive, alive.wait_s + limit))[0]
+            except (WaitTimeout, ProtocolError) as error:  # ProtocolError: the next controller answers at the same address
+                if controller:
+                    raise ControllerLost(str(error), controller) from error
+                raise
+            assert isinstance(reply, EngineOrder)
+            if reply.finished or reply.why:
+                return reply
+
+    async def _ended(self, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
+        if orders.done():
+            order = orders.result()
+            if order.why:
+                kind = ServerLost if order.again else EngineError
+                raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
+            return
+        with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
+            await self._ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
+        raise ServerLost(f"{self._engine.name} died: {health.result()}")
+
+    async def _leave(self) -> None:
+        """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
+        log.info("%s leaves", self._engine.name)
+        drained_s = self._config.rollout.request_timeout_s + GRACE_S
+        await self._ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
+
+    async def _ask(self, request: EngineLeave, timeout_s: float) -> None:
+        with Client(self._rendezvous, f"{self._engine.name}.leaving") as client:
+            await asyncio.to_thread(client.ask, request, timeout_s)
+
+
+async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`, or None if `stop` is set first."""
+    working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

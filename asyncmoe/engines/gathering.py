@@ -1,0 +1,272 @@
+"""The nodes of engines over several machines, as the controller sees them: they come, meet, and end together.
+
+A node asks continuously (`asyncmoe.rpc.node_messages.EngineNode`). When all nodes of an engine have come, each hears where their ranks meet
+and starts its server; node 0 then joins as any engine does (`membership.py`). A node that ends, or sends nothing for
+`cluster.heartbeat_timeout_s`, is the end of all: the others are told to end their servers, and come again if the engine had joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from asyncmoe.engines.standstill import Standstill
+from asyncmoe.errors import UserError
+from asyncmoe.rpc.messages import EngineJoin, EngineOrder
+from asyncmoe.rpc.node_messages import EngineNode, EngineNodes
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.1
+_MOST_ENDED = 1024
+"""Starts of nodes that have ended, which may still wait for an answer."""
+_RETURN_S = 10.0
+"""Seconds for all nodes of an engine to find the next controller of their run."""
+
+
+@dataclass(frozen=True)
+class NodeSeat:
+    """A node that has come.
+
+    Attributes:
+        start, host, who: as in `EngineNode`.
+        heard: monotonic time at which it was last heard of.
+    """
+
+    start: str
+    host: str
+    who: str
+    heard: float
+
+
+@dataclass(frozen=True)
+class NodeGathering:
+    """The nodes of an engine, from the first that comes to the end of all.
+
+    Attributes:
+        name: of the engine.
+        nodes: their number.
+        began: monotonic time.
+        seats: by number.
+        meeting: where the ranks meet; empty until node 0 has said it.
+        returned: it met before this controller began.
+        joined: the engine has joined the run.
+        order: how all nodes end; None: they go on.
+    """
+
+    name: str
+    nodes: int
+    began: float
+    seats: Mapping[int, NodeSeat] = field(default_factory=dict)
+    meeting: str = ""
+    returned: bool = False
+    joined: bool = False
+    order: EngineOrder | None = None
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Nodes that have not come."""
+        return tuple(node for node in range(self.nodes) if node not in self.seats)
+
+    @property
+    def has_met(self) -> bool:
+        """Whether every node may start its server."""
+        return self.returned or not self.missing
+
+
+def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s: float) -> NodeGathering:
+    """Return an engine's nodes with one that is there.
+
+    Args:
+        found: the engine's nodes so far, without an order; None: none is there.
+        limit_s: seconds without a word after which a node's place is free, unless all have met.
+
+    Raises:
+        UserError: the node's place is taken, or it is a node of another number of nodes.
+    """
+    name, node = request.name, request.node
+    if node >= request.nodes:
+        raise UserError(f"node of engine {name}", got=node, expected=f"less than engines.nodes = {request.nodes}")
+    found = None if found is None else staying(found, now, limit_s)
+    if found is None or not (found.seats or found.returned):
+        found = NodeGathering(name, request.nodes, now, meeting=request.met, returned=bool(request.met))
+    if request.nodes != found.nodes:
+        raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as its first node has")
+    if (before := found.seats.get(node)) is not None and before.start != request.start:
+        got, expected = f"another on {request.who}", f"one, on {before.who}"
+        silence = max(0.0, limit_s - (now - before.heard))
+        hint = f"set another --node or --name, or start again in {silence:.0f} s if that one has ended"
+        raise UserError(f"node {node} of engine {name}", got=got, expected=expected, hint=hint)
+    seat = NodeSeat(request.start, request.host, request.who, now)
+    meeting = request.meeting if node == 0 and not found.has_met else found.meeting
+    return replace(found, seats={**found.seats, node: seat}, meeting=meeting)
+
+
+def starts_anew(found: NodeGathering, request: EngineNode) -> bool:
+    """Return whether a node of an engine that met before this controller began has no server any more; the others wait for it in vain."""
+    return found.returned and not request.met and all(seat.start != request.start for seat in found.seats.values())
+
+
+def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
+    """Return an engine's nodes without those that have gone before all had come."""
+    if found.has_met:
+        return found
+    return replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
+
+
+def silent(found: NodeGathering, now: float, limit_s: float) -> str:
+    """Return why the engine is lost if one of its nodes is not heard of any more after they met; empty if none is.
+
+    Node 0 of an engine that has joined is heard of as an engine (`membership.RemoteEngine`).
+    """
+    for node, seat in sorted(found.seats.items() if found.has_met else ()):
+        if not (node == 0 and found.joined) and now - seat.heard > limit_s:
+            return f"node {node} on {seat.who}: no heartbeat for {now - seat.heard:.0f} s (cluster.heartbeat_timeout_s {limit_s:g})"
+    absent = [node for node in found.missing if not (node == 0 and found.joined)]
+    if found.returned and absent and now - found.began > max(limit_s, _RETURN_S):
+        return f"node {absent[0]} has not returned from the last controller"
+    return ""
+
+
+class Gatherings:
+    """The nodes of all engines over several machines.
+
+    Args:
+        limit_s: `cluster.heartbeat_timeout_s`.
+        controller: name of this controller to the engines.
+    """
+
+    def __init__(self, limit_s: float, controller: str) -> None:
+        self._limit_s, self._controller = limit_s, controller
+        self._now: dict[str, NodeGathering] = {}
+        self._over: dict[str, NodeGathering] = {}
+        self._last: EngineOrder | None = None
+        self._ended: deque[str] = deque(maxlen=_MOST_ENDED)
+        self._standstill = Standstill()
+
+    async def ask(self, request: EngineNode) -> EngineNodes:
+        """Note that a node is there; answer at once if it is to do something else, or after its `wait_s`.
+
+        Raises:
+            UserError: as `arrive`.
+        """
+        until = time.monotonic() + min(request.wait_s, self._limit_s / 2)
+        self._hear(request)
+        while True:
+            self._watch(request.name)
+            reply = self._reply(request)
+            if reply.is_order or reply.meeting != request.met or time.monotonic() >= until:
+                return reply
+            await asyncio.sleep(_POLL_S)
+
+    def join(self, request: EngineJoin) -> str:
+        """Return why an engine of several nodes cannot join, or nothing."""
+        found, over = self._now.get(request.name), self._over.get(request.name)
+        if found is None and request.served and (over is None or over.meeting != request.met):
+            found = NodeGathering(request.name, request.nodes, time.monotonic(), meeting=request.met, returned=True)
+        if found is None or not found.has_met or found.meeting != request.met:
+            return f"{request.name}: a node of it was lost before it could join"
+        self._now[request.name] = found
+        return ""
+
+    def joined(self, name: str) -> None:
+        """Note that an engine has joined."""
+        if (found := self._now.get(name)) is not None:
+            self._now[name] = replace(found, joined=True)
+
+    def has(self, name: str, start: str) -> bool:
+        """Return whether a start of a node is one of those that an engine now has."""
+        found = self._now.get(name)
+        return found is not None and any(seat.start == start for seat in found.seats.values())
+
+    def lost(self, name: str, met: str) -> str:
+        """Return why an engine whose ranks `met` is lost with one of its nodes; empty: it is not. Ask at least twice a second."""
+        self._look()
+        if (found := self._now.get(name)) is None or found.meeting != met:
+            over = self._over.get(name)
+            return "a node of it is lost" if over is None or over.order is None else over.order.why
+        return silent(found, time.monotonic(), self._limit_s)
+
+    def end(self, name: str, met: str, order: EngineOrder) -> None:
+        """Have all nodes of an engine whose ranks `met` end; later orders are ignored."""
+        if (found := self._now.get(name)) is not None and found.meeting == met:
+            self._over[name] = replace(self._now.pop(name), order=order)
+            log.info("the %d nodes of %s end: %s", found.nodes, name, order.why or "it is over")
+
+    def end_start(self, name: str, start: str, why: str) -> bool:
+        """Have all nodes of an engine end because one of them has; return whether that one was among them."""
+        found = self._now.get(name)
+        node = next((number for number, seat in found.seats.items() if seat.start == start), None) if found is not None else None
+        if found is None or node is None:
+            return False
+        self._ended.append(start)
+        if not found.has_met:
+            self._now[name] = replace(found, seats={number: seat for number, seat in found.seats.items() if number != node})
+            return True
+        again = found.joined or found.returned
+        self.end(name, found.meeting, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=again))
+        return True
+
+    def order(self, name: str, start: str) -> EngineNodes:
+        """Return how all nodes end of which one has said so."""
+        over = self._over.get(name)
+        if over is None or all(seat.start != start for seat in over.seats.values()):
+            return EngineNodes(finished=True)
+        return _ending(over.order)
+
+    def end_all(self, order: EngineOrder) -> None:
+        """Have the nodes of all engines end, those that come later too."""
+        self._last = order
+
+    def _hear(self, request: EngineNode) -> None:
+        if self._last is not None or request.start in self._ended or self._is_over(request):
+            return
+        found = self._now.get(request.name)
+        if found is not None and starts_anew(found, request):
+            why = f"node {request.node} on {request.who} has started anew"
+            self.end(request.name, found.meeting, EngineOrder(why=why, again=True))
+            found = None
+        if not request.met or found is None or found.meeting == request.met:  # else its engine was lost, and the others have come anew
+            came = self._now[request.name] = arrive(found, request, time.monotonic(), self._limit_s)
+            if found is None or all(seat.start != request.start for seat in found.seats.values()):
+                log.info("node %d of %s has come from %s; missing: %s", request.node, request.name, request.who, came.missing or "none")
+
+    def _watch(self, name: str) -> None:
+        """End the nodes of an engine if one of them is silent."""
+        self._look()
+        if (found := self._now.get(name)) is not None and (why := silent(found, time.monotonic(), self._limit_s)):
+            self.end(name, found.meeting, EngineOrder(why=why, again=found.joined or found.returned))
+
+    def _reply(self, request: EngineNode) -> EngineNodes:
+        if self._last is not None:
+            return _ending(self._last)
+        if self._is_over(request):
+            return _ending(self._over[request.name].order)
+        found = self._now.get(request.name)
+        if found is None or request.start in self._ended or (request.met and found.meeting != request.met):
+            return EngineNodes(why="its engine was lost meanwhile", again=True)
+        meeting = found.meeting if found.has_met else ""
+        hosts = tuple(found.seats[node].host for node in sorted(found.seats)) if meeting else ()
+        return EngineNodes(meeting, hosts, found.missing, self._controller)
+
+    def _is_over(self, request: EngineNode) -> bool:
+        over, found = self._over.get(request.name), self._now.get(request.name)
+        if over is None or any(seat.start == request.start for seat in over.seats.values()):
+            return over is not None
+        # A node that had not returned yet when the others ended; a later start may have been given the same port.
+        return bool(request.met) and over.meeting == request.met and (found is None or found.meeting != request.met)
+
+    def _look(self) -> None:
+        """If this process stood still, what nodes have sent meanwhile is still to be read."""
+        if gap := self._standstill.look():
+            for name, found in self._now.items():
+                later = {node: replace(seat, heard=seat.heard + gap) for node, seat in found.seats.items()}
+                self._now[name] = replace(found, seats=later, began=found.began + gap)
+
+
+def _ending(order: EngineOrder | None) -> EngineNodes:
+    order = EngineOrder(finished=True) if order is None else order
+    return EngineNodes(finished=order.finished, why=order.why, again=order.again)

@@ -1,0 +1,90 @@
+"""An engine and its state in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+
+from asyncmoe.engines.adapter_slots import ServedBy, TwoSlots
+from asyncmoe.engines.engine import EngineHandle
+from asyncmoe.telemetry.clock import unix
+
+_serials = count(1)
+RecordBusy = Callable[[str, float, float], None]
+"""Takes an engine's name and the begin and end, Unix seconds, of an interval in which it was generating."""
+
+
+@dataclass(eq=False)
+class Member:
+    """An engine and its state in the pool.
+
+    Attributes:
+        adapter: name of the adapter in its requests, or None.
+        slots: its adapter slots if every version is an adapter, else None.
+        version, lineage: version the engine serves.
+        in_flight: number of requests sent but not answered.
+        elsewhere: the same of rollout workers.
+        fenced: why it takes no more requests, or None.
+        waiting: True if it has joined but not received a version.
+        leaving: True if it only finishes the requests it has.
+        busy_since: Unix time at which its unrecorded generation began, or None if idle.
+        heard: monotonic time at which it last answered.
+        suspect: True if a request or a probe has timed out since.
+        compared: True once what it has loaded from the model's files was found to be what the trainer has.
+        serial: of this start of the engine; no other member of this process has it.
+    """
+
+    engine: EngineHandle
+    adapter: str | None = None
+    slots: TwoSlots | None = None
+    version: int = 0
+    lineage: int = 0
+    in_flight: int = 0
+    elsewhere: int = 0
+    fenced: str | None = None
+    waiting: bool = False
+    leaving: bool = False
+    busy_since: float | None = None
+    heard: float = 0.0
+    suspect: bool = False
+    compared: bool = False
+    serial: int = field(default_factory=_serials.__next__)
+
+    def serving(self) -> AbstractContextManager[ServedBy]:
+        """Return a context for one request; it yields the version and adapter that sample the request."""
+        return nullcontext(ServedBy(self.version, self.adapter, self.lineage)) if self.slots is None else self.slots.use()
+
+    def serve(self, version: int, lineage: int) -> None:
+        """Note that the engine serves a version."""
+        self.version, self.lineage, self.waiting = version, lineage, False
+
+    def entered(self) -> None:
+        """Note that a request was sent to the engine."""
+        self.in_flight += 1
+        if self.in_flight == 1:
+            self.generates()
+
+    def left(self, record: RecordBusy) -> None:
+        """Note that a request was answered or has failed; without another one the engine is idle."""
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self.idle(record)
+
+    def generates(self) -> None:
+        """Count the time from now on as generation, if the engine has requests and it does not count yet."""
+        if self.in_flight and self.busy_since is None:
+            self.busy_since = unix()
+
+    def idle(self, record: RecordBusy) -> None:
+        """Record the generation up to now; the time from now on is none."""
+        self.note_busy(record)
+        self.busy_since = None
+
+    def note_busy(self, record: RecordBusy) -> None:
+        """Record the generation up to now, without waiting until the engine is idle."""
+        if self.busy_since is not None:
+            now = unix()
+            record(self.engine.name, self.busy_since, now)
+            self.busy_since = now

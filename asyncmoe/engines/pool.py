@@ -1,0 +1,348 @@
+"""The engine pool: dispatches requests to engines, fences engines that fail, and holds requests back at the gate.
+
+- A request goes to the engine that `scheduling.choose` selects. Its prefix is cached there under the version that the ledger gives that
+  engine at that moment.
+- The number of requests at the engines is limited; the others wait at the gate, in the order of `scheduling.Waiting`.
+- The gate is closed during a weight update: a request already at an engine stays there and a new request waits here, so no prefix is
+  cached under a version that is about to change.
+- An engine that exits or falls silent (`asyncmoe.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
+  can never serve a mixed version. Its requests go to the remaining engines, which also receive the next version; a request that has lost
+  several engines fails with `TrajectoryRejected("engine_died")`, and the producer restarts its group. While none is left, requests wait for
+  one to come back; `watch` raises as soon as none will. A connection that breaks off while its engine answers others makes the engine a
+  suspect.
+- An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from asyncmoe.config.rollout import Balance, Order
+from asyncmoe.engines.adapter_slots import TwoSlots, attributed
+from asyncmoe.engines.engine import EngineHandle
+from asyncmoe.engines.gate import Gate
+from asyncmoe.engines.member import Member, RecordBusy
+from asyncmoe.engines.scheduling import PATIENCE, UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.engines.standstill import Standstill
+from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling, Tokens
+from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
+
+log = logging.getLogger(__name__)
+_WATCH_S = 0.5
+_OTHERS = 2
+"""Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
+_BROKEN, _AGAIN_S = 8, 0.1
+"""Times that a request is sent again after a connection to an engine that goes on broke off, and seconds before the first; they double."""
+
+
+@dataclass(frozen=True)
+class PooledGeneration:
+    """A generation and the version its prompt was cached under."""
+
+    generation: Generation
+    salt: int
+
+
+class Gates(Protocol):
+    """The gates of rollout workers, in front of the same engines."""
+
+    async def close_gates(self) -> int:
+        """Have no worker send requests; return how many are in flight. More than none if a worker does not say."""
+        ...
+
+    def open_gates(self) -> None:
+        """Have the workers send requests again, with the versions that the engines serve now."""
+        ...
+
+    def tell(self) -> None:
+        """Tell the workers what has changed of the engines."""
+        ...
+
+    async def late(self) -> int:
+        """Return how many workers do not say that they know what they were told; `Member.elsewhere` is as the others say."""
+        ...
+
+
+class Pool:
+    """All engines of a run.
+
+    Attributes:
+        generated_tokens: tokens sampled by all engines so far.
+        lost_tokens: sampled tokens that were discarded because a response restarted.
+        recomputed_tokens: prefix tokens that were sent again because a response was cut short.
+        recalled_tokens: tokens sampled before a restart with which unfinished episodes went on.
+        lineage: of the versions that land from now on: how often steps were trained again (`asyncmoe.log.fold`).
+        elsewhere: rollout workers that send requests to these engines; None: there are none.
+        returns: says whether an engine will come back, given the seconds since there was none; at first none will.
+
+    Args:
+        limit: maximum number of requests in flight over all engines.
+        timeout_s: limit on the duration of one response.
+        record: called for every interval in which an engine was generating.
+        balance, slack, order: as `rollout.balance`, `affinity_slack` and `order`.
+        adapter: name of the adapter that all requests are sampled with.
+        slots: True if instead every version is an adapter of its own.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineHandle],
+        limit: int,
+        timeout_s: float,
+        record: RecordBusy,
+        *,
+        balance: Balance = "least_loaded",
+        slack: int = 0,
+        order: Order = "fifo",
+        adapter: str | None = None,
+        slots: bool = False,
+    ) -> None:
+        self._adapter, self._has_slots = adapter, slots
+        self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.recalled_tokens = self.lineage = 0
+        self._timeout_s, self._record, self._standstill = timeout_s, record, Standstill()
+        self.returns: Callable[[float], bool] = lambda _: False
+        self.elsewhere: Gates | None = None
+        self._none_since: float | None = None
+        self.members = [self._member(engine) for engine in engines]
+        self._balance, self._slack = balance, slack
+        self._lengths, self._homes = Lengths(), Homes(balance)
+        self._gate = Gate(limit, Waiting(order, PATIENCE * limit, self._lengths))
+
+    @property
+    def serving(self) -> list[Member]:
+        """The engines that receive requests."""
+        return [member for member in self.present if not (member.waiting or member.leaving)]
+
+    @property
+    def present(self) -> list[Member]:
+        """The engines that are not fenced; new versions go to all of them except leaving engines."""
+        return [member for member in self.members if member.fenced is None]
+
+    @property
+    def version(self) -> int:
+        """The oldest version that a serving engine has; 0 without engines."""
+        return min((member.version for member in self.serving), default=0)
+
+    @property
+    def requests(self) -> int:
+        """Requests of this process that are at engines or wait for one."""
+        return self._gate.present
+
+    @property
+    def awaited(self) -> bool:
+        """Whether no engine is left, but one will come back."""
+        if any(not member.leaving for member in self.present):
+            self._none_since = None
+            return False
+        now = time.monotonic()
+        since = self._none_since = now if self._none_since is None else self._none_since
+        return self.returns(now - since)
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        sampling: Sampling,
+        routed: int = 0,
+        request: ScheduledRequest = UNKNOWN,
+        listener: Listener | None = None,
+    ) -> PooledGeneration:
+        """Generate one response.
+
+        Args:
+            routed, listener: as for `Engine.generate`.
+            request: decides when the prompt is sent, and to which engine.
+
+        Raises:
+            TrajectoryRejected: "engine_died", "engine_error" or "engine_timeout".
+            EngineError: no engine is left.
+        """
+        answer, member = await self._answered(tokens, sampling, routed, request, listener)
+        self._homes.note(request.conversation, member.engine.name)
+        goes_on = request.partial and answer.generation.finish == "length"
+        if answer.generation.finish != ABORTED and not goes_on:
+            self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
+        return answer
+
+    async def _answered(
+        self, tokens: Tokens, sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
+    ) -> tuple[PooledGeneration, Member]:
+        """Ask engines until one answers: what earlier answers brought is not lost with an engine, or by a standstill of this process.
+
+        Nor is it with the last one: the request waits for an engine that comes back, or the run ends, and a group that is under way goes
+        on from them when the run does; one that was started over would not.
+        """
+        lost = broken = 0
+        while True:
+            began, member = time.monotonic(), None
+            try:
+                async with self._gate.place(request):
+                    await self._some()
+                    member = self._choose(request)
+                    return await self._ask(member, tokens, sampling, routed, listener), member
+            except TrajectoryRejected as error:
+                stood = error.reason == "engine_timeout" and self._standstill.since(began)
+                live = listener is not None and listener.live  # what it has heard cannot be taken back
+                if live or not (stood or error.reason == "engine_died"):
+                    raise
+                gone = member is not None and member.fenced is not None
+                lost, broken = lost + gone, broken + (not gone)
+                if lost > _OTHERS or broken > _BROKEN:
+                    raise
+                log.warning("a request is sent again: %s", error)
+                if not gone:
+                    await asyncio.sleep(_AGAIN_S * 2 ** (broken - 1))
+            if listener is not None:
+                listener.forget()
+            request = replace(request, continues=True)  # it has waited before
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+        """Return the tool calls in a response; any engine can say. See `Engine.parse_calls`. Raises as `generate`."""
+        await self._some()
+        member = min(self.serving, key=lambda member: (member.suspect, member.in_flight))
+        async with self._asking(member):
+            return await member.engine.client.parse_calls(text, parser, tools)
+
+    def join(self, engine: EngineHandle) -> Member:
+        """Add an engine; it receives requests after its first version."""
+        member = self._member(engine)
+        member.waiting = True
+        self.members.append(member)
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Remove an engine that has left."""
+        member.idle(self._record)
+        self.members.remove(member)
+
+    def resize(self, limit: int) -> None:
+        """Have at most `limit` requests in flight from now on."""
+        self._gate.resize(limit)
+
+    def close(self) -> None:
+        """Close the gate; requests at the engines continue."""
+        self._gate.close()
+
+    def hold(self) -> None:
+        """Close the gate. The time until `release` does not count as generation."""
+        self._gate.close()
+        for member in self.members:
+            member.idle(self._record)
+
+    def release(self) -> None:
+        """Open the gate; engines with requests count as generating again."""
+        for member in self.members:
+            member.generates()
+        self._gate.open()
+        if self.elsewhere is not None:
+            self.elsewhere.open_gates()
+
+    async def held(self) -> int:
+        """Return the requests in flight at engines, once no rollout worker sends any more; follows `close` or `hold`."""
+        here = sum(member.in_flight for member in self.serving)
+        return here if self.elsewhere is None else here + await self.elsewhere.close_gates()
+
+    def fence(self, member: Member, why: str) -> None:
+        """Kill an engine and never send it a request again."""
+        if member.fenced is not None:
+            return
+        member.fenced = member.engine.died or why
+        log.error("%s is fenced: %s", member.engine.name, member.fenced)
+        member.engine.kill()
+
+    async def watch(self) -> None:
+        """Fence every engine whose process ends; never returns.
+
+        Raises:
+            EngineError: no engine is left, and none will come back.
+        """
+        while True:
+            self.look()
+            self.fence_dead()
+            self._any()
+            await asyncio.sleep(_WATCH_S)
+
+    def look(self) -> None:
+        """Notice whether this process stands still, which lets requests time out that no engine is to blame for."""
+        self._standstill.look()
+
+    def fence_dead(self) -> None:
+        """Fence engines whose process has ended."""
+        for member in self.present:
+            if (why := member.engine.died) is not None:
+                self.fence(member, why)
+
+    def note_busy(self) -> None:
+        """Record the generation time of busy engines up to now, without waiting until they are idle."""
+        for member in self.members:
+            member.note_busy(self._record)
+
+    def _member(self, engine: EngineHandle) -> Member:
+        return Member(engine, self._adapter, TwoSlots(engine.client, self._timeout_s) if self._has_slots else None)
+
+    async def _some(self) -> None:
+        """Return when an engine serves; all engines may be waiting for their first version, or start again.
+
+        Raises:
+            EngineError: no engine is left, and none will come back.
+            TrajectoryRejected: "engine_timeout".
+        """
+        until = time.monotonic() + self._timeout_s
+        while not self.serving:
+            self._any()
+            if self.awaited:
+                until = time.monotonic() + self._timeout_s
+            if time.monotonic() > until:
+                raise TrajectoryRejected("engine_timeout", f"no engine received a version within {self._timeout_s:g} s")
+            await asyncio.sleep(_WATCH_S)
+
+    async def _ask(self, member: Member, tokens: Tokens, sampling: Sampling, routed: int, listener: Listener | None) -> PooledGeneration:
+        member.entered()
+        try:
+            async with self._asking(member):
+                with member.serving() as serving:
+                    salt = serving.version
+                    client = member.engine.client
+                    generation = await client.generate(tokens, sampling, serving.salt, self._timeout_s, routed, serving.adapter, listener)
+                    if member.slots is not None:
+                        generation = attributed(generation, serving)
+        finally:
+            member.left(self._record)
+        member.heard, member.suspect = time.monotonic(), False
+        self.generated_tokens += len(generation.tokens)
+        return PooledGeneration(generation, salt)
+
+    @asynccontextmanager
+    async def _asking(self, member: Member) -> AsyncIterator[None]:
+        """Reject the trajectory if the engine fails within the block; fence an engine that is gone, and suspect one that may not be."""
+        try:
+            yield
+        except EngineLost as error:
+            if member.fenced is None and member.engine.died is None and await member.engine.client.ready():
+                member.suspect = True
+            else:
+                self.fence(member, str(error))
+            raise TrajectoryRejected("engine_died", str(error)) from error
+        except EngineError as error:
+            raise TrajectoryRejected("engine_error", str(error)) from error
+        except WaitTimeout as error:
+            member.suspect = True
+            raise TrajectoryRejected("engine_timeout", str(error)) from error
+
+    def _choose(self, request: ScheduledRequest) -> Member:
+        serving = self.serving
+        # A silent engine has few requests, because they time out, so it would be the first choice.
+        members = {member.engine.name: member for member in serving if not member.suspect} or {m.engine.name: m for m in serving}
+        loads = {name: member.in_flight for name, member in members.items()}
+        return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
+
+    def _any(self) -> None:
+        """Raise EngineError if no engine is left and none will come back."""
+        if not (any(not member.leaving for member in self.present) or self.awaited):
+            reasons = "; ".join(f"{member.engine.name}: {member.fenced or 'it is leaving'}" for member in self.members)
+            raise EngineError(f"no engine is left: {reasons or 'all have left'}")

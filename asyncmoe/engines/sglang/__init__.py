@@ -1,0 +1,13 @@
+"""SGLang 0.5.23 as an engine: implements `asyncmoe.engines.engine`, for `asyncmoe.engines.backend` alone to import.
+
+- `process.py`: one server as a child process: command line, environment, start and end.
+- `connection.py`: HTTP requests and their errors.
+- `replies.py`: requests whose replies are large, over connections of their own.
+- `generation.py`: the bodies of `/generate`; pure functions.
+- `answer.py`: a response from its answer; pure functions.
+- `weights.py`: pause, weight updates, checksums.
+- `client.py`: all of these as an `Engine`; health, aborts, adapters.
+- `lora.py`: server arguments and messages for adapters.
+
+Changes inside the server's process are `asyncmoe.platform.sglang` and `asyncmoe.weights.receiver`.
+"""

@@ -1,0 +1,218 @@
+"""The answer of `/generate`, as arrays.
+
+An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are used where they lie.
+
+Nearly all of SGLang's own answer, which is JSON, is three long arrays and one long text. msgspec finds where they begin and end;
+`asyncmoe.trajectory.native` reads the form in which SGLang writes them, many times faster and without an object for each number. Any other
+form is msgspec's again, so what is accepted, and what is said of the rest, is msgspec's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncmoe.engines.types import ABORTED, Generation, IdLists, VersionSpan
+from asyncmoe.errors import EngineError
+from asyncmoe.platform.sglang.packed_answers import BEGIN, MAGIC, PARTS, AnswerHead
+from asyncmoe.trajectory import Buffer, Recording
+from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists
+
+Entry = tuple[float | None, int, str | None]
+"""A log-probability in nats, its token, and the token's text."""
+T = TypeVar("T")
+_ABSENT = msgspec.Raw(b"null")
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Why a response ended."""
+
+    type: Literal["stop", "length", "abort"]
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    finish_reason: Finish
+    output_token_logprobs: msgspec.Raw
+    weight_versions: list[VersionSpan]
+    cached_tokens: int = 0
+    routed_experts: msgspec.Raw = _ABSENT
+    output_token_sampling_mask: msgspec.Raw = _ABSENT
+    output_token_sampling_logprobs: msgspec.Raw = _ABSENT
+
+
+class _Generated(msgspec.Struct, frozen=True):
+    output_ids: msgspec.Raw
+    meta_info: _Meta
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateAnswer:
+    """All of an answer that is used.
+
+    Attributes:
+        tokens: int32[R].
+        entries: float32[R], its log-probabilities, NaN for null; and int32[R], the tokens that they are of.
+        masks: the ids that each token was sampled from, if requested.
+        mask_logprobs: float32[R], log-probabilities over these ids.
+    """
+
+    tokens: np.ndarray
+    entries: tuple[np.ndarray, np.ndarray]
+    spans: Sequence[VersionSpan]
+    finish: Finish
+    cached_tokens: int = 0
+    routes: Buffer | None = None
+    masks: IdLists | None = None
+    mask_logprobs: np.ndarray | None = None
+
+
+def answer(body: Buffer) -> GenerateAnswer:
+    """Read an answer in JSON.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON, or not of this form.
+    """
+    whole = msgspec.json.decode(body, type=_Generated)
+    meta = whole.meta_info
+    masks = _part(meta.output_token_sampling_mask, "output_token_sampling_mask", read_lists, list[list[int]], _lists)
+    return GenerateAnswer(
+        _needed(_part(whole.output_ids, "output_ids", read_ints, list[int], _ints), "output_ids"),
+        _needed(_part(meta.output_token_logprobs, "output_token_logprobs", read_entries, list[Entry], entries), "output_token_logprobs"),
+        meta.weight_versions,
+        meta.finish_reason,
+        meta.cached_tokens,
+        _part(meta.routed_experts, "routed_experts", read_base64, bytes, bytes),
+        None if masks is None else IdLists(*masks),
+        _part(meta.output_token_sampling_logprobs, "output_token_sampling_logprobs", read_floats, list[float], _floats),
+    )
+
+
+def packed_answer(body: Buffer) -> GenerateAnswer:
+    """Read a packed answer. Its arrays and routes are views of `body`, which is not copied.
+
+    Raises:
+        ValueError: it is not of this form, or its parts do not fit together.
+    """
+    view = memoryview(body).cast("B").toreadonly()
+    if len(view) < BEGIN.size:
+        raise ValueError(f"got {len(view)} bytes, expected at least {BEGIN.size}")
+    magic, size = BEGIN.unpack_from(view)
+    if magic != MAGIC:
+        raise ValueError(f"got {magic!r} at the beginning, expected {MAGIC!r}")
+    at = BEGIN.size + size
+    head = msgspec.json.decode(view[BEGIN.size : at], type=AnswerHead)
+    tokens, logprobs, counts, ids, mask_logprobs, routes = _parts(view, at, head.counts)
+    if tokens is None or logprobs is None or len(tokens) != len(logprobs):
+        raise ValueError("output_token_logprobs: expected one for each of output_ids")
+    masks = None
+    if counts is not None or ids is not None:
+        if counts is None or ids is None or (counts < 0).any() or counts.sum(dtype=np.int64) != len(ids):
+            raise ValueError("output_token_sampling_mask: expected as many ids as its lists have")
+        masks = IdLists(counts, ids)
+    return GenerateAnswer(
+        tokens,
+        (logprobs, tokens),
+        msgspec.json.decode(head.weight_versions, type=list[VersionSpan]),
+        msgspec.json.decode(head.finish_reason, type=Finish),
+        head.cached_tokens,
+        None if routes is None else _alone(routes, masks is not None).data,
+        masks,
+        mask_logprobs,
+    )
+
+
+def _alone(routes: np.ndarray, beside_masks: bool) -> np.ndarray:
+    """Return routes that keep no more of the body than they are: a queued trajectory has them as they came. Ids of masks may be larger."""
+    return routes.copy() if beside_masks else routes
+
+
+def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.ndarray | None]:
+    """Return the parts that follow one another from byte `at` to the end."""
+    if len(counts) != len(PARTS):
+        raise ValueError(f"got {len(counts)} parts, expected {len(PARTS)}")
+    found: list[np.ndarray | None] = []
+    for (name, kind), count in zip(PARTS, counts, strict=True):
+        if count is None:
+            found.append(None)
+            continue
+        end = at + count * np.dtype(kind).itemsize
+        if not at <= end <= len(view):
+            raise ValueError(f"{name}: got {count} elements, expected no more than {len(view) - at} bytes")
+        found.append(np.frombuffer(view[at:end], kind))
+        at = end
+    if at != len(view):
+        raise ValueError(f"got {len(view) - at} bytes after the last part, expected none")
+    return found
+
+
+def entries(given: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probabilities, NaN for None, and the tokens of entries. Raises ValueError for a token of more than 32 bits."""
+    values = [np.nan if value is None else value for value, _, _ in given]
+    return _floats(values), _ints([token for _, token, _ in given])
+
+
+def response(name: str, given: GenerateAnswer, recording: Recording) -> Generation:
+    """Return the response in an answer.
+
+    Args:
+        name: name of the engine in errors.
+
+    Raises:
+        EngineError: the engine itself aborted the request, or the parts of the answer contradict each other.
+    """
+    if given.finish.type == ABORTED and given.finish.status_code is not None:
+        raise EngineError(f"{name}: the request was aborted: {given.finish.message}")
+    values, of = given.entries
+    size = len(given.tokens)
+    if (of is not given.tokens and not np.array_equal(of, given.tokens)) or np.isnan(values).any():
+        raise EngineError(f"{name}: log-probabilities do not match the response's {size} tokens")
+    ends = [span.end for span in given.spans]
+    if [span.start for span in given.spans] != [0, *ends[:-1]] or ends[-1:] != [size]:
+        raise EngineError(f"{name}: version spans {list(given.spans)} do not cover {size} tokens")
+    if recording.masks:
+        values = np.zeros(0, np.float32) if given.mask_logprobs is None else given.mask_logprobs
+        if len(values) != size:
+            raise EngineError(f"{name}: got {len(values)} log-probabilities over sampling masks, expected {size}")
+    return Generation(given.tokens, values, tuple(given.spans), given.finish.type, given.cached_tokens, given.routes, given.masks)
+
+
+def _part(raw: msgspec.Raw, name: str, fast: Callable[[Any], T | None], kind: Any, convert: Callable[[Any], T]) -> T | None:
+    """Read one part; None for null."""
+    if raw is _ABSENT:
+        return None
+    found = fast(raw)
+    if found is not None:
+        return found
+    try:
+        value = msgspec.json.decode(raw, type=kind | None)
+        return None if value is None else convert(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _needed(value: T | None, name: str) -> T:
+    if value is None:
+        raise ValueError(f"{name}: Expected `array`, got `null`")
+    return value
+
+
+def _ints(values: Sequence[int]) -> np.ndarray:
+    try:
+        return np.array(values, np.int32)
+    except OverflowError as error:
+        raise ValueError("got a number of more than 32 bits") from error
+
+
+def _floats(values: Sequence[float]) -> np.ndarray:
+    with np.errstate(over="ignore"):  # infinite then, and refused where a trajectory is checked
+        return np.array(values, np.float64).astype(np.float32)
+
+
+def _lists(values: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    return _ints([len(one) for one in values]), _ints([id for one in values for id in one])

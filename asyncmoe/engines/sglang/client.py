@@ -1,0 +1,145 @@
+"""HTTP client of one SGLang 0.5.23 server: `asyncmoe.engines.engine.Engine`, whose docstrings say what each call does."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from asyncmoe.engines.sglang.answer import GenerateAnswer, answer, packed_answer, response
+from asyncmoe.engines.sglang.connection import Acknowledged
+from asyncmoe.engines.sglang.generation import Scored, request_body, scored, scoring_body
+from asyncmoe.engines.sglang.replies import HttpReply
+from asyncmoe.engines.sglang.streaming import Parts, StreamPart, events
+from asyncmoe.engines.sglang.weights import WeightEndpoints
+from asyncmoe.engines.turnstile import turnstile
+from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
+from asyncmoe.errors import EngineError
+from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
+from asyncmoe.trajectory import Recording
+
+_LARGE = 1 << 20
+"""Bytes of an answer in JSON that is read in a thread: the event loop would wait for a millisecond or more."""
+
+
+class _ParsedCall(msgspec.Struct):
+    """A call in it (srt/function_call/core_types.py `ToolCallItem`)."""
+
+    name: str
+    parameters: str
+
+
+class _Parsed(msgspec.Struct):
+    """The part of an answer of `/parse_function_call` used here (srt/entrypoints/http_server.py `parse_function_call_request`)."""
+
+    calls: tuple[_ParsedCall, ...]
+    normal_text: str = ""
+
+
+class SGLangClient(WeightEndpoints):
+    """Client of one engine's endpoints; see `SGLangConnection` for its arguments."""
+
+    """Cached by `device`."""
+
+    async def ready(self) -> bool:
+        try:
+            async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(5.0)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # RuntimeError: the session was closed
+            return False
+
+    async def alive(self, timeout_s: float) -> bool:
+        """SGLang waits in steps of a second; a busy scheduler answers after its next batch instead of running the probe."""
+        try:
+            async with self._session.get(f"{self.url}/health_generate", timeout=aiohttp.ClientTimeout(timeout_s)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # as above
+            return False
+
+    async def freeze(self) -> None:
+        """Take what the server's processes have loaded out of later garbage collections; see `asyncmoe.process.freeze`.
+
+        Raises:
+            EngineError: the server refused it.
+        """
+        await self._send("/freeze_gc", {}, self._timeout_s)
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        sampling: Sampling,
+        salt: str,
+        timeout_s: float,
+        routed: int = 0,
+        adapter: str | None = None,
+        listener: Listener | None = None,
+    ) -> Generation:
+        body = request_body(tokens, sampling, salt, routed, adapter)
+        if listener is not None:
+            return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
+        reply = await self._ask("/generate", body, timeout_s)
+        if reply.kind == MEDIA_TYPE or len(reply.body) < _LARGE:
+            await turnstile().wait()
+            return self._read(reply, sampling.recording)
+        return await asyncio.to_thread(self._read, reply, sampling.recording)
+
+    def _read(self, reply: HttpReply, recording: Recording) -> Generation:
+        try:
+            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(reply.body)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
+        return response(self.name, whole, recording)
+
+    async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> GenerateAnswer:
+        """Generate a response in parts, which the listener hears; if it ends the response, abort the request.
+
+        SGLang's own stop texts need a tokenizer in the engine, and find a text only among as many last tokens as its own tokens.
+        """
+        rid = uuid.uuid4().hex
+        sampled = {**body["sampling_params"], "stream_interval": listener.every}
+        parts, buffer, ended = Parts(self.name), bytearray(), False
+        async with aclosing(self._stream("/generate", {**body, "rid": rid, "stream": True, "sampling_params": sampled}, timeout_s)) as data:
+            async for piece in data:
+                buffer += piece
+                for event in events(buffer):
+                    if event == b"[DONE]":
+                        continue
+                    try:
+                        tokens = parts.add(msgspec.json.decode(event, type=StreamPart))
+                    except (ValueError, RecursionError) as error:
+                        raise EngineError(f"{self.name}: /generate: unexpected part of an answer: {error}") from error
+                    if not ended and tokens and listener.hear(tokens):
+                        ended = True
+                        await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
+        return parts.whole()
+
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
+        body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}", adapter)
+        return scored(self.name, tokens, await self._post("/generate", body, Scored, timeout_s))
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
+        body = {"text": text, "tool_call_parser": parser, "tools": [dict(tool) for tool in tools]}
+        found = await self._post("/parse_function_call", body, _Parsed)
+        return tuple(ParsedCall(call.name, call.parameters, found.normal_text) for call in found.calls)
+
+    async def abort(self) -> None:
+        await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
+
+    async def load_adapter(self, name: str, folder: Path, timeout_s: float, pinned: bool = False) -> None:
+        """SGLang generates nothing meanwhile. It silently reloads a folder for a request that names the adapter after `unload_adapter`.
+
+        Args:
+            pinned: once used, the adapter keeps its place in adapter memory, whichever other adapters are requested.
+        """
+        body = {"lora_name": name, "lora_path": str(folder), "pinned": pinned}
+        await self._post("/load_lora_adapter", body, Acknowledged, timeout_s)
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """SGLang answers, and loads another adapter, only when no request that names this one is left."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, Acknowledged, timeout_s)

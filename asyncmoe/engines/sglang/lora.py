@@ -1,0 +1,62 @@
+"""Adapters in the forms that SGLang accepts: server arguments and files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from asyncmoe.engines.adapters import NAME, SLOTS
+from asyncmoe.engines.sglang.client import SGLangClient
+from asyncmoe.engines.types import Sampling
+from asyncmoe.models.lora import peft
+from asyncmoe.models.lora.adapter import Kind, check_rank, served_config, served_shapes, served_targets
+from asyncmoe.models.shape import Shape
+
+_IN_MEMORY = Path("/dev/shm")
+LIMIT = "--max-lora-rank"
+
+
+def flags(kind: Kind, limit: int | None = None) -> list[str]:
+    """Return the server arguments for adapters of a kind, without device-specific arguments.
+
+    Args:
+        limit: highest rank the server reserves memory for; None: the rank of `kind`.
+
+    Raises:
+        UserError: the rank is above the limit.
+    """
+    limit = kind.rank if limit is None else limit
+    check_rank(kind, limit)
+    sharing = "" if kind.experts == "shared_outer" else "no-"
+    return [
+        "--enable-lora",
+        *(LIMIT, str(limit)),
+        *("--lora-target-modules", *served_targets(kind)),
+        # Requests without an adapter occupy a slot too.
+        *("--max-loras-per-batch", str(SLOTS)),
+        # By default SGLang infers this from the adapters given at the start, and there are none.
+        f"--{sharing}experts-shared-outer-loras",
+        "--lora-strict-loading",
+    ]
+
+
+async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:
+    """Load the adapter `NAME` into an engine as memory for the receivers to write; until then it changes nothing.
+
+    It is pinned and sampled with once: from then on SGLang never reuses its slot. Its scale is 1, because the values that the receivers
+    write include the scale.
+
+    Raises:
+        EngineError, WaitTimeout: the engine refused or did not answer.
+    """
+    with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
+        blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
+        await client.load_adapter(NAME, Path(folder), timeout_s, pinned=True)
+    await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)
+
+
+def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
+    """Write an adapter of zeros as `peft.write_served` does; its file takes no disk space, whatever its size. Returns `folder`."""
+    peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
+    return folder

@@ -1,0 +1,283 @@
+"""One SGLang server as a child process: its command line, start and end, including every process it spawned.
+
+The server of an engine, or of one node of an engine over several machines (`asyncmoe.engines.nodes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncmoe import models
+from asyncmoe.config import Config, devices, sglang_arguments
+from asyncmoe.engines import adapters
+from asyncmoe.engines.engine_python import engine_python
+from asyncmoe.engines.nodes import NodePlace, process_name, reserve
+from asyncmoe.engines.sglang import lora
+from asyncmoe.engines.sglang.client import SGLangClient
+from asyncmoe.engines.sglang.connection import KEEP_ALIVE_S
+from asyncmoe.engines.types import EngineLost
+from asyncmoe.errors import AsyncmoeError, EngineError, UserError, WaitTimeout
+from asyncmoe.models import family_of
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.platform.sglang.lifetime import API_KEY, PARENT
+from asyncmoe.platform.sglang.packed_routes import ROUTING_VARIABLE
+from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE, LOADER
+from asyncmoe.process import Child
+from asyncmoe.rpc import address, nccl_settings, peers
+from asyncmoe.rpc.address import LOOPBACK
+from asyncmoe.scratch import Scratch
+from asyncmoe.trajectory.sent_routes import as_text
+
+_POLL_S = 0.2
+_SEEDS = 1 << 31
+_KEY_BYTES = 32
+_GPUS = Path("/dev/nvidiactl")
+_TCP = "tcp://"
+
+
+class SGLangProcess:
+    """A running server; an `asyncmoe.engines.engine.EngineProcess`.
+
+    Attributes:
+        name: "engine.0"; its name in records and messages.
+        tp, ep: as `engines.tp` and `engines.ep`.
+        host: its machine, as `asyncmoe.rpc.address.host_id`.
+        url: "http://host:port".
+        client: client of its endpoints.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        index: int,
+        run_dir: Path,
+        *,
+        host: str = LOOPBACK,
+        key: str | None = None,
+        seed: int | None = None,
+        memory: Sequence[str] = (),
+        place: NodePlace | None = None,
+    ) -> None:
+        """Start the process, as `asyncmoe.engines.backend.start` says.
+
+        Args:
+            place: the node of an engine over several that it is; None: the whole engine.
+        """
+        section = config.engines
+        self.name, self.tp, self.ep, self.host = name, section.tp, section.ep, address.host_id()
+        self._ready_by = time.monotonic() + section.start_timeout_s
+        self._start_timeout_s = section.start_timeout_s
+        node = 0 if place is None else place.node
+        self._reserved = reserve(host, section.port + index if section.port and not node else 0)
+        port = int(self._reserved.getsockname()[1])
+        log = run_dir / "logs" / f"{process_name(name, node).replace('.', '-')}.log"
+        hf = models.hf_config_of(config)
+        self._adapter = None
+        kind = models.adapter_of(config, hf)
+        if kind is not None and adapters.in_memory(config):
+            self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
+        routing = models.kept_routing(config, hf)
+        own = ("--dtype", models.engine_dtype(hf, section), *family_of(hf).engine.arguments, *memory)
+        arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
+        key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
+        # Not an argument, because every user of this machine can read arguments.
+        given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
+        given[peers.STARTER] = msgspec.json.encode(peers.facts("its starter", ())).decode()
+        self._scratch = Scratch()
+        try:
+            self._child = Child(name, arguments, log, given | self._scratch.environment() | {API_KEY: key}, config.telemetry.logs.bounds)
+        except AsyncmoeError:
+            self._reserved.close()
+            self._scratch.remove()
+            raise
+        self.url = f"http://{host}:{port}"
+        self.client = SGLangClient(name, self.url, key)
+
+    @property
+    def died(self) -> str | None:
+        """The reason the process ended, or None while it runs."""
+        if self._child.returncode is None:
+            return None
+        output = self._child.output()
+        if (reason := reason_in(output)) is None:
+            reason = f"ended with status {self._child.returncode}"
+            reason += "".join(f"; its last words: {line.strip()[-400:]}" for line in output.rstrip().splitlines()[-1:])
+        return f"{reason} (log: {self._child.log})"
+
+    async def wait_ready(self) -> None:
+        """Return once the server accepts requests, including requests for the adapter that the receivers write, if any.
+
+        Raises:
+            EngineError: the server died first.
+            WaitTimeout: the start took longer than engines.start_timeout_s.
+        """
+        while not await self.client.ready():
+            if (why := self.died) is not None:
+                raise EngineError(f"{self.name} did not start: {why}")
+            if time.monotonic() > self._ready_by:
+                raise WaitTimeout(self.name, f"start; its log is {self._child.log}", self._start_timeout_s)
+            await asyncio.sleep(_POLL_S)
+        if self._adapter is not None:
+            await lora.install(self.client, *self._adapter, self._start_timeout_s)
+        await self._freeze()
+
+    async def _freeze(self) -> None:
+        """See `SGLangClient.freeze`; a connection that breaks off while the server goes on ends no start."""
+        while True:
+            try:
+                return await self.client.freeze()
+            except EngineLost:
+                if self.died is not None or time.monotonic() > self._ready_by:
+                    raise
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> None:
+        """End the server with every process it spawned, and remove what they have left.
+
+        It is killed at once: nothing waits for its responses any more, and SGLang, if asked to stop, checks only up to 5 s later whether
+        requests are left and then kills its processes itself (`sigterm_watchdog`).
+        """
+        await self.client.close()
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """As `stop`, of a server that was sent no request."""
+        self._reserved.close()
+        self._child.end(0.0)
+        self._scratch.remove()
+
+    def kill(self) -> None:
+        """Kill the server with every process it spawned, without waiting; its requests in progress fail with `EngineLost`."""
+        self._child.kill()
+
+
+def command(
+    config: Config,
+    index: int,
+    host: str,
+    port: int,
+    keeps_routing: bool,
+    seed: int,
+    adapter: Kind | None,
+    own: Sequence[str] = (),
+    place: NodePlace | None = None,
+) -> list[str]:
+    """Return the command line of engine `index`; on a CPU, `asyncmoe.platform.sglang` adds the arguments that only a CPU needs.
+
+    - The tokenizer is not loaded: requests and responses are token ids.
+    - A streamed response has every token once (`streaming.py`).
+    - Version "0" is the checkpoint's weights.
+    - Shared-expert fusion is off on every device, because weights are sent unfused; on a GPU, SGLang would otherwise turn the shared
+      experts of some models into one more routed expert.
+
+    Args:
+        own: those of its model (its dtype, because SGLang's own choice for one of float32 is float16; `EngineClass.arguments`), and
+            arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take
+            precedence.
+        place: as for `SGLangProcess`.
+    """
+    section, node = config.engines, 0 if place is None else place.node
+    flags: dict[str, object] = {
+        "model-path": config.model.path,
+        "host": host,
+        "port": port,
+        "tp": section.tp,
+        "ep": section.ep,
+        "max-running-requests": section.max_running,
+        "random-seed": (config.run.seed + seed) % _SEEDS,
+        "weight-version": "0",
+        "log-level-http": "warning",
+    }
+    if _GPUS.exists():
+        flags["base-gpu-id"] = devices.engine_gpu(config, index, node, address.several(config.cluster.network))
+    if place is not None:
+        flags |= {"nnodes": section.nodes, "node-rank": node}
+        if place.meeting.startswith(_TCP):
+            flags["dist-init-addr"] = place.meeting.removeprefix(_TCP)
+    if section.max_total_tokens is not None:
+        flags["max-total-tokens"] = section.max_total_tokens
+    switches = [
+        "--skip-tokenizer-init",
+        "--incremental-streaming-output",
+        "--disable-shared-experts-fusion",
+        "--custom-weight-loader",
+        LOADER,
+    ]
+    if config.model.trust_remote_code:
+        switches.append("--trust-remote-code")
+    if keeps_routing:
+        switches.append("--enable-return-routed-experts")
+    if adapter is not None:
+        switches += lora.flags(adapter, sglang_arguments.number(section.args, lora.LIMIT))
+    named = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    return [str(engine_python(section.python)), "-m", "asyncmoe.platform.sglang", *named, *switches, *own, *section.args]
+
+
+def environment(config: Config, index: int, host: str = "", place: NodePlace | None = None) -> dict[str, str]:
+    """Return the variables set for engine `index` in addition to ours; the user's values take precedence.
+
+    Args:
+        host: address it listens on.
+        place: as for `SGLangProcess`.
+
+    Raises:
+        UserError: our environment has a variable of SGLang that asyncmoe does not support.
+    """
+    if unknown := sglang_arguments.unknown_variables(os.environ):
+        raise UserError("environment of an engine", got=", ".join(unknown), expected="supported variables of SGLang", hint="unset them")
+    given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | nccl_settings.set_defaults(os.environ)
+    given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
+    # A server whose worker has died would wait 5 s for the GPU to settle, then for stacks and core dumps, and its requests with it.
+    given |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+    if config.engines.tp > 1:
+        # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
+        each, node = config.engines.ranks_per_node, 0 if place is None else place.node
+        first = index * each if address.several(config.cluster.network) else index * config.engines.tp + node * each
+        given["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(sorted(os.sched_getaffinity(0)), first, each)
+    if place is not None:
+        given |= _between_nodes(host, place)
+    family = {} if config.model.family == "auto" else {FAMILY_VARIABLE: config.model.family}
+    return {PARENT: str(os.getpid()), **family, **{name: os.environ.get(name, value) for name, value in given.items()}}
+
+
+def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:
+    """Return what the ranks of several nodes need to meet.
+
+    SGLang's queue for requests would open a port on every interface, whose readers unpickle what they receive; without it, requests travel
+    over the ranks' gloo group. Gloo and NCCL would choose an interface by themselves.
+    """
+    given = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
+    if not place.meeting.startswith(_TCP):
+        return {**given, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": place.meeting}
+    interface = address.interface_of(host, address.interfaces())
+    return given if interface is None else {**given, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def reason_in(log: str) -> str | None:
+    """Return the log line that best explains the exit: a failed bind, else the last root-cause exception, else a usage error, else the last
+    exception of any kind; or None."""
+    lines = [line.strip() for line in log.splitlines()]
+    every = [line for line in lines if _RAISED.match(line)]
+    raised = [line for line in every if not _CONSEQUENCE.search(line)]
+    usage = [line for line in lines if ": error: " in line]
+    bind = [line for line in lines if "error while attempting to bind" in line]
+    found = [*usage, *raised, *bind] or every
+    return found[-1][:400] if found else None
+
+
+_RAISED = re.compile(r"(\[[^]]*\] )?[\w.]*(Error|Exception|Gone|Interrupt|Exit)\b: .+")
+_CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFError|died during initialization|HTTPConnectionPool")
+
+
+def _cores(available: Sequence[int], first: int, ranks: int) -> str:
+    """Return one core per rank in SGLang's form "0|1", from the `first` on; ranks share cores in turn if there are fewer than ranks."""
+    return "|".join(str(available[(first + rank) % len(available)]) for rank in range(ranks))

@@ -1,0 +1,104 @@
+"""A response of `/generate` in parts, as SGLang 0.5.23 streams it with --incremental-streaming-output: every part has what is new in it.
+
+One part is an exception: a request that is aborted while it waits in the queue ends with a part that repeats all log-probabilities
+(`tokenizer_manager.py`, `_handle_abort_req`). `output_token_logprobs_length`, which counts all of them in every part, tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncmoe.engines.sglang.answer import Entry, Finish, GenerateAnswer, entries
+from asyncmoe.engines.types import IdLists, VersionSpan
+from asyncmoe.errors import EngineError
+
+
+class _PartMeta(msgspec.Struct, frozen=True):
+    finish_reason: Finish | None = None
+    output_token_logprobs: list[Entry] = []
+    output_token_logprobs_length: int = 0
+    weight_versions: list[VersionSpan] = []
+    cached_tokens: int = 0
+    routed_experts: bytes | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
+
+
+class StreamPart(msgspec.Struct, frozen=True):
+    """One server-sent event."""
+
+    output_ids: list[int] = []
+    meta_info: _PartMeta = _PartMeta()
+    error: Mapping[str, Any] | None = None
+
+
+class Parts:
+    """Puts the parts of one response together.
+
+    Args:
+        name: name of the engine in errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._entries: list[Entry] = []
+        self._masks: list[list[int]] = []
+        self._mask_logprobs: list[float] = []
+        self._last: _PartMeta | None = None
+
+    def add(self, part: StreamPart) -> Sequence[int]:
+        """Take the next part, and return the tokens that are new in it.
+
+        Raises:
+            EngineError: the engine refused the request, or the part does not follow the others.
+        """
+        if part.error is not None:
+            raise EngineError(f"{self._name}: /generate: {str(part.error.get('message', part.error))[:500]}")
+        meta, before = part.meta_info, len(self._entries)
+        repeats = before > 0 and meta.output_token_logprobs_length == len(meta.output_token_logprobs)
+        entries = meta.output_token_logprobs[before:] if repeats else meta.output_token_logprobs
+        if before + len(entries) != meta.output_token_logprobs_length or self._last is not None:
+            got = f"{before} and {len(entries)} of {meta.output_token_logprobs_length} tokens"
+            raise EngineError(f"{self._name}: parts of a response do not fit together: {got}")
+        if not repeats and [entry[1] for entry in entries] != part.output_ids:
+            raise EngineError(f"{self._name}: log-probabilities do not match the {len(part.output_ids)} tokens of a part")
+        self._entries += entries
+        self._masks += meta.output_token_sampling_mask or ()
+        self._mask_logprobs += meta.output_token_sampling_logprobs or ()
+        if meta.finish_reason is not None:
+            self._last = meta
+        return [entry[1] for entry in entries]
+
+    def whole(self) -> GenerateAnswer:
+        """Return the answer that `/generate` would have given without parts.
+
+        Raises:
+            EngineError: the last part has not arrived, or a number has more than 32 bits.
+        """
+        last = self._last
+        if last is None or last.finish_reason is None:
+            raise EngineError(f"{self._name}: /generate: the answer ended after {len(self._entries)} tokens without its last part")
+        try:
+            made = entries(self._entries)
+            masks = IdLists.of(self._masks) if self._masks else None
+        except (ValueError, OverflowError) as error:
+            raise EngineError(f"{self._name}: /generate: unexpected answer: {error}") from error
+        values = np.array(self._mask_logprobs, np.float32) if self._mask_logprobs else None
+        return GenerateAnswer(
+            made[1], made, last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts, masks, values
+        )
+
+
+def events(buffer: bytearray) -> list[bytes]:
+    """Take the complete server-sent events out of a buffer, and return the data of each; every event of SGLang is one line of data."""
+    found = []
+    while (end := buffer.find(b"\n\n")) >= 0:
+        line = bytes(buffer[:end]).strip()
+        del buffer[: end + 2]
+        if line.startswith(b"data:"):
+            found.append(line[5:].strip())
+    return found

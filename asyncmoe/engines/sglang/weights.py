@@ -1,0 +1,102 @@
+"""The endpoints that pause a server and change its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from asyncmoe.engines.sglang.connection import Acknowledged, SGLangConnection
+from asyncmoe.errors import EngineError
+from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
+
+
+class _CheckedRank(msgspec.Struct, frozen=True):
+    checksums: dict[str, str]
+
+
+class _Checked(msgspec.Struct, frozen=True):
+    ranks: list[_CheckedRank]
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """The part of `/model_info` used here."""
+
+    weight_version: str
+
+
+class WeightEndpoints(SGLangConnection):
+    """The weight updates of an `Engine`, whose docstrings say what each call does."""
+
+    async def pause(self, retract: bool = False) -> None:
+        """SGLang pauses between two forward passes; running requests stay, and keep their keys and values unless `retract`."""
+        await self._post("/pause_generation", {"mode": "retract" if retract else "in_place"}, Acknowledged)
+
+    async def flush(self) -> None:
+        """SGLang refuses while requests run."""
+        await self._send("/flush_cache", {}, self._timeout_s)
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {"torch_empty_cache": False}, Acknowledged)
+
+    async def begin_update(self) -> None:
+        """SGLang takes no weights outside an update."""
+        await self._post("/begin_weight_update", {"selector": "all"}, Acknowledged)
+
+    async def end_update(self) -> None:
+        await self._post("/end_weight_update", {}, Acknowledged)
+
+    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world,
+            "group_name": group,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, Acknowledged, timeout_s)
+
+    async def load_bucket(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
+    ) -> None:
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            # Paused requests keep their keys and values; the salt separates the prefixes of other prompts by version.
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_distributed", body, Acknowledged, timeout_s)
+
+    async def load_files(self, folder: str, timeout_s: float) -> None:
+        # Paused requests keep their keys and values, as in `load_bucket`.
+        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False}, Acknowledged, timeout_s)
+
+    async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
+        """SGLang hands the commands to `asyncmoe.weights.receiver.load`, as tensors in a format of our own, also while it generates
+        (`asyncmoe.platform.sglang.commands`)."""
+        body = {
+            "serialized_named_tensors": [payload(command) for command in commands],
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": None if version is None else str(version),
+        }
+        await self._post("/update_weights_from_tensor", body, Acknowledged, timeout_s)
+
+    async def weights_version(self) -> int:
+        text = await self._send("/model_info", None, self._timeout_s)
+        try:
+            return int(msgspec.json.decode(text, type=_Model).weight_version)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{self.name}: /model_info: unexpected answer: {error}") from error
+
+    async def set_version(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, Acknowledged)
+
+    async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
+        checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
+        # SGLang's layers with adapters hold the layer without them as `base_layer`.
+        return tuple({name.replace(".base_layer.", "."): one for name, one in rank.checksums.items()} for rank in checked.ranks)

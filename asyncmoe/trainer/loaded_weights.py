@@ -1,0 +1,53 @@
+"""Compare what engines have loaded from the model's files with the trainer's weights, before anything is sampled.
+
+Engines have a loader of their own. Whatever it does otherwise would be trained on until the first update, and under adapters for ever.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+
+from asyncmoe.rpc.client import ANSWER_S, Client
+from asyncmoe.rpc.messages import EnginesAsk, Probe, WeightsLoaded
+from asyncmoe.trainer.lora import attach
+from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
+
+Score = Callable[[Sequence[Sequence[int]]], Mapping[int, np.ndarray]]
+"""As `Learner.scored`."""
+_TEXTS, _TOKENS, _COMMON = 4, 65, 20_000
+"""Probes: texts, tokens of each, of which the first has no log-probability, and how many of the vocabulary's first tokens they are drawn
+from: the ids of rare tokens, which the model may never have seen, lie behind."""
+
+
+def compare(expected: ExpectedChecksums, client: Client, score: Score, step: int) -> None:
+    """Have the controller compare, adapters aside, and let engines sample if what they have loaded is version `step`. Collective over all
+    ranks.
+
+    Without adapters, engines that receive a version before they sample have nothing left of what they loaded: then nothing is compared.
+
+    Args:
+        client: this rank's connection to the controller.
+
+    Raises:
+        Disagreement: names an engine, and the first parameters that differ; on rank 0, which ends the others.
+        AsyncmoeError: engines did not start.
+    """
+    config, adapter = expected.config, expected.config.adapter
+    first = step == 0 and (adapter is None or adapter.start is None)
+    if not first and adapter is None:
+        return
+    if expected.of_loaded:
+        request = WeightsLoaded(expected.of_files(), None, first, adapter is not None)
+    else:
+        draw = random.Random(config.run.seed)
+        texts = [tuple(draw.choices(range(min(_COMMON, expected.model.hf["vocab_size"])), k=_TOKENS)) for _ in range(_TEXTS)]
+        with nullcontext() if adapter is None else attach.switched_off(expected.model.chunks):
+            found = score(texts)
+        request = WeightsLoaded((), Probe(0, tuple(texts), tuple(tuple(map(float, found[i])) for i in range(_TEXTS))), first)
+    client.ask(EnginesAsk(config.engines.start_timeout_s), config.engines.start_timeout_s + ANSWER_S)
+    if expected.model.mesh.rank == 0:
+        client.ask(request, config.sync.timeout_s + ANSWER_S)

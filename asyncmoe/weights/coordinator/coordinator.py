@@ -1,0 +1,317 @@
+"""The coordinator: answers the sender's requests, and publishes a version once every engine serves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from asyncmoe.config.rollout import Interruption
+from asyncmoe.engines.member import Member
+from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.types import EngineLost
+from asyncmoe.errors import AsyncmoeError, Disagreement, RunStopping, WaitTimeout, WeightSyncError
+from asyncmoe.rpc.messages import (
+    Committed,
+    Done,
+    EngineInfo,
+    Engines,
+    EnginesAsk,
+    WeightsAbort,
+    WeightsAdapter,
+    WeightsBegin,
+    WeightsBucket,
+    WeightsCommit,
+    WeightsFiles,
+    WeightsJoin,
+    WeightsStage,
+)
+from asyncmoe.weights.coordinator import adapter_files, at_once, broadcast, checksums, reshard, state, weight_files
+from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
+from asyncmoe.weights.coordinator.driver import Note, OpenUpdate, UpdateDriver
+from asyncmoe.weights.coordinator.roster import EngineSet
+
+_ROSTERS = 32
+"""Bits for the rosters of one controller."""
+WeightsRequest = (
+    WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsFiles | WeightsAbort | EnginesAsk
+)
+
+
+class WeightUpdateCoordinator:
+    """Answers the sender's requests by driving all engines.
+
+    Args:
+        pool: the engines; its members' `version` is the ledger.
+        timeout_s: limit on each request, and on the sender's silence between two requests while engines are paused.
+        published: awaited with a version once every engine serves it.
+        record: called with (engine, begin, end), Unix seconds, for every pause.
+        interruption, unfinished, pause_s: as for `UpdateDriver`.
+        note: as for `UpdateDriver`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        timeout_s: float,
+        published: Callable[[int], Awaitable[None]],
+        record: Callable[[str, float, float], None],
+        interruption: Interruption = "in_place",
+        unfinished: Callable[[], int] = lambda: 0,
+        pause_s: float | None = None,
+        note: Note | None = None,
+    ) -> None:
+        pause_s = timeout_s if pause_s is None else pause_s
+        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, pause_s, note)
+        self._pool, self._timeout_s, self._published = pool, timeout_s, published
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._silence: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Future[None] | None = None
+        self._under_way: set[asyncio.Future[Engines | Committed | Done]] = set()
+        self._one = asyncio.Lock()
+        self._kept: checksums.Checksums = ()
+
+    def succeed(self, epoch: int, landed: bool) -> None:
+        """Go on with the engines of the controllers before this one.
+
+        Args:
+            epoch: number of this controller; no roster may have the number that one of an earlier controller had.
+            landed: whether these engines have received a version.
+        """
+        self.driver.roster, self.driver.landed = EngineSet(epoch << _ROSTERS, ()), landed
+
+    def engines_started(self) -> None:
+        """Report that all engines accept requests, so that `EnginesAsk` is answered."""
+        self._started.set_result(None)
+
+    def engines_failed(self, error: AsyncmoeError) -> None:
+        """Report that not all engines will start; everyone who waits for them gets `error`."""
+        if not self._started.done():
+            self._started.set_exception(error)
+            # Mark the exception as retrieved: asyncio warns about a future whose exception nobody retrieves.
+            self._started.exception()
+
+    def stop(self) -> None:
+        """Report that the run is being stopped: a trainer that waits for engines, the first or new ones, gets `RunStopping`. Idempotent."""
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+
+    async def wait_started(self) -> None:
+        """Return when all engines accept requests.
+
+        Raises:
+            AsyncmoeError: the error passed to `engines_failed`.
+        """
+        await asyncio.shield(self._started)
+
+    def updating(self, member: Member) -> bool:
+        """Return True if an open update goes to this engine."""
+        return self.driver.current is not None and member in self.driver.current.members
+
+    def paused(self, member: Member) -> bool:
+        """Return True if this engine cannot sample at the moment: it is paused for an open update, or loads an adapter."""
+        if member.slots is not None and member.slots.loading:
+            return True
+        return self.driver.current is not None and member.engine.name in self.driver.current.paused
+
+    async def compare_loaded(self, expected: checksums.Checksums, kept: bool) -> None:
+        """Compare what all engines have loaded from the model's files with what the trainer has; one that is lost meanwhile is fenced.
+
+        Args:
+            kept: as in `WeightsLoaded`; an engine that joins later and differs is fenced.
+
+        Raises:
+            Disagreement: names an engine, and the first parameters that differ.
+        """
+        self._kept = expected if kept else ()
+        for member, error in await self._compare_new(expected):
+            if not isinstance(error, EngineLost | WaitTimeout):
+                raise Disagreement(f"{member.engine.name} has loaded other weights from the model's files than the trainer: {error}")
+            self._pool.fence(member, str(error))
+
+    async def _compare_new(self, expected: checksums.Checksums) -> Failures:
+        """Compare the engines that have not been compared; return those that differ or fail."""
+
+        async def compare(member: Member) -> None:
+            checksums.compare(expected, await member.engine.client.checksums(self._timeout_s))
+            member.compared = True
+
+        return await on_each([member for member in self._pool.present if not member.compared], compare)
+
+    async def forget_sender(self, why: str) -> None:
+        """Abandon what a sender that is lost has under way: nothing more comes from it. The next sender meets the engines anew.
+
+        An update that it had open ends as every broken-off one does (`state.ending`); one that it had asked to commit lands.
+
+        Raises:
+            WaitTimeout: engines did not end what it had asked for within the limit of a request.
+        """
+        late = (await asyncio.wait(self._under_way, timeout=self._timeout_s))[1] if self._under_way else ()
+        if late:
+            raise WaitTimeout("the engines", "the end of what a trainer that is lost had asked them for", self._timeout_s)
+        self._listen(False)
+        if self._ending is not None:
+            await self._ending
+        if (update := self.driver.current) is not None:
+            await self.driver.end(update, why)
+        self.driver.roster = self.driver.roster.anew(self._pool)
+
+    async def handle(self, request: WeightsRequest, check: Callable[[], None] = lambda: None) -> Engines | Committed | Done:
+        """Answer one request.
+
+        Args:
+            check: called when the requests before it are answered; raises if it is out of turn by then.
+
+        Raises:
+            WeightSyncError: an engine refused, died or has different checksums, or the request is out of order.
+            RunStopping: see `stop`.
+            WaitTimeout: the engines did not start, or responses did not end, in time.
+        """
+        if isinstance(request, EnginesAsk):
+            return await self._engines(request)  # which changes no engine
+        answering = asyncio.ensure_future(self._in_turn(request, check))
+        self._under_way.add(answering)
+        answering.add_done_callback(self._under_way.discard)
+        return await answering
+
+    async def _in_turn(self, request: WeightsRequest, check: Callable[[], None]) -> Engines | Committed | Done:
+        """Answer one request after the other, as a sender asks them; only an abort ends what another request still waits for."""
+        if isinstance(request, WeightsAbort):
+            return await self._drive(request)
+        async with self._one:
+            check()
+            return await self._drive(request)
+
+    async def _drive(self, request: WeightsRequest) -> Engines | Committed | Done:
+        match request:
+            case WeightsAbort():
+                await self._abort(request)
+            case WeightsJoin():
+                await (broadcast.join if request.method == "broadcast" else reshard.start_receivers)(self.driver, request)
+            case WeightsStage():
+                update = reshard.stage(self.driver, request)
+                if request.in_place:
+                    await self._expecting_next(reshard.stage_in_place(self.driver, update))
+            case WeightsBegin():
+                await self._expecting_next(broadcast.begin(self.driver, request.version))
+            case WeightsBucket():
+                await self._expecting_next(broadcast.load(self.driver, request))
+            case WeightsAdapter():
+                serving, failed = await adapter_files.publish(self.driver, request)
+                return await self._publish(request.version, (0.0,) * serving, failed)
+            case WeightsFiles():
+                await self.driver.pause_all(self.driver.claim(request.version, session=False))
+                return await self._commit(request)
+            case WeightsCommit():
+                self._listen(False)
+                return await self._commit(request)
+        return Done()
+
+    async def _engines(self, request: EnginesAsk) -> Engines:
+        await asyncio.wait((self._started, self._stopping), timeout=request.wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._started.done():
+            self._started.result()
+        elif self._stopping.done():
+            raise RunStopping("the run is being stopped, and its engines have not started")
+        else:
+            raise WaitTimeout("the engines", "start", request.wait_s)
+        self._pool.fence_dead()
+        for member, error in await self._compare_new(self._kept) if self._kept else ():
+            self._pool.fence(member, f"what it has loaded: {error}")
+        driver = self.driver
+        concerned = driver.roster.members if driver.current is None else driver.current.members
+        lost = tuple(member.engine.name for member in concerned if member.fenced is not None)
+        roster = driver.roster = driver.roster.now(self._pool)
+        infos = tuple(
+            EngineInfo(m.engine.name, m.engine.tp, m.engine.ep, offset, m.version, m.engine.host, m.waiting)
+            for m, offset in zip(roster.members, roster.offsets, strict=True)
+        )
+        awaited = self._pool.awaited
+        if awaited and self._stopping.done():
+            raise RunStopping("the run is being stopped, and no engine is left")
+        return Engines(infos, roster.world, roster.number, lost, awaited)
+
+    async def _commit(self, request: WeightsCommit | WeightsFiles) -> Committed:
+        update = self.driver.expect(request.version)
+        retract = self.driver.interruption == "retract"
+        if isinstance(request, WeightsCommit) and state.swaps_at_once(update.state, retract, bool(request.checksums)):
+            failed, pauses = await at_once.swap(self.driver, update, request.update)
+        else:
+            failed, pauses = await self._commit_paused(update, request)
+        self.driver.landed = self.driver.landed or bool(pauses)
+        self.driver.close(update)
+        return await self._publish(update.version, tuple(1e3 * seconds for seconds in pauses), failed)
+
+    async def _commit_paused(self, update: OpenUpdate, request: WeightsCommit | WeightsFiles) -> tuple[Failures, list[float]]:
+        if not update.state.gate_closed:
+            await self.driver.pause_all(update)  # an abort may still end the update
+        update.state = state.conclude(update.state)
+        failed: Failures = []
+        if isinstance(request, WeightsFiles):
+            failed = await weight_files.load(self.driver, update, request.folder)
+        elif update.state.staged:
+            failed = await reshard.swap(self.driver, update, request.update)
+
+        async def finish(member: Member) -> None:
+            if update.session:
+                async with self.driver.soon(member, f"end the update to version {update.version}"):
+                    await member.engine.client.end_update()
+            if request.checksums:
+                checksums.compare(request.checksums, await member.engine.client.checksums(self._timeout_s))
+
+        failed += await self.driver.fencing(update, finish)
+        pauses: list[float] = []
+
+        async def resume(member: Member) -> None:
+            async with self.driver.soon(member, f"resume with version {update.version}"):
+                if not update.state.staged:
+                    await member.engine.client.set_version(update.version)
+                await member.engine.client.resume()
+            pauses.append(self.driver.pause_ended(update, member))
+            member.serve(update.version, self._pool.lineage)
+
+        failed += await self.driver.fencing(update, resume)
+        return failed, pauses
+
+    async def _publish(self, version: int, pause_ms: tuple[float, ...], failed: Failures) -> Committed:
+        """Publish a version that some engines serve now, and report engines that refused it.
+
+        Args:
+            pause_ms: pauses of the engines that serve it.
+
+        Raises:
+            WeightSyncError: an engine refused it, or none is left.
+        """
+        # First, because the engines that resumed sample the version, whatever is wrong with the others.
+        if pause_ms:
+            await self._published(version)
+        # An engine that is gone or silent is fenced and serves nothing; the others have the version.
+        refused = [(member, error) for member, error in failed if not isinstance(error, EngineLost | WaitTimeout)]
+        raise_first(refused, f"publishing version {version}")
+        if not pause_ms:
+            gone = [member.fenced for member in self._pool.members if member.fenced is not None]
+            why = gone[-1] if gone else "all have left"
+            raise WeightSyncError(f"publishing version {version}: no engine is left; {why}")
+        return Committed(version, pause_ms)
+
+    async def _abort(self, request: WeightsAbort) -> None:
+        update = self.driver.current
+        if update is not None and update.version == request.version:
+            self._listen(False)
+            await self.driver.end(update, f"the sender failed: {request.why}")
+
+    async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`; if the sender then falls silent while the engines are paused, end the update."""
+        self._listen(False)
+        await work
+        self._listen(True)
+
+    def _listen(self, for_next: bool) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = asyncio.get_running_loop().call_later(self._timeout_s, self._fell_silent) if for_next else None
+
+    def _fell_silent(self) -> None:
+        if (update := self.driver.current) is not None and not update.state.concluding:
+            self._ending = asyncio.ensure_future(self.driver.end(update, f"the sender was silent for {self._timeout_s:g} s"))

@@ -1,0 +1,308 @@
+"""The weight protocol: the messages between trainer and engine ranks, in the order they are sent.
+
+Every message is a value in a key-value store hosted by the trainer's rank 0 (`asyncmoe.weights.receiver.control_store`). Ranks are numbered
+consecutively: the trainer's first, then each engine's. Only the weights use another channel (`asyncmoe.weights.receiver.channel`). A *meeting*
+is a set of trainer and engine ranks that have agreed on a plan; if the set of engines changes, a new meeting begins.
+
+Meeting     rank 0 sets `TERMS`; every other rank answers `ready(rank)`; rank 0 compares all answers and sets `VERDICT`
+Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each rank makes its end of the channel,
+            and the same exchange is repeated with "make"
+Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)` after the commit, and
+            `over(N)` when the trainer is done with the version. With deltas, offers come before the header (`delta_messages.py`)
+Leaving     trainer ranks set `left(rank)`; then rank 0 may close the store
+
+A message with a failure says why its sender cannot continue. `FAILED` ends the whole meeting; `channel_failed(E, stage)` and
+`update_failed(N)` end one stage of it. Waiting ranks poll these keys, so no rank waits for a rank that has failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from asyncmoe.config.transports import TransportName
+from asyncmoe.errors import ReportedFailure
+
+T = TypeVar("T", bound=msgspec.Struct)
+ChannelStage = Literal["arrive", "make"]
+ELSEWHERE = "another rank has failed"
+"""The failure reported by a rank that only waited for the failed rank (`asyncmoe.weights.receiver.failing.cause`)."""
+
+
+class EngineRanks(msgspec.Struct, frozen=True):
+    """An engine and its ranks, `first` to `first + tp - 1`."""
+
+    name: str
+    tp: int
+    ep: int
+    first: int
+
+
+class AdapterTerms(msgspec.Struct, frozen=True):
+    """Fields of `asyncmoe.models.lora.adapter.Kind`."""
+
+    targets: tuple[str, ...]
+    rank: int
+    alpha: float
+    experts: Literal["per_expert", "shared_outer"]
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """Everything a rank needs to plan a transfer.
+
+    Attributes:
+        hf: the model's Hugging Face configuration.
+        adapter: the adapter to send; None: all weights.
+        trainer: fields of `asyncmoe.models.MegatronParallel`.
+        dtype, engine_dtype: dtypes of the weights in the trainer and in the engines.
+        transport: the transport of the weights.
+        session: unique name of this meeting on its host.
+        in_place: whether engines receive full updates directly into their parameters, because a GPU has no room for staging memory; the
+            verdict says so.
+        delta: whether updates may be deltas, so that every version is proven by a canonical digest.
+        timeout_s: bound of a transfer, and of the rendezvous.
+        max_ctas: limit of an NCCL communicator (`asyncmoe.weights.receiver.communicators`).
+    """
+
+    hf: dict[str, Any]
+    adapter: AdapterTerms | None
+    trainer: dict[str, int | bool | None]
+    engines: tuple[EngineRanks, ...]
+    dtype: str
+    engine_dtype: str
+    transport: TransportName
+    session: str
+    bucket_bytes: int
+    timeout_s: float
+    max_ctas: int = 0
+    delta: bool = False
+    in_place: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.engines[-1].first + self.engines[-1].tp
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A parameter in an engine. `shares` names an earlier parameter with the same storage; empty if there is none."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    shares: str = ""
+
+
+class Card(msgspec.Struct, frozen=True):
+    """A rank's GPU and the library versions the rank uses.
+
+    Attributes:
+        device: the device's name in this process ("cuda:1").
+        uuid: the device's identity, the same in every process.
+        model: the GPU's name and compute capability.
+        free, total: bytes that can be allocated, and the GPU's memory in bytes.
+        wanted: bytes that receiving will allocate besides staging memory.
+        copy: bytes of staging memory for a whole version; 0 on trainer ranks.
+        torch: version of torch.
+        nccl, library: version and file of NCCL if the transport is NCCL; otherwise empty.
+        unreachable: UUIDs of GPUs on this host whose memory this GPU cannot read (`cudaDeviceCanAccessPeer`).
+    """
+
+    host: str
+    device: str
+    uuid: str
+    model: str
+    free: int
+    total: int
+    wanted: int
+    torch: str
+    nccl: str = ""
+    library: str = ""
+    unreachable: tuple[str, ...] = ()
+    copy: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """A rank has planned its part, or failed to. `parameters`, `places` and `obstacles` are empty on trainer ranks."""
+
+    failure: str = ""
+    plan: str = ""
+    """The plan's digest."""
+    parameters: dict[str, Parameter] = {}
+    places: dict[str, int] = {}
+    """SGLang's "tp_rank" and "moe_ep_rank" of the worker."""
+    obstacles: tuple[str, ...] = ()
+    """Reasons why weights must not be written into the worker's parameters."""
+    card: Card | None = None
+    """None without a GPU."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """An update begins over channel `epoch`, or has failed before it began.
+
+    Attributes:
+        base: the version that the update changes, if it is a delta; None: it is full.
+    """
+
+    version: int
+    epoch: int
+    failure: str = ""
+    base: int | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Success, or a description of the failure.
+
+    Attributes:
+        doubtful: what the rank holds, or was sent, is not what the delta needs; a full update may succeed.
+    """
+
+    failure: str = ""
+    doubtful: bool = False
+
+    def check(self) -> None:
+        """Raise ReportedFailure, a WeightSyncError, if the outcome is a failure."""
+        if self.failure:
+            raise ReportedFailure(self.failure)
+
+
+class MeetingOutcome(msgspec.Struct, frozen=True):
+    """Weights can be sent, or why they cannot.
+
+    Attributes:
+        in_place: see `Terms`.
+    """
+
+    failure: str = ""
+    in_place: bool = False
+
+    def settle(self, terms: Terms) -> Terms:
+        """Return the terms with what was decided."""
+        return msgspec.structs.replace(terms, in_place=self.in_place)
+
+
+class Over(msgspec.Struct, frozen=True):
+    """The update is finished, or its weights must be sent again (`again`), or rank 0 failed."""
+
+    again: bool = False
+    failure: str = ""
+
+
+class HeldCommunicator(msgspec.Struct, frozen=True):
+    """A communicator that a rank can reuse.
+
+    Attributes:
+        id: see `Agreed`.
+        runs: successful exchanges over it, deltas included, on this rank.
+    """
+
+    id: str
+    runs: int
+
+
+class Agreed(msgspec.Struct, frozen=True):
+    """The agreed communicator of an engine.
+
+    Attributes:
+        id: unique among all communicators of the run, past and present.
+        unique_id: NCCL's unique ID to create it with; empty if every rank already holds it.
+    """
+
+    id: str
+    unique_id: bytes = b""
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """A rank is ready to make its end of a channel, or has made it, or has failed.
+
+    Attributes:
+        held: communicators the rank can reuse (`Communicators.held`).
+    """
+
+    failure: str = ""
+    held: dict[str, HeldCommunicator] = {}
+
+
+class AllArrived(msgspec.Struct, frozen=True):
+    """All ranks have reached the stage, or one has failed.
+
+    Attributes:
+        agreed: the communicators to use, by engine.
+    """
+
+    failure: str = ""
+    agreed: dict[str, Agreed] = {}
+
+
+@dataclass(frozen=True)
+class Key(Generic[T]):
+    """The name of a message in the store, and its type."""
+
+    name: str
+    type: type[T]
+
+
+TERMS = Key("terms", Terms)
+VERDICT = Key("verdict", MeetingOutcome)
+FAILED = Key("failed", Outcome)
+
+
+def ready(rank: int) -> Key[Ready]:
+    return Key(f"ready/{rank}", Ready)
+
+
+def left(rank: int) -> Key[Outcome]:
+    return Key(f"left/{rank}", Outcome)
+
+
+def channel(epoch: int, stage: ChannelStage, rank: int) -> Key[Arrived]:
+    return Key(f"channel/{epoch}/{stage}/{rank}", Arrived)
+
+
+def channel_all(epoch: int, stage: ChannelStage) -> Key[AllArrived]:
+    return Key(f"channel/{epoch}/{stage}/all", AllArrived)
+
+
+def channel_failed(epoch: int, stage: ChannelStage) -> Key[Outcome]:
+    return Key(f"channel/{epoch}/{stage}/failed", Outcome)
+
+
+def header(update: int) -> Key[Header]:
+    return Key(f"{update}.header", Header)
+
+
+def sent(update: int, rank: int) -> Key[Outcome]:
+    return Key(f"{update}.sent.{rank}", Outcome)
+
+
+def staged(update: int, rank: int) -> Key[Outcome]:
+    return Key(f"{update}.staged.{rank}", Outcome)
+
+
+def update_failed(update: int) -> Key[Outcome]:
+    return Key(f"{update}.failed", Outcome)
+
+
+def end(update: int) -> Key[Outcome]:
+    return Key(f"{update}.end", Outcome)
+
+
+def over(update: int) -> Key[Over]:
+    return Key(f"{update}.over", Over)
+
+
+def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:
+    """Return the keys under which all ranks report their part of an update -> the rank's name."""
+    senders = {sent(update, rank): f"trainer rank {rank}" for rank in range(terms.engines[0].first)}
+    return senders | {staged(update, rank): name for rank, name in engine_ranks(terms).items()}
+
+
+def names(terms: Terms) -> dict[int, str]:
+    """Return the name of every rank, for error messages."""
+    return {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)} | engine_ranks(terms)
+
+
+def engine_ranks(terms: Terms) -> dict[int, str]:
+    """Return the name of every engine rank, for error messages."""
+    return {engine.first + tp: f"{engine.name} rank {tp}" for engine in terms.engines for tp in range(engine.tp)}

@@ -1,0 +1,41 @@
+"""The engine's side of weight sync: a receiver inside every SGLang worker, and the code it shares with the trainer's sender.
+
+SGLang is started with `--custom-weight-loader asyncmoe.weights.receiver.load` and calls `load` in each worker when a weight update names it as
+its format. A weight's path in the worker:
+
+1. `command.py`: the controller (`weights/coordinator/reshard.py`) sends a `JoinCommand`; `worker.py` starts a receiver thread.
+2. `worker.py`: the thread connects to rank 0's store (`control_store.py`), reads `TERMS`, plans (`transfer_plan.py`), reports parameters
+   and GPU under `ready(rank)` (`handshake.py`, `card.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
+3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport
+   that the terms name; NCCL communicators are reused from earlier meetings (`communicators.py`).
+4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their
+   digests and sets `staged(N, rank)`. No parameter is written. Of a delta it keeps the coded bytes, and proves that they make the version
+   of what lies in the parameters (`deltas.py`; `delta_messages.py` has what is agreed before).
+5. The controller sends a `CommitCommand`, which the engine executes between two forward passes: `worker.py`, in the worker's main thread,
+   makes the staged tensors the parameters (`weight_buffers.py`), or writes the delta into them, and the engine serves the version.
+
+`protocol.py` defines all keys and messages, `failing.py` the reports of failures; `asyncmoe.weights.sender` lists the trainer's side.
+Needs only numpy, msgspec and torch besides this package, and of SGLang only its ranks and settings (`handshake.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
+    """Execute commands (see `receiver_command.payload`). SGLang calls it in a worker's main thread.
+
+    Raises:
+        InvariantBroken: a commit of a version that is not staged; the worker must not continue.
+        ProtocolError: the text is not a command.
+    """
+    # The controller imports this package for its commands and does not need torch.
+    from asyncmoe.weights.receiver.worker import obey
+
+    for text, _ in named_tensors:
+        obey(model, text)

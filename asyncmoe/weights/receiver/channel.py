@@ -1,0 +1,202 @@
+"""Channels: the transport of weights between the ranks of a meeting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from asyncmoe.config.transports import TRANSPORTS
+from asyncmoe.errors import AsyncmoeError
+from asyncmoe.reshard import Exchanger, Plan
+from asyncmoe.reshard.gpu import nothing_to_give
+from asyncmoe.reshard.transport import Watch, nothing_to_watch
+from asyncmoe.weights.protocol import (
+    Agreed,
+    AllArrived,
+    Arrived,
+    ChannelStage,
+    Outcome,
+    Terms,
+    channel,
+    channel_all,
+    channel_failed,
+    names,
+    update_failed,
+)
+from asyncmoe.weights.receiver import failing
+from asyncmoe.weights.receiver.channel_end import ChannelEnd, open_transport
+from asyncmoe.weights.receiver.communicators import Communicators, agree
+from asyncmoe.weights.receiver.control_store import Store
+
+log = logging.getLogger(__name__)
+_GRACE_S = 5.0
+
+
+class SideStream:
+    """A CUDA stream for copies, separate from the stream that computes with the weights.
+
+    An exchange waits on the host for its copies, so the arrays may be used when it has returned. Earlier work is ordered before the copies
+    only by `follow`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.communicators = Communicators(self.stream.device.index)
+        """NCCL communicators of this device; they outlive meetings."""
+
+    def follow(self) -> None:
+        """Order later work on this stream after all work enqueued on the calling thread's current stream."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Context in which new tensors belong to this stream: torch's caching allocator (torch/cuda/memory.py) neither hands their memory
+        to another stream before the work enqueued here is done, nor takes memory that another stream still uses."""
+        return torch.cuda.stream(self.stream)
+
+
+Arrays = Callable[[], tuple[Mapping[str, torch.Tensor] | None, Mapping[str, torch.Tensor] | None]]
+"""Returns the source arrays and the destination arrays by name, as `Exchanger.bind` takes them."""
+
+
+def connect(
+    store: Store,
+    terms: Terms,
+    plan: Plan,
+    epoch: int,
+    side: SideStream | None = None,
+    watch: Watch = nothing_to_watch,
+    arrays: Arrays | None = None,
+    update: Callable[[], int] = lambda: 0,
+) -> Exchanger:
+    """Make this rank's end of channel `epoch`; return when all ranks have made theirs. From then on a rank that waits notices a dead peer.
+    A channel in which anything failed is not used again.
+
+    All memory the channel needs is allocated here. A rank out of memory for its arrays reports that before the ranks connect; a rank out
+    of memory for messages or copy tables reports it before any rank sends.
+
+    Args:
+        side: where to enqueue copies, if the weights are on GPUs.
+        watch: on rank 0, called every second while waiting; raises if a rank will not join or is gone.
+        arrays: returns the arrays to bind.
+        update: returns the number of the update under way; connecting stops if another rank fails in that update.
+
+    Raises:
+        WaitTimeout: the other ranks did not join in time.
+        WeightSyncError: a rank is gone or could not make its end (no memory for the messages, no usable NCCL or GPU); the same message on
+            every rank.
+    """
+    stream = side.stream.cuda_stream if side else 0
+    place = side.stream.device if side else torch.device("cpu")
+    relieve = torch.cuda.empty_cache if side else nothing_to_give
+    held = side.communicators.held() if side and TRANSPORTS[terms.transport].nccl else {}
+    bound, failure = None, ""
+    exchanger: Exchanger | None = None
+
+    def look() -> None:
+        store.check_failed(channel_failed(epoch, "make"), update_failed(update()))
+        watch()
+
+    try:
+        bound = arrays() if arrays is not None else None
+    except Exception as error:  # noqa: BLE001  reported to all ranks
+        failure = failing.said(error, terms, store.rank, place)
+    if failure:
+        relieve()  # some of the arrays may have been allocated
+    mine = Arrived(failure, held)
+    agreed = _assemble(store, terms, epoch, "arrive", watch, mine, lambda every: _agreed(terms, every, side)).agreed
+    try:
+        end = ChannelEnd(
+            rank=store.rank,
+            world=terms.world,
+            session=f"{terms.session}-{epoch}",
+            timeout_s=terms.timeout_s,
+            device=place.index,
+            stream=stream,
+            relieve=relieve,
+            watch=look,
+            store=store,
+            epoch=epoch,
+            terms=terms,
+            communicators=side.communicators if side else None,
+            agreed=agreed,
+        )
+        exchanger = _exchanger(end, plan)
+        if bound is not None:
+            exchanger.bind(*bound)
+    except Exception as error:  # reported to all ranks
+        failure = failing.said(error, terms, store.rank, place)
+        if not isinstance(error, AsyncmoeError):  # of the transport's code, whose line the other ranks' reports do not have
+            log.exception("rank %d cannot make its end of channel %d over %s", store.rank, epoch, terms.transport)
+    try:
+        _assemble(store, terms, epoch, "make", watch, Arrived(failure), lambda _: {})
+    except AsyncmoeError:
+        if exchanger is not None:
+            exchanger.close()
+        raise
+    assert exchanger is not None
+    return exchanger
+
+
+def _exchanger(end: ChannelEnd, plan: Plan) -> Exchanger:
+    return Exchanger(
+        plan,
+        open_transport(end),
+        bucket_bytes=end.terms.bucket_bytes,
+        timeout_s=end.timeout_s,
+        threads=1,  # the trainer's step or the engine runs at the same time
+        stream=end.stream,
+        relieve=end.relieve,
+        delta=end.terms.delta,
+        watch=end.watch,
+    )
+
+
+def _assemble(
+    store: Store,
+    terms: Terms,
+    epoch: int,
+    stage: ChannelStage,
+    watch: Watch,
+    mine: Arrived,
+    agreed: Callable[[Mapping[int, Arrived]], dict[str, Agreed]],
+) -> AllArrived:
+    """Wait until every rank has reached a stage without a failure; return rank 0's answer.
+
+    Args:
+        mine: this rank's report.
+        agreed: on rank 0, computes the communicators to use from all reports.
+
+    Raises:
+        WaitTimeout, WeightSyncError: see `connect`.
+    """
+    if mine.failure:
+        store.put(channel_failed(epoch, stage), Outcome(mine.failure))
+    if store.rank != 0:
+        store.put(channel(epoch, stage, store.rank), mine)
+        told = store.get(channel_all(epoch, stage), terms.timeout_s + _GRACE_S)
+        Outcome(told.failure).check()
+        return told
+    others = names(terms)
+    ours = others.pop(0)
+    try:
+        keys = {channel(epoch, stage, rank): whom for rank, whom in others.items()}
+        said = store.get_all(keys, terms.timeout_s, channel_failed(epoch, stage), watch)
+        there = {0: mine} | {rank: said[key] for rank, key in zip(others, keys, strict=True) if key in said}
+        failures = {(others | {0: ours})[rank]: one.failure for rank, one in there.items()} | {"": store.resigned()}
+        failures = {whom: why for whom, why in failures.items() if why}
+        Outcome(failing.cause(failures) if failures else "").check()
+        settled = AllArrived(agreed=agreed(there))
+    except AsyncmoeError as error:
+        store.put(channel_all(epoch, stage), AllArrived(str(error)))
+        raise
+    store.put(channel_all(epoch, stage), settled)
+    return settled
+
+
+def _agreed(terms: Terms, there: Mapping[int, Arrived], side: SideStream | None) -> dict[str, Agreed]:
+    if side is None or not TRANSPORTS[terms.transport].nccl:
+        return {}
+    return agree(terms, {rank: one.held for rank, one in there.items()}, side.communicators.unique_id)

@@ -1,0 +1,274 @@
+"""The receiver: a thread of an SGLang worker that stages new weights, and the commit that makes them the worker's parameters."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from contextlib import nullcontext
+
+import torch
+
+from asyncmoe.config.transports import TRANSPORTS
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
+from asyncmoe.platform.sglang import receiver_command
+from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE, CommitCommand, JoinCommand
+from asyncmoe.process import yield_cores
+from asyncmoe.reshard import Exchanger, Plan, device_threads
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import Header, Outcome, Ready, Terms
+from asyncmoe.weights.receiver import channel, delta_messages, failing, handshake, transfer_plan
+from asyncmoe.weights.receiver.card import card_of, wait_idle
+from asyncmoe.weights.receiver.channel import SideStream
+from asyncmoe.weights.receiver.channel_end import opener
+from asyncmoe.weights.receiver.control_store import Store, StoreGone
+from asyncmoe.weights.receiver.deltas import DeltaRefused, DeltaStaging
+from asyncmoe.weights.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
+
+log = logging.getLogger(__name__)
+_MEET_S = 60.0
+_COMMIT_S = 60.0
+"""Timeout of copying all of a worker's weights within its device, and of the forward pass before it."""
+_IDLE_S = 3600.0
+_FORMER_S = 2.0
+_FIRST = 1
+
+_receivers: weakref.WeakKeyDictionary[torch.nn.Module, Receiver] = weakref.WeakKeyDictionary()
+
+
+def obey(model: torch.nn.Module, text: str) -> None:
+    """Execute a command, in the worker's main thread.
+
+    Raises:
+        InvariantBroken: a commit of a version that is not staged; the worker must not continue.
+        ProtocolError: the text is not a command.
+    """
+    receiver = _receivers.get(model)
+    match receiver_command.parse(text):
+        case JoinCommand() as join:
+            if receiver is not None:
+                receiver.leave()
+            _receivers[model] = Receiver(model, join, receiver)
+            _receivers[model].start()
+        case CommitCommand() as commit:
+            if receiver is None:
+                raise InvariantBroken(f"version {commit.version} was committed in a worker without a receiver")
+            receiver.commit(commit.version, commit.update)
+
+
+class Receiver:
+    """Receives updates in a background thread until the sender is gone.
+
+    Args:
+        model: the worker's model. Its parameters or adapter memory (`_target`) are written only by `commit` or, without staging memory,
+            while the worker is paused.
+        former: the receiver of the previous meeting, which was told to leave.
+    """
+
+    def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None = None) -> None:
+        self._model, self._join = model, join
+        self._target: Target = Weights(model)
+        self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
+        self._lock = threading.Lock()
+        self._staged: Staged | None = None
+        self._spare: dict[str, torch.Tensor] = {}
+        self._deltas: DeltaStaging | None = None
+        self._left, self._ended = threading.Event(), ""
+        self._device = next(model.parameters()).device
+        self._former = former
+        self._side = SideStream(self._device) if self._device.type == "cuda" else None
+        if former is not None and former._side is not None:
+            self._side = former._side  # with the communicators of the previous meeting
+        self._store: Store | None = None
+        self._terms: Terms | None = None
+        self._number = _FIRST  # number of the update under way, or of the next one
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, which meets the sender and receives updates; return at once."""
+        self._thread = device_threads.start(str(self._device), "weights", self._run, self._ends)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        if self._former is not None:
+            self._former.join(_FORMER_S)  # it may still hold communicators that this receiver can reuse
+            self._former = None
+        store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
+        terms = store.get(protocol.TERMS, _MEET_S)
+        self._terms = terms
+        if terms.adapter is not None:
+            self._target, self._obstacles = AdapterMemory(self._model), ()
+        plan = self._plan(store, terms)
+        # Rank 0 waits `timeout_s` for the last rank before it sets the verdict.
+        verdict = store.get(protocol.VERDICT, 2 * terms.timeout_s)
+        terms = self._terms = verdict.settle(terms)
+        if not terms.in_place:
+            yield_cores()  # the worker generates meanwhile
+        if not verdict.failure:
+            self._deltas = DeltaStaging(plan, self._join.rank, terms, self._side) if terms.delta else None
+            self._serve(store, terms, plan)
+
+    def _ends(self, error: Exception) -> None:
+        """Report the error that ended the thread, so that no rank waits for this one, and a commit says why nothing is staged."""
+        level = logging.INFO if self._left.is_set() else logging.WARNING  # after `leave` an error is expected
+        self._ended = failing.said(error, self._terms, self._join.rank, self._device)
+        log.log(level, "the weight receiver ends: %s", self._ended, exc_info=None if isinstance(error, AsyncmoeError) else error)
+        if self._left.is_set() or self._store is None or isinstance(error, StoreGone):
+            return
+        try:
+            self._store.resign(self._number, self._ended)
+        except Exception as gone:  # noqa: BLE001  end of the thread: nobody else would hear of it
+            log.warning("could not report the failure: %s", failing.in_one_line(gone))
+
+    def leave(self) -> None:
+        """Tell the thread to stop receiving."""
+        self._left.set()
+
+    def commit(self, version: int, update: int) -> None:
+        """Make the staged weights the worker's. Called in its main thread, between forward passes.
+
+        Raises:
+            InvariantBroken: another update, or nothing, is staged.
+        """
+        with self._lock:
+            staged, self._staged = self._staged, None
+            if staged is None or (staged.version, staged.update) != (version, update):
+                ended = f", because its receiver has ended: {self._ended}" if self._ended else ""
+                what = f"nothing{ended}" if staged is None else f"version {staged.version} of update {staged.update}"
+                raise InvariantBroken(f"rank {self._join.rank}: cannot commit version {version} of update {update}: staged is {what}")
+            # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
+            # the recorded pause is the real one.
+            wait_idle(self._device, _COMMIT_S)
+            self._write(staged)
+            wait_idle(self._device, _COMMIT_S)
+            if staged.tensors is not None and self._side is not None:
+                self._side.follow()
+
+    def _write(self, staged: Staged) -> None:
+        if staged.delta and self._deltas is not None:
+            self._deltas.commit(staged.version)
+            self._target.commit(None)
+            return
+        self._spare = self._target.commit(staged.tensors)
+        if self._deltas is not None:
+            self._deltas.moved(self._target.tensors())
+
+    def _plan(self, store: Store, terms: Terms) -> Plan:
+        key = protocol.ready(self._join.rank)
+        try:
+            handshake.check_family(terms, os.environ.get(FAMILY_VARIABLE))
+            opener(terms.transport)
+            plan = transfer_plan.route(terms, self._join.rank)
+            card = card_of(self._device, terms, *self._wanted(terms))
+            ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
+        except Exception as error:
+            store.put(key, Ready(failure=failing.in_one_line(error, terms)))
+            raise
+        store.put(key, ready)
+        return plan
+
+    def _wanted(self, terms: Terms) -> tuple[int, int]:
+        """Return upper bounds of the bytes that receiving allocates on the worker's GPU: message buffers, unless messages stay in the
+        senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
+        room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
+        reads_sender = TRANSPORTS[terms.transport].reads_sender
+        return min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room), room
+
+    def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
+        number, epoch = _FIRST, 0
+        exchanger: Exchanger | None = None
+        try:
+            while not self._left.is_set():
+                self._number = number
+                try:
+                    header = store.get(protocol.header(number), _IDLE_S)
+                except WaitTimeout:
+                    continue
+                if store.has(protocol.header(number + 1)):
+                    number += 1  # this process was suspended; no rank waits for the older update any more
+                    continue
+                if not header.failure:
+                    self._drop()
+                    if exchanger is not None and header.epoch != epoch:
+                        exchanger.close()  # close the old channel first, which also ends its ranks' pending waits
+                        exchanger = None
+                    exchanger = self._update(store, terms, plan, number, header, exchanger)
+                    epoch = header.epoch
+                number += 1
+        finally:
+            if exchanger is not None:
+                exchanger.close()  # the next meeting's receiver can reuse its communicators
+
+    def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
+        """Receive one update; return the channel, or None if it can no longer be used."""
+        key = protocol.staged(number, self._join.rank)
+        try:
+            if exchanger is None:
+                arrays = functools.partial(self._arrays, terms)
+                exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
+            elif header.base is None:
+                exchanger.bind(*self._arrays(terms))
+            staged = self._receive(store, terms, number, header, exchanger)
+        except Exception as error:
+            why = failing.said(error, terms, self._join.rank, self._device)
+            store.fail(number, key, why, doubtful=isinstance(error, DeltaRefused))
+            if not isinstance(error, AsyncmoeError):
+                log.exception("update %d of rank %d", number, self._join.rank)
+            if exchanger is not None:
+                exchanger.close()  # peers that wait for this rank notice
+            return None
+        with self._lock:
+            self._staged = staged
+            if staged.tensors is not None:
+                self._spare = {}
+        store.put(key, Outcome())
+        return exchanger
+
+    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> Staged:
+        """Receive the weights, or the delta, of an update."""
+        deltas, coming = self._deltas, None
+        if deltas is not None:
+            coming = store.get(delta_messages.coming(number, self._join.rank), terms.timeout_s)
+        if header.base is not None:
+            if deltas is None or coming is None:
+                raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")
+            if self._spare:  # the coded bytes take less than a second copy, which the next full update takes again
+                self._spare = {}
+                exchanger.bind(None, self._target.tensors())
+            deltas.receive(exchanger, header, coming)
+            return Staged(header.version, number, None, delta=True)
+        if deltas is not None:
+            deltas.forget()
+        tensors = self._arrays(terms)[1]
+        exchanger.run(terms.timeout_s)
+        if not terms.in_place:
+            self._target.received(tensors)
+        if deltas is not None and coming is not None:
+            deltas.adopt(tensors, header.version, coming)
+        return Staged(header.version, number, None if terms.in_place else tensors)
+
+    def _drop(self) -> None:
+        """Discard the staged update, if any, and reuse its memory."""
+        with self._lock:
+            staged, self._staged = self._staged, None
+            if staged is not None and staged.tensors is not None:
+                self._spare = staged.tensors
+        if staged is not None and not staged.delta and self._deltas is not None:
+            self._deltas.forget()  # a new delta takes the place of one that was dropped
+
+    def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
+        """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""
+        return None, self._target.tensors() if terms.in_place else self._staging(terms)
+
+    def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
+        """Return staging memory for an update: after a swap, the memory the parameters occupied before."""
+        with self._lock, nullcontext() if self._side is None else self._side.allocating():
+            if not self._spare:
+                self._spare = self._target.room(getattr(torch, terms.engine_dtype))
+            return self._spare

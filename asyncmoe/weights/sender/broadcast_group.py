@@ -1,0 +1,66 @@
+"""The process group over which the trainer broadcasts weights to the engines.
+
+It is separate from torch's default groups, because the trainer's ranks and the engines' ranks have different ones.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from asyncmoe.errors import WeightSyncError
+from asyncmoe.platform.file_store import open_store
+from asyncmoe.weights.receiver.hosting import Hosted, MeetingFile, place
+
+
+def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Join `group` as rank 0; return when all `world` ranks have joined.
+
+    Takes the same steps as SGLang's `init_custom_process_group` (`sglang.srt.utils.common`), which the engines run: a store, prefixed with
+    the group's name, and a backend outside the default group. Under torchrun, `tcp://` would make every rank a client of torchrun's own
+    store, so rank 0 creates the store itself, on the caller's socket.
+
+    Args:
+        hosted: what `asyncmoe.weights.receiver.hosting.host` returned. The store takes ownership of a socket; a file must be kept as long as the
+            group is used.
+        backend: "gloo" or "nccl".
+        timeout_s: bound of the rendezvous, and of every collective of the group.
+
+    Raises:
+        WeightSyncError: the other ranks did not join in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    c10d: Any = distributed_c10d
+    host, port = place(hosted)
+    try:
+        store = _store(hosted, host, port, world, timeout)
+        made, _ = c10d._new_process_group_helper(
+            world, 0, [], c10d.Backend(backend), c10d.PrefixStore(group, store), group_name=group, backend_options=None, timeout=timeout
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise WeightSyncError(f"weight group {group} at {host}:{port}: {error}") from error
+    # Without this entry `broadcast(src=0)` would look up the source among the ranks of the default group.
+    c10d._world.pg_group_ranks[made] = {index: index for index in range(world)}
+    return cast(dist.ProcessGroup, made)
+
+
+def leave(group: dist.ProcessGroup, backend: str) -> None:
+    """Free a group that `join` returned, without waiting for its other ranks, which may be gone."""
+    if backend == "nccl":
+        c10d: Any = distributed_c10d
+        c10d._abort_process_group(group)  # `destroy_process_group` waits for messages under way
+    else:
+        dist.destroy_process_group(group)
+
+
+def _store(hosted: Hosted, host: str, port: int, world: int, timeout: timedelta) -> Any:
+    c10d: Any = dist
+    if isinstance(hosted, MeetingFile):
+        store = open_store(host)
+        store.set_timeout(timeout)
+        return store
+    fd = hosted.detach()
+    return c10d.TCPStore(host, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd, use_libuv=True)

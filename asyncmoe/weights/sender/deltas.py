@@ -1,0 +1,130 @@
+"""The deltas that a trainer rank sends to the engines of one meeting, and the decision between a delta and a full update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.errors import OutOfDeviceMemory
+from asyncmoe.reshard import DeltaEncoder, Exchanger, Plan
+from asyncmoe.reshard.gpu import nothing_to_give
+from asyncmoe.weights.receiver.channel import SideStream
+from asyncmoe.weights.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
+from asyncmoe.weights.sender.publisher import Traffic
+
+log = logging.getLogger(__name__)
+
+
+class DeltaSource:
+    """One rank's part of all updates of a meeting that may be deltas. Around each: `offer`, then `send`, then `forget` if it failed.
+
+    Args:
+        plan: the rank's part.
+        tensors: the tensors to send, by the names of the plan's storages.
+        side: where to enqueue copies and kernels, if the tensors are on a GPU.
+
+    Raises:
+        OutOfDeviceMemory: the GPU has no room for what was sent last, or for two messages.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream | None = None
+    ) -> None:
+        self._encoder = DeltaEncoder(
+            plan,
+            rank,
+            bucket_bytes=bucket_bytes,
+            threads=1,  # the trainer's step runs at the same time
+            stream=side.stream.cuda_stream if side else 0,
+            relieve=torch.cuda.empty_cache if side else nothing_to_give,
+        )
+        self._encoder.bind(tensors)
+        self._dense: dict[int, int] = {}
+        for transfer in plan.transfers:
+            if transfer.source == rank:
+                self._dense[transfer.destination] = self._dense.get(transfer.destination, 0) + transfer.nbytes
+
+    def offer(self, version: int) -> Offer:
+        """Code what changed since the version that all engines hold, or, if there is none or too much changed, offer everything."""
+        encoder = self._encoder
+        base, size = encoder.base, None
+        if base is not None and base != version:
+            try:
+                size = encoder.encode(version, limit_bytes=int(LARGEST_SHARE * encoder.base_bytes))
+            except (MemoryError, OutOfDeviceMemory) as error:
+                log.warning("version %d is sent in full: no memory for its delta: %s", version, error)
+                encoder.forget()
+        if size is None:
+            encoder.full(version)
+        parts = {rank: Portion(dense, encoder.sizes(rank), encoder.digest(rank)) for rank, dense in self._dense.items()}
+        return Offer(parts=parts) if size is None else Offer(base=base, parts=parts, changed=size.changed, elements=size.elements)
+
+    def send(self, exchanger: Exchanger, *, coded: bool, timeout_s: float) -> None:
+        """Send this rank's part of an update that was offered.
+
+        Raises:
+            TransferError, WaitTimeout: as `Exchanger.run`.
+        """
+        exchanger.run(timeout_s, encoder=self._encoder if coded else None)
+
+    def forget(self) -> None:
+        """Forget the version, of which an engine may or may not have something: the next update is full."""
+        self._encoder.forget()
+
+
+def common_base(offers: Mapping[int, Offer]) -> int | None:
+    """Return the version of which an update is sent as a delta; None: it is sent in full.
+
+    Args:
+        offers: of all trainer ranks.
+    """
+    bases = {one.base for one in offers.values()}
+    if len(bases) != 1:
+        return None
+    coded: dict[int, int] = {}
+    dense: dict[int, int] = {}
+    for one in offers.values():
+        for rank, part in one.parts.items():
+            coded[rank] = coded.get(rank, 0) + sum(part.sizes)
+            dense[rank] = dense.get(rank, 0) + part.dense
+    fits = all(nbytes <= int(LARGEST_SHARE * dense[rank]) for rank, nbytes in coded.items())
+    return bases.pop() if fits else None
+
+
+def comings(offers: Mapping[int, Offer], engine_ranks: Iterable[int], base: int | None) -> dict[int, Coming]:
+    """Return what each engine rank gets, by rank.
+
+    Args:
+        offers: of all trainer ranks, by rank.
+        base: as `common_base` returned it.
+    """
+    found = {}
+    for rank in engine_ranks:
+        parts = {source: one.parts[rank] for source, one in offers.items() if rank in one.parts}
+        sizes = {source: part.sizes for source, part in parts.items()} if base is not None else {}
+        found[rank] = Coming(sizes, {source: part.digest for source, part in parts.items()})
+    return found
+
+
+def traffic(offers: Mapping[int, Offer], base: int | None) -> Traffic:
+    """Return what an update takes; for the arguments see `comings`."""
+    parts = [part for one in offers.values() for part in one.parts.values()]
+    if base is None:
+        return Traffic(sum(part.dense for part in parts))
+    elements = sum(one.elements for one in offers.values())
+    nbytes = sum(sum(part.sizes) for part in parts)
+    return Traffic(nbytes, sum(one.changed for one in offers.values()) / max(1, elements))
+
+
+def unsupported(config: Config) -> str:
+    """Return why the updates of a run cannot be deltas although `sync.delta` asks for them; empty if they can, or if it does not ask."""
+    if config.sync.delta == "off":
+        return ""
+    reasons = {
+        f"sync.method is {config.sync.method}": config.sync.method != "reshard",
+        "adapters are sent whole": config.adapter is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

@@ -1,0 +1,91 @@
+"""Publish a weight version through a directory that trainer and engines share: works with any engine, and needs no other path between them.
+
+While the engines generate, rank 0 gathers the version and writes it as a checkpoint in Hugging Face's layout. Then the controller has every
+engine pause, load it with SGLang's own loader, and go on. The version before stays until all engines serve the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from pathlib import Path
+
+from asyncmoe import storage
+from asyncmoe.config import Config
+from asyncmoe.errors import StorageError
+from asyncmoe.rpc.client import ANSWER_S, Client
+from asyncmoe.rpc.messages import Committed, EnginesAsk, WeightsFiles
+from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
+from asyncmoe.weights.sender.gather import Gatherer
+from asyncmoe.weights.sender.hf_files import SHARD_BYTES, unfinished, write_hf
+from asyncmoe.weights.sender.publisher import AtOnce, Checksums, Published
+from asyncmoe.weights.sender.trained import TrainedModel
+
+
+def folder_of(config: Config) -> Path:
+    """Return where a run writes its versions: a folder of its own, of which it may delete everything."""
+    run = config.run.dir.absolute()
+    if config.sync.directory is None:
+        return run / "weights"
+    return config.sync.directory / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}"
+
+
+class DiskPublisher(AtOnce):
+    """See `AtOnce`.
+
+    Args:
+        client: connection to the controller; used on rank 0 only.
+    """
+
+    def __init__(self, config: Config, model: TrainedModel, client: Client, expected: ExpectedChecksums) -> None:
+        super().__init__()
+        self._config, self._sync, self._model, self._client = config, config.sync, model, client
+        self._folder = folder_of(config)
+        self._gatherer = Gatherer(model, SHARD_BYTES, config.sync.timeout_s)
+        self._expected = expected
+
+    def publish(self, version: int) -> Published:
+        """Publish a version; return when every engine has resumed with it.
+
+        Raises:
+            StorageError: rank 0 could not write the version; the engines serve the one before.
+            WeightSyncError: an engine refused the version or its checksums differ, and was fenced.
+            WaitTimeout: an engine or the controller did not answer in time.
+            RunStopping: on rank 0, if the run is stopped before engines have started.
+        """
+        begin = time.perf_counter()
+        checksums = self._expected.of_next()
+        folder = self._write(version)
+        pause_ms = 0.0
+        if self._model.mesh.rank == 0:
+            pause_ms = self._load(version, folder, checksums)
+            self._delete_others(folder)
+        return Published(version, time.perf_counter() - begin, pause_ms)
+
+    def _write(self, version: int) -> Path:
+        """Write the version on rank 0, and return its directory. Collective."""
+        folder = self._folder / f"version_{version}"
+        if self._model.mesh.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a trainer before this one, whose updates have ended
+        try:
+            with storage.writing(f"weights of version {version}", folder):
+                write_hf(self._model, self._config.model.path, folder, self._gatherer)
+        except StorageError:
+            shutil.rmtree(unfinished(folder), ignore_errors=True)
+            raise
+        return folder
+
+    def _load(self, version: int, folder: Path, checksums: Checksums) -> float:
+        """Have all engines load the version; return the longest pause in milliseconds."""
+        start_s = self._config.engines.start_timeout_s
+        self._client.ask(EnginesAsk(start_s), start_s + ANSWER_S)
+        # Responses end, engines pause, and load, each within the limit.
+        reply = self._client.ask(WeightsFiles(version, str(folder), checksums), 3 * self._sync.timeout_s + ANSWER_S)[0]
+        assert isinstance(reply, Committed)
+        return max(reply.pause_ms, default=0.0)
+
+    def _delete_others(self, newest: Path) -> None:
+        for path in self._folder.glob("version_*"):
+            if path != newest:
+                shutil.rmtree(path, ignore_errors=True)

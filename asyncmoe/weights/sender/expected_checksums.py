@@ -1,0 +1,175 @@
+"""The checksums SGLang's `/weights_checker` should report for the trainer's current weights.
+
+Every trainer rank assembles a share of an engine's parameters from all ranks' shards, a bucket at a time, and hashes it, so that no rank
+needs memory for more than a bucket, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.models import EngineParallel, engine_dtype
+from asyncmoe.models.payload import Payload
+from asyncmoe.platform import collectives
+from asyncmoe.platform.float8 import dequantised
+from asyncmoe.reshard import Plan, RankLayout, exchange, plan_each
+from asyncmoe.reshard.checksum import engine_checksums
+from asyncmoe.reshard.float8 import SCALES
+from asyncmoe.reshard.layout import Piece, Storage
+from asyncmoe.reshard.torch_transport import TorchTransport
+from asyncmoe.weights.sender.publisher import Checksums
+from asyncmoe.weights.sender.sources import WeightSources
+from asyncmoe.weights.sender.trained import TrainedModel
+
+
+@dataclass(frozen=True)
+class HashedPart:
+    """Parameters of one engine rank that one trainer rank hashes.
+
+    Attributes:
+        engine_rank: the engine's rank, from 0.
+        layout: the parameters, on the trainer's rank.
+    """
+
+    engine_rank: int
+    layout: RankLayout
+
+
+class ExpectedChecksums:
+    """Hashes the weights of every version that is to be verified. Every rank creates its own object.
+
+    Adapters are not verified, because SGLang has no checksums for their memory; neither are engines that quantise what they load.
+    """
+
+    def __init__(self, config: Config, model: TrainedModel) -> None:
+        self.config, self.model, self._mesh = config, model, model.mesh
+        unknown = model.adapter is not None or config.engines.quantises
+        self._every = 0 if unknown else config.sync.verify_every
+        self._versions = 0
+        self._files: Checksums | None = None
+        self.of_loaded = config.sync.verify_every > 0 and not config.engines.quantises and Payload(model.hf).float8 is None
+
+    def of_files(self) -> Checksums:
+        """Return the checksums that engines should have that have loaded the model's files; before the first `of_next`, while the trainer
+        has these weights, adapters aside. Collective and on rank 0 as that."""
+        self._files = self._computed()
+        return self._files
+
+    def of_next(self) -> Checksums:
+        """Return the checksums of the current weights if the version that they become is to be verified: the first, and every
+        `sync.verify_every`-th after it. Collective over all ranks, once for each version.
+
+        The engines' devices must be of the trainer's kind, because SGLang uses another hash on a GPU.
+
+        Returns:
+            On rank 0; nothing on all others.
+        """
+        self._versions += 1
+        known, self._files = self._files, None
+        if not self._every or (self._versions - 1) % self._every:
+            return ()
+        return self._computed() if known is None else known
+
+    def _computed(self) -> Checksums:
+        self._sources.refresh()
+        found: list[tuple[int, dict[str, str]]] = []
+        for plan, share in self._rounds:
+            held = {} if share is None else self._empty(share.layout.storages)
+            exchange(plan, self._transport, self._sources.tensors, held, timeout_s=self.config.sync.timeout_s)
+            if share is not None:
+                found.append((share.engine_rank, self._hashed(held, self._served[share.engine_rank])))
+        everyone = collectives.gathered(found)
+        if everyone is None:
+            return ()
+        whole: list[dict[str, str]] = [{} for _ in self._served]
+        for rank, checksums in (one for each in everyone for one in each):
+            whole[rank] |= checksums
+        return tuple(whole)
+
+    @cached_property
+    def _sources(self) -> WeightSources:
+        return WeightSources(self.model)
+
+    @cached_property
+    def _transport(self) -> TorchTransport:
+        return TorchTransport(device=str(self._mesh.device))
+
+    @cached_property
+    def _served(self) -> list[Mapping[str, Storage]]:
+        """The parameters of every rank of an engine, in the engine's dtypes."""
+        return [layout.storages for layout in self._engine(engine_dtype(self.model.hf, self.config.engines))]
+
+    @cached_property
+    def _rounds(self) -> list[tuple[Plan, HashedPart | None]]:
+        """The exchanges that assemble an engine's parameters, and this rank's share of each.
+
+        They are assembled in the trainer's dtype and cast by PyTorch, so that the checksums do not depend on the casts of
+        `asyncmoe.reshard`.
+        """
+        model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
+        rounds = list(shared_out(self._engine(dtype), self._mesh.world, self.config.sync.bucket_bytes))
+        payload = Payload(model.hf)
+        destinations = [[share.layout for share in shares] for shares in rounds]
+        plans = plan_each(payload.tensors(), payload.trainer(model.parallel, dtype), destinations, ranks=[self._mesh.rank])
+        mine = [shares[self._mesh.rank] if self._mesh.rank < len(shares) else None for shares in rounds]
+        return list(zip(plans, mine, strict=True))
+
+    def _engine(self, dtype: str) -> list[RankLayout]:
+        engines = self.config.engines
+        return Payload(self.model.hf).engines(EngineParallel(engines.tp, engines.ep), dtype)
+
+    def _empty(self, storages: Mapping[str, Storage]) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self._mesh.device) for name, one in storages.items()}
+
+    def _hashed(self, held: Mapping[str, torch.Tensor], served: Mapping[str, Storage]) -> dict[str, str]:
+        values = {name: tensor.cpu().to(getattr(torch, served[name].dtype)) for name, tensor in held.items()}
+        for name in [name for name in values if name + SCALES in values]:
+            # SGLang hashes the dequantised values, in bfloat16 (utils/weight_checker_comparator.py, Fp8BlockComparable).
+            values[name] = dequantised(values[name], values.pop(name + SCALES), torch.bfloat16)
+        return engine_checksums(values, self._mesh.device.type)
+
+
+def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> Iterator[list[HashedPart]]:
+    """Yield rounds, in which each of `world` trainer ranks, from 0, gets at most one share; every parameter is in one share.
+
+    Args:
+        engine: the layouts of an engine's ranks.
+        bucket_bytes: upper bound of a share, unless it is one parameter, with its scales if it has any.
+    """
+    groups = [(rank, names) for rank, layout in enumerate(engine) for names in _grouped(layout.storages, bucket_bytes)]
+    of_rank = [_pieces_by_storage(layout) for layout in engine]
+    for first in range(0, len(groups), world):
+        shares = []
+        for at, (rank, names) in enumerate(groups[first : first + world]):
+            pieces = tuple(piece for name in names for piece in of_rank[rank][name])
+            shares.append(HashedPart(rank, RankLayout(at, {name: engine[rank].storages[name] for name in names}, pieces)))
+        yield shares
+
+
+def _grouped(storages: Mapping[str, Storage], bucket_bytes: int) -> Iterator[list[str]]:
+    """Yield the names of storages in groups of at most `bucket_bytes`; scales go with the weights they belong to."""
+    group: list[str] = []
+    filled = 0
+    for name in (name for name in storages if not (name.endswith(SCALES) and name.removesuffix(SCALES) in storages)):
+        names = [name, name + SCALES] if name + SCALES in storages else [name]
+        nbytes = sum(storages[one].nbytes for one in names)
+        if group and filled + nbytes > bucket_bytes:
+            yield group
+            group, filled = [], 0
+        group += names
+        filled += nbytes
+    if group:
+        yield group
+
+
+def _pieces_by_storage(layout: RankLayout) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in layout.pieces:
+        found[piece.storage].append(piece)
+    return found

@@ -1,0 +1,300 @@
+"""The rendezvous of the trainer's ranks with the receivers inside the engines, before any weights move."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from asyncmoe.config import Config
+from asyncmoe.config.transports import AUTO, transport_for
+from asyncmoe.errors import AsyncmoeError, WeightSyncError
+from asyncmoe.models import engine_dtype
+from asyncmoe.reshard import Plan
+from asyncmoe.reshard.nccl_room import max_ctas
+from asyncmoe.rpc import address
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsJoin
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import AdapterTerms, Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
+from asyncmoe.weights.receiver import cards, failing, handshake, hosting, transfer_plan
+from asyncmoe.weights.receiver.card import card_of, reach_each_other
+from asyncmoe.weights.receiver.control_store import Store
+from asyncmoe.weights.sender.deltas import unsupported
+
+if TYPE_CHECKING:
+    from asyncmoe.weights.sender.trained import TrainedModel
+
+log = logging.getLogger(__name__)
+_GROUP = "asyncmoe_weights"
+_WORDS = 2048
+_POLL_S = 0.5
+_OTHERS, _THE_SAME = "others", "the same"
+GRACE_S = 10.0
+"""How much longer ranks wait for rank 0 than rank 0 waits for them, so that all of them receive its reason for a failure."""
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """A completed rendezvous: the terms all ranks agreed on, and the store they communicate through.
+
+    Attributes:
+        roster: number of the engine roster (`asyncmoe.rpc.messages.Engines`); on rank 0 only.
+        plan: this rank's part.
+    """
+
+    roster: int
+    store: Store
+    terms: Terms
+    plan: Plan
+
+
+class NotMet(WeightSyncError):
+    """The rendezvous failed.
+
+    Attributes:
+        roster: number of the expected engines' roster; on rank 0 only.
+    """
+
+    def __init__(self, why: str, roster: int) -> None:
+        super().__init__(why)
+        self.roster = roster
+
+
+def meet(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup) -> Meeting:
+    """Check that all trainer and engine ranks have the same plan, and that the engines' parameters match the layouts.
+
+    Collective over the trainer's ranks.
+
+    Args:
+        client: used on rank 0 only.
+        group: the trainer's ranks, over CPUs.
+
+    Raises:
+        NotMet: names each parameter that differs, or the ranks that did not join; the same message on every rank.
+    """
+    rank, wait_s = model.mesh.rank, config.sync.timeout_s
+    store, roster = _open(config, model, client, group)
+    terms = store.get(protocol.TERMS, wait_s)
+    failure = ""
+    plan: Plan | None = None
+    card: Card | None = None
+    try:
+        plan = transfer_plan.route(terms, rank)
+        card = card_of(model.mesh.device, terms)
+    except Exception as error:  # noqa: BLE001  reported to all ranks
+        failure = failing.in_one_line(error, terms)
+    mine = Ready(failure, plan.digest if plan else "", card=card)
+    if rank == 0:
+        store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, watch(config, client)))
+    else:
+        store.put(protocol.ready(rank), mine)
+    verdict = store.get(protocol.VERDICT, 2 * wait_s)
+    if verdict.failure:
+        part(store, model)
+        raise NotMet(verdict.failure, roster)
+    assert plan is not None
+    terms = verdict.settle(terms)
+    if rank == 0:
+        whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
+        log.info("weights travel over %s to %s, %s", terms.transport, whom, how)
+        if terms.in_place:
+            log.warning("engines pause for full updates: a GPU has no room for a second copy of its shard")
+    return Meeting(roster, store, terms, plan)
+
+
+def part(store: Store, model: TrainedModel) -> None:
+    """Leave a meeting. Rank 0 hosts the store, so it waits (up to `GRACE_S`) until the other ranks have read all they need and left."""
+    others = range(1, model.mesh.world)
+    try:
+        if model.mesh.rank == 0:
+            store.get_all({protocol.left(rank): f"trainer rank {rank}" for rank in others}, GRACE_S)
+        else:
+            store.put(protocol.left(model.mesh.rank), Outcome())
+    except AsyncmoeError as error:
+        log.warning("leaving the weight group: %s", error)
+
+
+def in_all(group: dist.ProcessGroup, here: bool) -> bool:
+    """Return whether `here` is true on every rank of a group. Collective over the group."""
+    found = torch.tensor(int(here), dtype=torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group)
+    return bool(found)
+
+
+def watch(config: Config, client: Client) -> Callable[[], None]:
+    """Return a check that raises WeightSyncError if an engine of the version under way, or of the meeting, is gone. For rank 0."""
+
+    def look() -> None:
+        if lost := ask_engines(config, client).lost:
+            raise WeightSyncError(f"{', '.join(lost)} is gone")
+
+    return look
+
+
+def starving(config: Config, client: Client) -> bool:
+    """Return whether there are engines but all of them wait for a version, so that no engine generates. For rank 0."""
+    now = ask_engines(config, client).engines
+    return bool(now) and all(engine.waiting for engine in now)
+
+
+def changed(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup, roster: int, wait_s: float = 0.0) -> bool:
+    """Return whether the set of engines differs from `roster`. Collective over the trainer's ranks; rank 0 broadcasts the answer.
+
+    Args:
+        client: used on rank 0 only.
+        group: the trainer's ranks, over CPUs.
+        roster: used on rank 0 only.
+        wait_s: how long rank 0 waits for the set to change.
+
+    Raises:
+        WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
+    """
+    if model.mesh.rank != 0:
+        word, failure = _tell(group)
+        if not word:
+            raise WeightSyncError(failure)
+        return word == _OTHERS
+    word, failure = "", "rank 0 has failed"
+    try:
+        until = time.monotonic() + wait_s
+        while (now := ask_engines(config, client).roster) == roster and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        word = _OTHERS if now != roster else _THE_SAME
+    except AsyncmoeError as error:
+        failure = str(error)
+        raise
+    finally:
+        _tell(group, word, failure)
+    return word == _OTHERS
+
+
+def _open(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup) -> tuple[Store, int]:
+    """Create the store and start the engines' receivers (rank 0), or connect to the store; return store and roster."""
+    rank, wait_s = model.mesh.rank, config.sync.timeout_s
+    if rank == 0:
+        place, failure, roster = "", "rank 0 has failed", 0
+        try:
+            engines = some_engines(config, client)
+            roster = engines.roster
+            if not engines.engines:
+                raise WeightSyncError("no engine is left")
+            store, place = _keep(config, model, client, engines)
+        except AsyncmoeError as error:
+            failure = str(error)
+            raise NotMet(failure, roster) from error
+        finally:
+            _tell(group, place, failure)
+        return store, roster
+    place, failure = _tell(group)
+    if not place:
+        raise NotMet(failure, 0)
+    host, _, port = place.rpartition(":")
+    return Store(_GROUP, rank, host, int(port), wait_s), 0
+
+
+def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
+    """Broadcast a result or its failure from rank 0, so that every rank ends with the same message."""
+    words = f"{word}\n{failure}".encode()[:_WORDS]
+    told = torch.zeros(_WORDS, dtype=torch.uint8)
+    told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    dist.broadcast(told, src=0, group=group)
+    word, _, failure = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace").partition("\n")
+    return word, failure
+
+
+def noticed_s(config: Config) -> float:
+    """Return the seconds in which the controller notices a dead engine."""
+    return config.cluster.heartbeat_timeout_s + GRACE_S
+
+
+def some_engines(config: Config, client: Client) -> Engines:
+    """Ask for the engines and, while there is none and one will come back, ask again."""
+    until = time.monotonic() + config.engines.start_timeout_s
+    while True:
+        engines = ask_engines(config, client)
+        if not engines.awaited or time.monotonic() > until:
+            return engines
+        time.sleep(_POLL_S)
+
+
+def ask_engines(config: Config, client: Client) -> Engines:
+    start_s = config.engines.start_timeout_s
+    engines = client.ask(EnginesAsk(start_s), start_s + GRACE_S)[0]
+    assert isinstance(engines, Engines)
+    return engines
+
+
+def _keep(config: Config, model: TrainedModel, client: Client, engines: Engines) -> tuple[Store, str]:
+    """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
+    world, sync, shared = model.mesh.world, config.sync, config.engines.share_gpus
+    # Where GPUs do not read each other's memory, `auto` is the choice between machines.
+    together = _together(engines) and (shared or sync.transport != AUTO or reach_each_other())
+    hosted = hosting.host(config.cluster.network)
+    host, port = hosting.place(hosted)
+    store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)
+    ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
+    terms = Terms(
+        hf=dict(model.hf),
+        adapter=_adapter(model),
+        trainer=asdict(model.parallel),
+        engines=ranks,
+        dtype=str(model.dtype).removeprefix("torch."),
+        engine_dtype=engine_dtype(model.hf, config.engines),
+        transport=transport_for(sync.transport, model.mesh.backend == "nccl", together, shared),
+        session=secrets.token_hex(8),
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=sync.timeout_s,
+        max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
+        delta=sync.delta != "off" and not unsupported(config),
+    )
+    store.put(protocol.TERMS, terms)
+    client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
+    return store, f"{host}:{port}"
+
+
+def _together(engines: Engines) -> bool:
+    """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
+    ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    return ours and all(engine.host == address.host_id() for engine in engines.engines)
+
+
+def _adapter(model: TrainedModel) -> AdapterTerms | None:
+    kind = model.adapter
+    return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
+
+
+def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:
+    """Return why weights cannot be sent, or whether they are written in place."""
+    everyone = protocol.names(terms)
+    names = {rank: whom for rank, whom in everyone.items() if rank != 0}
+    try:
+        found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, wait_s, watch=watch)
+        if resigned := store.resigned():
+            return MeetingOutcome(resigned)
+    except AsyncmoeError as error:
+        return MeetingOutcome(str(error))
+    ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
+    failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
+    return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
+
+
+def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:
+    return {rank: one.card for rank, one in ready.items() if one.card is not None}
+
+
+def _differences(terms: Terms, ready: Mapping[int, Ready], names: Mapping[int, str]) -> list[str]:
+    layouts = {layout.rank: layout for layout in transfer_plan.engine_layouts(terms)}
+    wrong = [f"{whom} has a different plan from rank 0" for rank, whom in names.items() if ready[rank].plan != ready[0].plan]
+    for engine in terms.engines:
+        for tp in range(engine.tp):
+            rank = engine.first + tp
+            wrong += handshake.differences(ready[rank], engine, tp, layouts[rank])
+    return cards.unfit(_cards(ready), terms) + wrong

@@ -1,0 +1,248 @@
+"""Send weight versions to the engines of one meeting, and decide when a version must be sent again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
+from asyncmoe.reshard import Exchanger
+from asyncmoe.reshard.transport import nothing_to_watch
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import Header, Outcome, Over
+from asyncmoe.weights.receiver import channel, delta_messages, failing
+from asyncmoe.weights.receiver.channel import SideStream
+from asyncmoe.weights.receiver.delta_messages import Offer
+from asyncmoe.weights.sender.deltas import DeltaSource, comings, common_base, traffic
+from asyncmoe.weights.sender.publisher import Checksums, Traffic
+from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, starving, watch
+
+if TYPE_CHECKING:
+    from asyncmoe.weights.sender.trained import TrainedModel
+
+log = logging.getLogger(__name__)
+LOOK_S = 1.0
+"""Polling interval while waiting."""
+_PATIENCE_S = 60.0
+
+
+class Sender:
+    """One rank's part. All ranks make the same calls in the same order, each from one thread.
+
+    Args:
+        client: connection to the controller; used on rank 0 only.
+        tensors: the tensors to send, by the names of the plan's storages.
+        side: where to enqueue copies, if the weights are on GPUs.
+        sent: set as soon as this rank has sent its part of an update and no longer reads `tensors`.
+
+    Attributes:
+        doubted: whether the latest update failed because an engine rank refused a delta, so that a full update of the same version may
+            succeed; the same on all ranks.
+        traffic: what the latest update takes, on rank 0 where updates may be deltas; else None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: TrainedModel,
+        client: Client,
+        met: Meeting,
+        tensors: Mapping[str, torch.Tensor],
+        side: SideStream | None,
+        sent: threading.Event,
+    ) -> None:
+        self.met, self._rank, self._is_sent, self._device = met, model.mesh.rank, sent, model.mesh.device
+        self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
+        self._watch = watch(config, client)
+        self._exchanger: Exchanger | None = None
+        self._deltas: DeltaSource | None = None
+        self.doubted = False
+        self.traffic: Traffic | None = None
+        self._number = self._epoch = 0  # N of the update and E of the channel in `asyncmoe.weights.protocol`
+
+    def send(self, version: int, expected: Checksums) -> float:
+        """Send a version; return when every engine serves it.
+
+        Args:
+            expected: the checksums the engines must report; on rank 0.
+
+        Returns:
+            The longest pause of any engine in milliseconds, on rank 0; 0 on all other ranks.
+
+        Raises:
+            WeightSyncError, WaitTimeout: the update failed; raised on every rank.
+        """
+        self._number += 1
+        if self._exchanger is None:
+            self._epoch += 1
+        self.doubted = False
+        try:
+            return self._lead(version, expected) if self._rank == 0 else self._follow(version)
+        except Exception as error:
+            if self._deltas is not None:
+                self._deltas.forget()
+            if isinstance(error, AsyncmoeError):
+                raise  # this rank has already reported the failure, or received it from another
+            self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
+            raise
+
+    def needed_again(self, settling: threading.Event) -> bool:
+        """Wait until the version is settled (False), or until all engines that received it are gone and new ones wait for it (True)."""
+        store, key = self.met.store, protocol.over(self._number)
+        if self._rank == 0:
+            try:
+                while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client):
+                    pass
+            except AsyncmoeError as error:
+                store.put(key, Over(failure=str(error)))
+                raise
+            store.put(key, Over(not over))
+            return not over
+        while True:
+            try:
+                told = store.get(key, _PATIENCE_S)
+            except WaitTimeout:
+                continue
+            Outcome(told.failure).check()
+            return told.again
+
+    def leave(self) -> None:
+        """Close the channel; the next update connects a new one."""
+        if self._exchanger is not None:
+            self._exchanger.close()
+        self._exchanger = None
+
+    def _lead(self, version: int, expected: Checksums) -> float:
+        """Rank 0's part of an update; return the longest pause in milliseconds."""
+        store, number = self.met.store, self._number
+        if number > 2:
+            store.forget(number - 2, self.met.terms)
+        begun, base = False, None
+        try:
+            base = self._agree(version)
+            self._ask(WeightsStage(version, in_place=base is None and self.met.terms.in_place))
+            store.put(protocol.header(number), Header(version, self._epoch, base=base))
+            begun = True
+            self._send_and_collect(version, base)
+            committed = self._ask(WeightsCommit(version, expected, number))
+        except Exception as error:
+            failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
+            if begun:
+                store.put(protocol.end(number), Outcome(failure, self.doubted))
+                self._ask(WeightsAbort(version, failure))
+            else:
+                store.put(protocol.header(number), Header(version, self._epoch, failure))
+            raise
+        store.put(protocol.end(number), Outcome())
+        assert isinstance(committed, Committed)
+        return max(committed.pause_ms)
+
+    def _follow(self, version: int) -> float:
+        """Every other rank's part of an update."""
+        store, number, wait_s = self.met.store, self._number, self._sync.timeout_s + GRACE_S
+        if self.met.terms.delta:
+            store.put(delta_messages.offer(number, self._rank), self._offer(version))
+            wait_s *= 2  # rank 0 waits for the last offer first
+        header = store.get(protocol.header(number), wait_s)
+        Outcome(header.failure).check()
+        self._send(version, header.base)
+        ended = store.get(protocol.end(number), 3 * (self._sync.timeout_s + GRACE_S))
+        self.doubted = ended.doubtful
+        ended.check()
+        return 0.0
+
+    def _agree(self, version: int) -> int | None:
+        """Decide whether an update is a delta, and tell every engine rank what comes; return its base, or None for a full update.
+
+        Raises:
+            WeightSyncError, WaitTimeout: a rank could not code its part, or did not say what it has in time.
+        """
+        if not self.met.terms.delta:
+            return None
+        store, number, terms = self.met.store, self._number, self.met.terms
+        others = {delta_messages.offer(number, rank): f"trainer rank {rank}" for rank in range(1, terms.engines[0].first)}
+        mine = self._offer(version)
+        found = store.get_all(others, self._sync.timeout_s, protocol.update_failed(number), self._watch)
+        offers = {0: mine} | {rank: found[key] for rank, key in enumerate(others, 1) if key in found}
+        failures = {f"trainer rank {rank}": one.failure for rank, one in offers.items() if one.failure} | {"": store.resigned()}
+        if why := [one for one in failures.values() if one]:
+            raise WeightSyncError(why[0])
+        base = common_base(offers)
+        self.traffic = traffic(offers, base)
+        for rank, coming in comings(offers, protocol.engine_ranks(terms), base).items():
+            store.put(delta_messages.coming(number, rank), coming)
+        return base
+
+    def _offer(self, version: int) -> Offer:
+        try:
+            if self._deltas is None:
+                self._deltas = DeltaSource(self.met.plan, self._rank, self._tensors, self.met.terms.bucket_bytes, self._side)
+            return self._deltas.offer(version)
+        except Exception as error:
+            if not isinstance(error, AsyncmoeError):
+                log.exception("coding update %d of trainer rank %d", self._number, self._rank)
+            return Offer(failing.said(error, self.met.terms, self._rank, self._device))
+
+    def _send(self, version: int, base: int | None) -> None:
+        """Send this rank's shards and report success or the failure. A failure is raised later, once rank 0 has collected all reports.
+
+        Args:
+            base: the version that the update changes, if it is a delta.
+        """
+        met, key = self.met, protocol.sent(self._number, self._rank)
+        try:
+            if self._exchanger is None:
+                self._exchanger = channel.connect(
+                    met.store,
+                    met.terms,
+                    met.plan,
+                    self._epoch,
+                    self._side,
+                    self._watch if self._rank == 0 else nothing_to_watch,
+                    arrays=lambda: (self._tensors, None),
+                    update=lambda: self._number,
+                )
+            if self._deltas is None:
+                self._exchanger.run(met.terms.timeout_s)
+            else:
+                self._deltas.send(self._exchanger, coded=base is not None, timeout_s=met.terms.timeout_s)
+        except Exception as error:
+            met.store.fail(self._number, key, failing.said(error, met.terms, self._rank, self._device))
+            if not isinstance(error, AsyncmoeError):
+                log.exception("update %d of trainer rank %d", self._number, self._rank)
+            self.leave()
+        else:
+            self._is_sent.set()
+            met.store.put(key, Outcome())
+
+    def _send_and_collect(self, version: int, base: int | None) -> None:
+        """Send, and wait until all ranks have sent, or received and verified, their parts.
+
+        Raises:
+            WeightSyncError: a message was lost or corrupted; names the sender and the receiver.
+            WaitTimeout: names the ranks that did not report.
+        """
+        met, number = self.met, self._number
+        until = time.monotonic() + met.terms.timeout_s
+        self._send(version, base)
+        keys = protocol.moved(number, met.terms)
+        left = max(LOOK_S, until - time.monotonic())
+        found = met.store.get_all(keys, left, protocol.update_failed(number), self._watch)
+        failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
+        if resigned := met.store.resigned():
+            failures[""] = resigned
+        if failures:
+            doubts = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.doubtful}
+            self.doubted = bool(doubts) and not resigned
+            raise WeightSyncError(failing.cause(doubts or failures))
+
+    def _ask(self, request: Request) -> Reply:
+        return self._client.ask(request, self._sync.timeout_s + GRACE_S)[0]

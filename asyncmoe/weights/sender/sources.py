@@ -1,0 +1,42 @@
+"""The tensors a rank sends its weights from."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncmoe.models.payload import Payload
+from asyncmoe.reshard.float8 import Scaler
+from asyncmoe.weights.sender.trained import TrainedModel
+
+
+class WeightSources:
+    """A rank's weights in the dtypes that `Family.megatron_layout` gives them.
+
+    Some families have tensors that are float32 in every layout (`Shape.wide`). If the trainer holds such a tensor in another dtype, it is
+    sent from a float32 copy, which has the same values. Weights that engines hold in float8 are quantised while they are packed, with
+    scales computed beforehand by `refresh`.
+
+    Attributes:
+        tensors: by the layout's names; always the same memory.
+    """
+
+    def __init__(self, model: TrainedModel) -> None:
+        live, dtype = model.weights(), str(model.dtype).removeprefix("torch.")
+        payload = Payload(model.hf)
+        layout = payload.weights_of_trainer(model.parallel, model.mesh.rank, dtype)
+        wanted = {name: getattr(torch, storage.dtype) for name, storage in layout.storages.items()}
+        self._copied = {name: tensor for name, tensor in live.items() if tensor.dtype != wanted[name]}
+        self.tensors = live | {name: torch.empty_like(tensor, dtype=wanted[name]) for name, tensor in self._copied.items()}
+        self._device, self._scaler = model.mesh.device, None
+        if payload.float8 is not None:
+            scales = {name: storage.shape for name, storage in layout.storages.items() if name not in live}
+            self.tensors |= {name: torch.empty(shape, device=self._device) for name, shape in scales.items()}
+            self._scaler = Scaler(layout, self.tensors, power_of_two=payload.float8.power_of_two)
+
+    def refresh(self) -> None:
+        """Update copies and scales from the current weights. Only while nothing is being sent."""
+        for name, tensor in self._copied.items():
+            self.tensors[name].copy_(tensor)
+        if self._scaler is not None:
+            on_gpu = self._device.type == "cuda"
+            self._scaler.write(stream=torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0)

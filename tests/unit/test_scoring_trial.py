@@ -75,7 +75,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
         loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
         await controller._serve(made, run_dir, None, loaded, RunLog(made, QueueLog()))
 
-    monkeypatch.setattr(controller, "Server", start)
+    monkeypatch.setattr(controller, "Controller", start)
     run_dir.mkdir(exist_ok=True)
     asyncio.run(run())
 

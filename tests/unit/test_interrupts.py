@@ -24,6 +24,7 @@ from asyncmoe.errors import (
     WaitTimeout,
 )
 from asyncmoe.process import say
+from asyncmoe.rollout.engines.engine_stay import ServerLost
 from tests.unit.doc_pages import read, tables
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +152,7 @@ def test_statuses_are_those_of_the_documentation() -> None:
     table = next(table for table in tables(read("troubleshooting.md")) if re.search(r"(?m)^130$", "\n".join(row[0] for row in table)))
     documented = [int(row[0]) for row in table]
     stopped = [Interrupted("", number).exit_code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, InvariantBroken.exit_code, *stopped]
+    ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, InvariantBroken.exit_code, ServerLost.exit_code, *stopped]
     assert documented == ours
     assert {kind.exit_code for kind in (WaitTimeout, AsyncmoeError)} == {1}
     assert {kind.exit_code for kind in (DataError, StorageError, ConfigError)} == {2}

@@ -67,7 +67,6 @@ def test_a_tools_process_loads_pydantic_for_typed_parameters_alone(directory: Pa
     [
         "asyncmoe.rollout.scoring",
         "asyncmoe.rollout.scoring.mathematics",
-        "asyncmoe.launch.keep",
         "asyncmoe.launch.slurm.task",
         "asyncmoe.launch.torchrun",
         "asyncmoe.telemetry.loggers",

@@ -64,7 +64,7 @@ def config(run_dir: Path, kind: str = "arithmetic", more: dict[str, Any] | None 
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: Any = None) -> None:
-    """Serve a run up to the start of the first engine. Raise `Started` if it comes so far."""
+    """Serve a run until engines may join. Raise `Started` if it comes so far."""
 
     def start(*_: object, **__: object) -> None:
         raise Started
@@ -73,9 +73,9 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
         scorer = loading.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
         loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
-        await controller._serve(made, run_dir, None, loaded, RunLog(made, QueueLog()), ())
+        await controller._serve(made, run_dir, None, loaded, RunLog(made, QueueLog()))
 
-    monkeypatch.setattr(controller.backend, "start", start)
+    monkeypatch.setattr(controller, "Controller", start)
     run_dir.mkdir(exist_ok=True)
     asyncio.run(run())
 

@@ -1,7 +1,7 @@
 """Which adapters the engines of a run serve.
 
-Either the receivers write an adapter's memory in the engines (`asyncmoe.weights.receiver`): then there is one adapter, `NAME`, installed at the
-start. Or every version is an adapter of its own that the engine loads (`asyncmoe.engines.adapter_slots`).
+Either the receivers write an adapter's memory in the engines (`asyncmoe.weights.receiver`): then there is one adapter, `NAME`, installed at
+the start. Or every version is an adapter of its own that the engine loads (`asyncmoe.engines.adapter_slots`).
 """
 
 from __future__ import annotations

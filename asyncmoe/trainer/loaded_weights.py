@@ -14,6 +14,7 @@ import numpy as np
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.messages import EnginesAsk, Probe, WeightsLoaded
 from asyncmoe.trainer.lora import attach
+from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 
 Score = Callable[[Sequence[Sequence[int]]], Mapping[int, np.ndarray]]
@@ -23,7 +24,7 @@ _TEXTS, _TOKENS, _COMMON = 4, 65, 20_000
 from: the ids of rare tokens, which the model may never have seen, lie behind."""
 
 
-def compare(expected: ExpectedChecksums, client: Client, score: Score, step: int) -> None:
+def compare(model: Model, expected: ExpectedChecksums, client: Client, score: Score, step: int) -> None:
     """Have the controller compare, adapters aside, and let engines sample if what they have loaded is version `step`. Collective over all
     ranks.
 
@@ -44,10 +45,10 @@ def compare(expected: ExpectedChecksums, client: Client, score: Score, step: int
         request = WeightsLoaded(expected.of_files(), None, first, adapter is not None)
     else:
         draw = random.Random(config.run.seed)
-        texts = [tuple(draw.choices(range(min(_COMMON, expected.model.hf["vocab_size"])), k=_TOKENS)) for _ in range(_TEXTS)]
-        with nullcontext() if adapter is None else attach.switched_off(expected.model.chunks):
+        texts = [tuple(draw.choices(range(min(_COMMON, model.hf["vocab_size"])), k=_TOKENS)) for _ in range(_TEXTS)]
+        with nullcontext() if adapter is None else attach.switched_off(model.chunks):
             found = score(texts)
         request = WeightsLoaded((), Probe(0, tuple(texts), tuple(tuple(map(float, found[i])) for i in range(_TEXTS))), first)
     client.ask(EnginesAsk(config.engines.start_timeout_s), config.engines.start_timeout_s + ANSWER_S)
-    if expected.model.mesh.rank == 0:
+    if model.mesh.rank == 0:
         client.ask(request, config.sync.timeout_s + ANSWER_S)

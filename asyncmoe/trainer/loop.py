@@ -18,7 +18,7 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, RunStopping, WeightSyncE
 from asyncmoe.platform import collectives, kernels
 from asyncmoe.process import freeze
 from asyncmoe.rpc import keys, nccl_settings
-from asyncmoe.rpc.client import ANSWER_S, Client, clients
+from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello, Leased, Phase, Saved, Welcome
 from asyncmoe.rpc.peers import facts
@@ -30,6 +30,7 @@ from asyncmoe.trainer import loaded_weights, objective
 from asyncmoe.trainer.anomalies import SKIPPED
 from asyncmoe.trainer.batch_guard import AnomalyWatch
 from asyncmoe.trainer.batch_trainer import Learned, Learner
+from asyncmoe.trainer.clients import clients
 from asyncmoe.trainer.data import batch_client, prefetch
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
@@ -241,7 +242,7 @@ class Trainer:
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)
         if self._behind:
-            loaded_weights.compare(self._expected, self._client, self._learner.scored, self._step)
+            loaded_weights.compare(self._model, self._expected, self._client, self._learner.scored, self._step)
         self._sync.begin(self._step)
         self._behind = False
 

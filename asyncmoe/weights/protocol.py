@@ -1,8 +1,8 @@
 """The weight protocol: the messages between trainer and engine ranks, in the order they are sent.
 
-Every message is a value in a key-value store hosted by the trainer's rank 0 (`asyncmoe.weights.receiver.control_store`). Ranks are numbered
-consecutively: the trainer's first, then each engine's. Only the weights use another channel (`asyncmoe.weights.receiver.channel`). A *meeting*
-is a set of trainer and engine ranks that have agreed on a plan; if the set of engines changes, a new meeting begins.
+Every message is a value in a key-value store hosted by the trainer's rank 0 (`receiver/control_store.py`). Ranks are numbered
+consecutively: the trainer's first, then each engine's. Only the weights use another channel (`receiver/channel.py`). A *meeting* is a set
+of trainer and engine ranks that have agreed on a plan; if the set of engines changes, a new meeting begins.
 
 Meeting     rank 0 sets `TERMS`; every other rank answers `ready(rank)`; rank 0 compares all answers and sets `VERDICT`
 Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each rank makes its end of the channel,

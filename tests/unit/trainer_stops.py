@@ -118,7 +118,7 @@ def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False) 
 if __name__ == "__main__":
     whole: Any = loop
     whole.gpt.gather_weights = whole.facts = lambda _: None
-    whole.loaded.compare = lambda *_: None
+    whole.loaded_weights.compare = lambda *_: None
     found = {kind.__name__: run(kind, True) for kind in (Publisher, AtOnce)}
     whole.collectives.everyones = lambda mine: [mine]
     last = {kind.__name__: run(kind, False, done=5) for kind in (Willing, AtOnce)} | {"known": run(Willing, False, done=5, known=True)}

@@ -17,7 +17,8 @@ FAMILY_VARIABLE = "ASYNCMOE_FAMILY"
 
 
 class JoinCommand(msgspec.Struct, frozen=True, tag=True):
-    """Start this worker's receiver, which meets the sender as `rank` at `host`:`port`, or in a file (`asyncmoe.weights.receiver.hosting.place`)."""
+    """Start this worker's receiver, which meets the sender as `rank` at `host`:`port`, or in a file
+    (`asyncmoe.weights.receiver.hosting.place`)."""
 
     host: str
     port: int

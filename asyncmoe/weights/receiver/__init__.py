@@ -1,7 +1,7 @@
 """The engine's side of weight sync: a receiver inside every SGLang worker, and the code it shares with the trainer's sender.
 
-SGLang is started with `--custom-weight-loader asyncmoe.weights.receiver.load` and calls `load` in each worker when a weight update names it as
-its format. A weight's path in the worker:
+SGLang is started with `--custom-weight-loader asyncmoe.weights.receiver.load` and calls `load` in each worker when a weight update names it
+as its format. A weight's path in the worker:
 
 1. `command.py`: the controller (`weights/coordinator/reshard.py`) sends a `JoinCommand`; `worker.py` starts a receiver thread.
 2. `worker.py`: the thread connects to rank 0's store (`control_store.py`), reads `TERMS`, plans (`transfer_plan.py`), reports parameters

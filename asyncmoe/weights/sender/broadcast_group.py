@@ -24,8 +24,8 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
     store, so rank 0 creates the store itself, on the caller's socket.
 
     Args:
-        hosted: what `asyncmoe.weights.receiver.hosting.host` returned. The store takes ownership of a socket; a file must be kept as long as the
-            group is used.
+        hosted: what `asyncmoe.weights.receiver.hosting.host` returned. The store takes ownership of a socket; a file must be kept as
+            long as the group is used.
         backend: "gloo" or "nccl".
         timeout_s: bound of the rendezvous, and of every collective of the group.
 

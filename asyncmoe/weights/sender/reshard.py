@@ -1,8 +1,8 @@
 """Publish a weight version shard to shard: every engine rank receives its bytes directly from the trainer ranks that hold them.
 
-Every trainer rank sends from a background thread to receivers inside the engines (`asyncmoe.weights.receiver`), which stage the weights while
-the engines generate and the trainer computes its next step; only the optimizer update waits until the weights are sent. Once all bytes
-have arrived and their digests match, the controller pauses every engine to swap (`asyncmoe.weights.coordinator`). No parameter
+Every trainer rank sends from a background thread to receivers inside the engines (`asyncmoe.weights.receiver`), which stage the weights
+while the engines generate and the trainer computes its next step; only the optimizer update waits until the weights are sent. Once all
+bytes have arrived and their digests match, the controller pauses every engine to swap (`asyncmoe.weights.coordinator`). No parameter
 is written before that, so a failure leaves the engines with the version they serve.
 
 Each version goes to the engines present when it begins; if the set has changed, all ranks meet again. If an engine dies during a

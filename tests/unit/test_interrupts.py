@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import interrupts
+from asyncmoe.engines.engine_stay import ServerLost
 from asyncmoe.errors import (
     AnomalyFound,
     AsyncmoeError,
@@ -24,7 +25,6 @@ from asyncmoe.errors import (
     WaitTimeout,
 )
 from asyncmoe.process import say
-from asyncmoe.rollout.engines.engine_stay import ServerLost
 from tests.unit.doc_pages import read, tables
 
 ROOT = Path(__file__).parents[2]

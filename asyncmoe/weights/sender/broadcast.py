@@ -38,7 +38,7 @@ from asyncmoe.weights.sender import broadcast_group
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.gather import Gatherer
 from asyncmoe.weights.sender.publisher import AtOnce, Checksums, Published
-from asyncmoe.weights.sender.trained import Place
+from asyncmoe.weights.sender.trained import TrainerRank
 
 _GROUP = "asyncmoe_weights"
 
@@ -56,7 +56,7 @@ class BroadcastPublisher(AtOnce):
         config: Config,
         gatherer: Gatherer,
         client: Client,
-        mesh: Place,
+        mesh: TrainerRank,
         expected: ExpectedChecksums,
     ) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from asyncmoe.models import MegatronParallel
 from asyncmoe.models.lora.adapter import Kind
 
 
-class Place(Protocol):
+class TrainerRank(Protocol):
     """A trainer rank: its number among `world`, its device, and the backend of the default process group ("nccl", "gloo")."""
 
     @property
@@ -42,7 +42,7 @@ class TrainedModel(Protocol):
     @property
     def parallel(self) -> MegatronParallel: ...
     @property
-    def mesh(self) -> Place: ...
+    def mesh(self) -> TrainerRank: ...
     @property
     def adapter(self) -> Kind | None: ...
 

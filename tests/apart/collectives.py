@@ -18,7 +18,7 @@ from asyncmoe.platform import collectives
 from asyncmoe.trainer.model import mesh
 from tests.unit.doc_pages import ROOT
 
-ASYNCMOE = Path(__file__).parents[2] / "asyncmoe"
+ASYNCMOE = ROOT / "asyncmoe"
 COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "reduce", "scatter", "send", "recv", "isend", "irecv", "monitored_barrier")
 
 

@@ -326,20 +326,6 @@ class BoundedQueue:
         """Return once all commits so far are in the log. Raises StorageError: the log cannot be written."""
         await self._log.settled()
 
-    def release(self, step: int) -> None:
-        """End the lease of `step` untrained and return its groups to the queue. Used when a trainer died.
-
-        Raises:
-            ProtocolError: `step` holds no lease.
-        """
-        phase = self._leases.phase(step)
-        self._leases = self._leases.release(step)
-        count = self._lanes[phase].release(step)
-        if phase == "rl":
-            self._count(self.ledger.release(count))
-            self._log.released(step)
-        self._changes.wake()
-
     # ------------------------------------------------------------ controller side
 
     def trainer_lost(self) -> None:

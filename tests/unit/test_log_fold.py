@@ -40,8 +40,6 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
         life.queue.discarded(SIZE, "equal_rewards")
         life.log.ended(11, "dropped", "equal_rewards")
         await life.lease(4)
-        life.queue.release(4)
-        await life.lease(4)
         life.log.close()
         changes = Home().log(folder, "0")
         found = tuple((at, records.entry(data, "log")) for at, data in changes.read())

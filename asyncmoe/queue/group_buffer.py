@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken, TrajectoryRejected
-from asyncmoe.log.records import Place
+from asyncmoe.log.log import Place
 from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Recording, Trajectory, encode, validate
 

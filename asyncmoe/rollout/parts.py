@@ -13,9 +13,9 @@ import uvloop
 
 from asyncmoe import plugins
 from asyncmoe.config import Config
-from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from asyncmoe.config.rollout import Interruption
-from asyncmoe.log.records import EpisodeKey
-from asyncmoe.log.turns import Turns
+from asyncmoe.log.turns import EpisodeKey, Turns
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import PooledGeneration
 from asyncmoe.rollout.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan

@@ -19,8 +19,7 @@ import numpy as np
 from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.log.records import EpisodeKey
-from asyncmoe.log.turns import Turns
+from asyncmoe.log.turns import EpisodeKey, Turns
 from asyncmoe.rollout.engines.interruption import respond
 from asyncmoe.rollout.engines.pool import Pool
 from asyncmoe.rollout.engines.scheduling import ScheduledRequest

@@ -8,8 +8,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from asyncmoe.log.records import EpisodeKey
-from asyncmoe.log.turns import Turns
+from asyncmoe.log.turns import EpisodeKey, Turns
 from asyncmoe.rollout.engines.pool import Pool, PooledGeneration
 from asyncmoe.rollout.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.rollout.engines.types import ABORTED, Generation, IdLists, Listener, Sampling, Tokens, VersionSpan

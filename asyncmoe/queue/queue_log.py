@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from asyncmoe.errors import DataError
-from asyncmoe.log import payload, records
-from asyncmoe.log.fold import DAMAGED, LogState, RecordedGroup, Recovered, Reopened, fold, recover, reopen
-from asyncmoe.log.log import Log
-from asyncmoe.log.records import Change, LeasedGroup, Place
+from asyncmoe.log.log import Log, Place
 from asyncmoe.log.turns import Turns
+from asyncmoe.queue import payload, records
 from asyncmoe.queue.accounts import Accounts
+from asyncmoe.queue.fold import DAMAGED, LogState, RecordedGroup, Recovered, Reopened, fold, recover, reopen
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.records import Change, LeasedGroup
 from asyncmoe.queue.start_order import Start
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, suppress
 import msgspec
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.log.records import Place
+from asyncmoe.log.log import Place
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.workers.figures import Figures
 from asyncmoe.rollout.workers.news import UnheardOutcomes

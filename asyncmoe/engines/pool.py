@@ -77,7 +77,7 @@ class Pool:
         lost_tokens: sampled tokens that were discarded because a response restarted.
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
         recalled_tokens: tokens sampled before a restart with which unfinished episodes went on.
-        lineage: of the versions that land from now on: how often steps were trained again (`asyncmoe.log.fold`).
+        lineage: of the versions that land from now on: how often steps were trained again (`asyncmoe.queue.fold`).
         elsewhere: rollout workers that send requests to these engines; None: there are none.
         returns: says whether an engine will come back, given the seconds since there was none; at first none will.
 

@@ -14,6 +14,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import Annotated
+
+import msgspec
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, StorageError, WaitTimeout, gibibytes
 from asyncmoe.trajectory import Buffer
@@ -28,6 +31,15 @@ _SYNC_S, _CLOSE_S = 1.0, 300.0
 
 Record = tuple[int, list[memoryview]]
 """Position, and the parts of the bytes."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Also a rollout worker's message has a place."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a payload lies: number of the process that wrote it, and position in its log."""
+
+    writer: Number
+    position: Number
 
 
 class Log(ABC):

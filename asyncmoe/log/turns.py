@@ -14,13 +14,30 @@ from collections.abc import Mapping
 import msgspec
 
 from asyncmoe.errors import gibibytes
-from asyncmoe.log import records
 from asyncmoe.log.log import Log
-from asyncmoe.log.records import Answered, EpisodeKey
 
 log = logging.getLogger(__name__)
 SHARE = 4
 """Answers may take this fraction of the bound on payloads."""
+
+
+class EpisodeKey(msgspec.Struct, frozen=True, array_like=True):
+    """Names an episode, as `EpisodeId`."""
+
+    group: int
+    episode: int
+    attempt: int
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    """A turn of an episode under way, or a piece of a long one. `request`: digest of what was asked."""
+
+    key: EpisodeKey
+    request: bytes
+    answer: bytes
+
+
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Answered).decode
 
 
 def writer(number: int) -> str:
@@ -43,7 +60,7 @@ class Turns:
         self._forgetting: asyncio.Future[int] | None = None
         for position, data in kept.read():
             try:
-                one = records.answered(data)
+                one = _decode(data)
             except msgspec.MsgspecError as error:
                 log.warning("%s: position %d is passed over, so its turn is sampled again: %s", kept.name, position, error)
                 continue
@@ -63,7 +80,7 @@ class Turns:
         """
         if self._failed:
             raise self._failed
-        data = records.encode(Answered(key, request, answer))
+        data = _encode(Answered(key, request, answer))
         if not self._log.is_full(len(data)):
             await self._log.room(len(data))
         if (full := self._log.is_full(len(data))) and not self._told_full:
@@ -78,7 +95,7 @@ class Turns:
         positions = self._found.get(key, {}).get(request)
         if not positions:
             return None
-        return records.answered(await asyncio.to_thread(self._log.read_at, positions.popleft())).answer
+        return _decode(await asyncio.to_thread(self._log.read_at, positions.popleft())).answer
 
     def over(self, group: int) -> None:
         """Forget the answers of a group that is finished, ended, or starts again."""

@@ -23,8 +23,7 @@ member takes back its own place before anything else starts. B and the group siz
 A trajectory that finishes too late for the theorem meets the consumption rule, so the age of trained tokens is always bounded; because of
 the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
 drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
-than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. The groups of a
-released lease are queued again and meet the rule again. []
+than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. []
 
 To the law, a requeued group is a new group: its places were returned, and its age counts from the versions that sample it again.
 The law needs a new version at least every eta + 1 steps: once eta + 1 steps' worth of trajectories has started, no more start until the

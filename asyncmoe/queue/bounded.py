@@ -10,7 +10,7 @@ than `Admission.age_bound` versions (max_staleness, unless old groups are downwe
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
 through this queue. With a log, what was leased from step k on is leased again, unchanged, what was queued is queued, and what was
-running starts again (`asyncmoe.log.fold`). Without one, all of it counts as never started and is sampled again, and steps after k
+running starts again (`asyncmoe.queue.fold`). Without one, all of it counts as never started and is sampled again, and steps after k
 that an earlier process trained but did not save are trained again, on new trajectories.
 """
 
@@ -23,13 +23,13 @@ from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, WaitTimeout
-from asyncmoe.log.fold import Reopened
-from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
+from asyncmoe.queue.fold import Reopened
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack, weighed, whole
 from asyncmoe.queue.leases import Leases, LeaseTerms
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.item import Item
@@ -325,20 +325,6 @@ class BoundedQueue:
     async def settled(self) -> None:
         """Return once all commits so far are in the log. Raises StorageError: the log cannot be written."""
         await self._log.settled()
-
-    def release(self, step: int) -> None:
-        """End the lease of `step` untrained and return its groups to the queue. Used when a trainer died.
-
-        Raises:
-            ProtocolError: `step` holds no lease.
-        """
-        phase = self._leases.phase(step)
-        self._leases = self._leases.release(step)
-        count = self._lanes[phase].release(step)
-        if phase == "rl":
-            self._count(self.ledger.release(count))
-            self._log.released(step)
-        self._changes.wake()
 
     # ------------------------------------------------------------ controller side
 

@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken, TrajectoryRejected
-from asyncmoe.log.records import Place
+from asyncmoe.log.log import Place
 from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Recording, Trajectory, encode, validate
 
 
 @dataclass(frozen=True)
 class Group:
-    """Episodes that are leased, dropped and released together, encoded once on arrival.
+    """Episodes that are leased and dropped together, encoded once on arrival.
 
     An episode has one trajectory of each agent that spoke, or one of each path of the agent's tree. Counts here and in the queue are of
     episodes.
@@ -144,7 +144,7 @@ class GroupBuffer:
 
     Attributes:
         depth: number of episodes not yet leased.
-        leased: number of leased episodes, neither committed nor released.
+        leased: number of leased episodes, not committed.
     """
 
     def __init__(self, capacity: int, freed: Callable[[Sequence[Group]], None] = lambda _: None) -> None:
@@ -202,13 +202,6 @@ class GroupBuffer:
         for group in groups:
             self._know(group)
         self._hold(step, groups)
-
-    def release(self, step: int) -> int:
-        """Return the groups of a lease to their places in the queue. Returns their number of episodes."""
-        groups = self._end(step)
-        for group in groups:
-            self._queue(group)
-        return sum(map(len, groups))
 
     def commit(self, step: int) -> tuple[Group, ...]:
         """Delete and return the groups of a lease."""

@@ -1,8 +1,7 @@
-"""The leases of all steps: asked for, answered, committed or released. Pure.
+"""The leases of all steps: asked for, answered, committed. Pure.
 
 A step is asked for when the first rank names its terms, and answered once: with a batch (a grant), or with `stop`. Every rank that asks
-gets this answer until the step is committed or released. A committed step is never leased again, unless the trainer goes back to before it;
-a released step may be.
+gets this answer until the step is committed. A committed step is never leased again, unless the trainer goes back to before it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Leases:
     Attributes:
         trained_steps: optimizer steps taken before the queue was created, plus steps committed since.
         last_commit: newest committed step; -1: none.
-        asked: terms by step, for steps neither committed nor released.
+        asked: terms by step, for steps not committed.
         answers: the answers to such steps, once decided.
     """
 
@@ -76,9 +75,9 @@ class Leases:
         return replace(self, asked={**self.asked, step: terms})
 
     def answer_to(self, step: int, terms: LeaseTerms) -> Leased | None:
-        """Return the answer, or None if it is undecided. Raises ProtocolError if the step was committed or released meanwhile."""
+        """Return the answer, or None if it is undecided. Raises ProtocolError if the step was committed, or its trainer lost, meanwhile."""
         if step not in self.answers and self.asked.get(step) != terms:
-            raise ProtocolError(f"lease of step {step}: it was committed or released during the request")
+            raise ProtocolError(f"lease of step {step}: it was committed, or its trainer lost, during the request")
         return self.answers.get(step)
 
     def decide(self, step: int, answer: Leased) -> Leases:
@@ -90,12 +89,8 @@ class Leases:
         self.phase(step)
         if (first := min(self.granted)) < step:
             raise ProtocolError(f"commit: step {step} before step {first}")
-        return replace(self.release(step), trained_steps=self.trained_steps + 1, last_commit=step)
-
-    def release(self, step: int) -> Leases:
-        """End the lease of an untrained step. Raises ProtocolError if it holds no lease."""
-        self.phase(step)
-        return replace(self, asked=_without(self.asked, step), answers=_without(self.answers, step))
+        asked, answers = _without(self.asked, step), _without(self.answers, step)
+        return replace(self, asked=asked, answers=answers, trained_steps=self.trained_steps + 1, last_commit=step)
 
     def undecided_forgotten(self) -> Leases:
         """Return the leases without the steps that are asked for and not answered; whoever waits for them is refused (`answer_to`)."""

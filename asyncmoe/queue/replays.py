@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncmoe.errors import DataError
-from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.leases import LeaseTerms
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.start_order import Start
 
 Hold = Callable[[int, tuple[Group, ...], Sequence[float], bool], None]

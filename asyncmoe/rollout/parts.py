@@ -19,6 +19,7 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations

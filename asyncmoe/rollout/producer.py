@@ -19,9 +19,9 @@ from contextlib import suppress
 
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
-from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_state import Gathering, all_equal
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Admit, Line, Start

@@ -20,12 +20,12 @@ from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.log import belonging, turns
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.log.files import FileLog
-from asyncmoe.log.fold import LogState, Recovered, recover
 from asyncmoe.log.log import Log
-from asyncmoe.log.queue_log import CONTROLLER, OWN, QueueLog
 from asyncmoe.log.turns import Turns
 from asyncmoe.models import origin
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.fold import LogState, Recovered, recover
+from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from asyncmoe.log.records import Number, Place
+from asyncmoe.log.log import Number, Place
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.peers import Facts

@@ -19,9 +19,9 @@ from typing import Any
 
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
-from asyncmoe.log import records
 from asyncmoe.log.files import scan
 from asyncmoe.models.make import make_model
+from asyncmoe.queue import records
 from benchmarks.network import flows
 from benchmarks.network.flows import Connection
 from benchmarks.network.hosts import INTERFACE, Host, Wire, missing, network

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.log import records
 from asyncmoe.log.files import scan
-from asyncmoe.log.fold import LogState, fold
+from asyncmoe.queue import records
+from asyncmoe.queue.fold import LogState, fold
 from tests.chaos import faults, invariants
 from tests.chaos.faults import Done
 from tests.chaos.invariants import Said

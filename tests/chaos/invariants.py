@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncmoe.log.fold import LogState
+from asyncmoe.queue.fold import LogState
 
 Record = Mapping[str, Any]
 

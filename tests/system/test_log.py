@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.log import records
 from asyncmoe.log.files import scan
-from asyncmoe.log.fold import LogState, fold
+from asyncmoe.queue import records
+from asyncmoe.queue.fold import LogState, fold
 from tests.system.runs import ONE_RANK, Command, logs, marked_pids, metrics, start, wait_for
 
 # By default tests/unit/test_chaos.py resumes a run that ends at seeded moments, with light engines and ranks, and cuts no response by more

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.log import belonging
-from asyncmoe.log.fold import LogState
-from asyncmoe.log.queue_log import CONTROLLER, QueueLog
+from asyncmoe.queue.fold import LogState
+from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
 from tests.redis_server import LocalRedis, needed
 from tests.system.runs import logs, metrics, start, wait_for
 from tests.system.test_log import ENDS, SHAPE, WARM, check, kill, trained

@@ -16,8 +16,8 @@ import pytest
 
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
-from asyncmoe.log.queue_log import CONTROLLER, OWN, QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog
 from asyncmoe.queue.replays import Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.messages import Leased

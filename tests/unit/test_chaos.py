@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncmoe.log.fold import LogState, RecordedGroup, RecordedLease
-from asyncmoe.log.records import LeasedGroup, Place, StepLeased
+from asyncmoe.log.log import Place
+from asyncmoe.queue.fold import LogState, RecordedGroup, RecordedLease
+from asyncmoe.queue.records import LeasedGroup, StepLeased
 from asyncmoe.trajectory import Trajectory
 from tests.chaos import invariants, report, schedule
 from tests.chaos.block import Block

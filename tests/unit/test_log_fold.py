@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.log import records
-from asyncmoe.log.fold import LogState, RecordedGroup, RecordedLease, fold, recover
-from asyncmoe.log.records import GroupBegun, GroupFinished, LeasedGroup, LogEntry, Place, StepLeased
+from asyncmoe.log.log import Place
+from asyncmoe.queue import records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
+from asyncmoe.queue.fold import LogState, RecordedGroup, RecordedLease, fold, recover
+from asyncmoe.queue.records import GroupBegun, GroupFinished, LeasedGroup, LogEntry, StepLeased
 from asyncmoe.queue.start_order import Start
 from tests.unit.log_lives import BATCH, SIZE, Home, in_loop, live
 
@@ -39,8 +40,6 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
         life.log.again(Start(10, 1, 1), "engine_died")
         life.queue.discarded(SIZE, "equal_rewards")
         life.log.ended(11, "dropped", "equal_rewards")
-        await life.lease(4)
-        life.queue.release(4)
         await life.lease(4)
         life.log.close()
         changes = Home().log(folder, "0")

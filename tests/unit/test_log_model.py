@@ -119,14 +119,8 @@ class Program:
         assert self.model.leases.setdefault(step, answer) == answer, "a lease is replayed as it was"
         assert self.model.frames.setdefault(step, frames) == frames
         self.model.queued -= {item.group for item in leased.items}
-        chance = self.draw.random()
-        if chance < 0.1:
+        if self.draw.random() < 0.1:
             await self.killed()
-            return
-        if chance < 0.2 and max(self.model.leases) == step >= self.life.queue.version:
-            self.life.queue.release(step)
-            del self.model.leases[step], self.model.frames[step]
-            self.model.queued |= {item.group for item in leased.items}
             return
         why = self.draw.choice(("", "", "anomaly_loss", "anomaly_grad_norm"))
         self.life.queue.commit(step, why)

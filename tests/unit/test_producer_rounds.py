@@ -14,9 +14,9 @@ from test_config import refused, with_value
 from test_producer import GROUP, Numbers, alone, respond, until
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId

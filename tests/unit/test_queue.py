@@ -435,21 +435,6 @@ async def test_arrays_are_freed_by_commit_and_not_before() -> None:
     assert all(ref() is None for ref in alive)
 
 
-@asynchronous
-async def test_release_puts_the_groups_back_at_their_places() -> None:
-    held = await filled(group(0, 3), group(1, 5), group(2, 4))
-    first = await held.lease(0, "rl", 4, 9, 0)
-    assert names(first)[::2] == ["g0.e0", "g2.e0"]
-    held.release(0)
-    assert held.ledger.queued == 6
-    held.started(2)
-    await held.put_group(group(3, 2))
-    again = await held.lease(0, "rl", 4, 9, 0)
-    assert names(again)[::2] == ["g3.e0", "g0.e0"]
-    with pytest.raises(ProtocolError, match="holds no lease"):
-        held.release(1)
-
-
 # ---------------------------------------------------------------- stop, fail, resume, warm-up
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from asyncmoe.errors import DataError, ProtocolError, StorageError, UserError
+from asyncmoe.log.files import HEADER_BYTES
+from asyncmoe.log.log import HEAD_BYTES
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.queue.start_order import Start
@@ -311,7 +313,7 @@ def test_what_the_lost_trainer_waits_for_is_refused_and_takes_nothing_from_the_n
         for number in (2, 3):
             await life.group(number, (1, 1))
         life.queue.reopen(life.log.reopening(1, 0))
-        with pytest.raises(ProtocolError, match="committed or released during the request"):
+        with pytest.raises(ProtocolError, match="its trainer lost, during the request"):
             await waiting
         assert life.queue.ledger.queued == BATCH
         assert {item.group for item in (await life.lease(1)).items} == {2, 3}
@@ -417,6 +419,36 @@ def test_a_group_whose_payload_is_damaged_starts_again_and_nothing_else_is_lost(
         assert last.starts == [Start(0, 1)]
         assert [item.group for item in (await last.lease(0)).items] == [1, 1, 2, 2]
         last.log.close()
+
+    in_loop(body())
+
+
+def test_groups_of_weights_that_a_damaged_lease_made_start_again(tmp_path: Path) -> None:
+    """The trainer cannot come to those weights again: it would be given tokens of its own future."""
+
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        for step in range(2):
+            await life.train(step)
+        for number in (4, 5):
+            await life.group(number, (2, 2))
+        await life.lease(2)
+        life.begin(6)
+        changes = life.log._changes
+        assert changes is not None
+        lease = life.log.state.leases[1].position
+        copy = life.kill(tmp_path / "again")
+        segment = [path for path in sorted((copy / "log" / "0").glob("*.segment")) if int(path.stem) <= lease][-1]
+        with segment.open("r+b") as file:
+            file.seek(HEADER_BYTES + lease - int(segment.stem) + HEAD_BYTES + 2)
+            file.write(b"damage")
+        again = await live(FILES, copy, rule="requeue")
+        assert again.starts == [Start(4, 1), Start(5, 1), Start(6)]
+        await again.lease(0)
+        again.queue.commit(0)
+        again.queue.set_version(1)
+        assert [item.group for item in (await again.lease(1)).items] == [2, 2, 3, 3]
+        again.log.close()
 
     in_loop(body())
 

@@ -154,14 +154,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.step += 1
         self._settle()
 
-    @precondition(lambda self: self.leased is not None)
-    @rule()
-    def trainer_dies(self) -> None:
-        self.queue.release(self.step)
-        self.queued += self.leased or []
-        self.leased, self.asked, self.foreseen = None, [], {}
-        self._settle()
-
     # -------------------------------------------------- the model
 
     def _settle(self) -> None:

@@ -13,8 +13,7 @@ import pytest
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
-from asyncmoe.log.records import EpisodeKey
-from asyncmoe.log.turns import Turns
+from asyncmoe.log.turns import EpisodeKey, Turns
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn

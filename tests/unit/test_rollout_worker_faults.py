@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, StorageError
-from asyncmoe.log.records import Place
+from asyncmoe.log.log import Place
 from asyncmoe.rollout.scoring import stages
 from asyncmoe.rollout.scoring.tracebacks import Raised, Tracebacks
 from asyncmoe.rollout.workers import process, worker

@@ -14,7 +14,7 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.log.queue_log import QueueLog
+from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.rollout import controller
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import RunLog

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import StorageError
-from asyncmoe.log.records import EpisodeKey
-from asyncmoe.log.turns import Turns
+from asyncmoe.log.turns import EpisodeKey, Turns
 from tests.unit.log_lives import Home, written
 
 KEY = EpisodeKey(3, 1, 0)

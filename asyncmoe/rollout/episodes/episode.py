@@ -22,8 +22,7 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.log.records import EpisodeKey
-from asyncmoe.log.turns import Turns
+from asyncmoe.log.turns import EpisodeKey, Turns
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn

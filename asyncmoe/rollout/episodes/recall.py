@@ -11,8 +11,7 @@ import numpy as np
 from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.engines.types import ABORTED, Generation, IdLists, Listener, Sampling, Tokens, VersionSpan
-from asyncmoe.log.records import EpisodeKey
-from asyncmoe.log.turns import Turns
+from asyncmoe.log.turns import EpisodeKey, Turns
 
 _FORM = 3
 """Of a recorded answer; those of another form are asked for again."""

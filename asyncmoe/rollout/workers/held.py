@@ -11,9 +11,8 @@ import msgspec
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError
-from asyncmoe.log import payload
-from asyncmoe.log.log import Log
-from asyncmoe.log.records import Place
+from asyncmoe.log.log import Log, Place
+from asyncmoe.queue import payload
 from asyncmoe.queue.group_buffer import Group, whole
 from asyncmoe.rpc.worker_messages import WorkerFetch, WorkerPacked
 from asyncmoe.trajectory import Buffer, Recording, Trajectory, part

@@ -5,23 +5,14 @@ Each record says all that it takes to know of its subject, so that damage loses 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 from asyncmoe.errors import DataError
+from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.trajectory import Buffer
-
-Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""Also a rollout worker's message has a place."""
-
-
-class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a payload lies: number of the process that wrote it, and position in its log."""
-
-    writer: Number
-    position: Number
 
 
 class _Record(msgspec.Struct, frozen=True, tag=lambda name: name.lower(), forbid_unknown_fields=True):
@@ -138,24 +129,8 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     accounts: Accounts | None = None
 
 
-class EpisodeKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names an episode, as `EpisodeId`."""
-
-    group: int
-    episode: int
-    attempt: int
-
-
-class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """A turn of an episode under way, or a piece of a long one. `request`: digest of what was asked."""
-
-    key: EpisodeKey
-    request: bytes
-    answer: bytes
-
-
 encode = msgspec.msgpack.Encoder().encode
-_ENTRIES, _ANSWERS = msgspec.msgpack.Decoder(LogEntry), msgspec.msgpack.Decoder(Answered)
+_ENTRIES = msgspec.msgpack.Decoder(LogEntry)
 
 
 def entry(data: Buffer, name: str) -> LogEntry:
@@ -164,8 +139,3 @@ def entry(data: Buffer, name: str) -> LogEntry:
         return _ENTRIES.decode(data)
     except msgspec.MsgspecError as error:
         raise DataError(name, got=str(error), expected="records that this version knows", hint="use the version that wrote it") from error
-
-
-def answered(data: Buffer) -> Answered:
-    """Read a record of turns, whose checksum was verified. Raises msgspec.MsgspecError."""
-    return _ANSWERS.decode(data)

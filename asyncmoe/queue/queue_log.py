@@ -11,14 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from asyncmoe.errors import DataError, InvariantBroken
-from asyncmoe.log import payload, records
-from asyncmoe.log.fold import DAMAGED, LogState, RecordedGroup, Recovered, Reopened, fold, recover, reopen
-from asyncmoe.log.log import Log
-from asyncmoe.log.records import Change, LeasedGroup, Place
+from asyncmoe.errors import DataError
+from asyncmoe.log.log import Log, Place
 from asyncmoe.log.turns import Turns
+from asyncmoe.queue import payload, records
 from asyncmoe.queue.accounts import Accounts
+from asyncmoe.queue.fold import DAMAGED, LogState, RecordedGroup, Recovered, Reopened, fold, recover, reopen
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.records import Change, LeasedGroup
 from asyncmoe.queue.start_order import Start
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,16 @@ class QueueLog:
     # ------------------------------------------------------------ the beginning
 
     def lost(self, step: int) -> frozenset[int]:
-        """Return the groups that a trainer of `step` steps may need whose payload cannot be read. Blocks."""
+        """Return the groups that a trainer of `step` steps cannot be given. Blocks.
+
+        Their payload cannot be read; or weights sampled them that the trainer does not come to again, because a lease before is lost.
+        """
         needed = [one for one in self.state.groups.values() if one.place is not None and (one.step is None or one.step >= step)]
-        return frozenset(one.number for one in needed if not self._is_whole(one))
+        newest = {one.number: self._newest_version(one) for one in needed}
+        lost, reached = {number for number, version in newest.items() if version is None}, step
+        while (lease := self.state.leases.get(step)) is not None and lease.terms is not None and lost.isdisjoint(lease.numbers):
+            step, reached = step + 1, lease.terms.version + 1
+        return frozenset(lost | {number for number, version in newest.items() if version is not None and version > reached})
 
     def begin(self, step: int, base: int, batch: int, first_group: int, lost: Collection[int] = ()) -> Recovered:
         """Return the state in which the queue begins; see `recover`.
@@ -139,13 +146,6 @@ class QueueLog:
     async def settled(self) -> None:
         """Return once the steps that are over so far are durable as such. Raises as `finished`."""
         await self._durable(self._newest_commit)
-
-    def released(self, step: int) -> None:
-        """A lease ends untrained. Raises InvariantBroken if a later one does not."""
-        if any(later > step for later in (*self._granted, *self._replays)):
-            raise InvariantBroken(f"log: the lease of step {step} is released before later ones, which would be replayed without it")
-        self._granted.pop(step, None)
-        self._add(records.StepReleased(step))
 
     # ------------------------------------------------------------ after a restart
 
@@ -238,12 +238,13 @@ class QueueLog:
         if self.turns is not None:
             self.turns.over(group)
 
-    def _is_whole(self, one: RecordedGroup) -> bool:
+    def _newest_version(self, one: RecordedGroup) -> int | None:
+        """Return the newest version that sampled a token of a group; None: its payload cannot be read."""
         try:
-            return bool(self._read(one.number, one.order, one.place))
+            return self._read(one.number, one.order, one.place).newest_version
         except DataError as error:
             log.error("%s", error)
-            return False
+            return None
 
     def _read(self, number: int, arrival: int, place: Place | None) -> Group:
         name = f"{self.name}: group {number}"

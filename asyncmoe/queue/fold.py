@@ -24,10 +24,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asyncmoe.errors import DataError, InvariantBroken
-from asyncmoe.log import records
-from asyncmoe.log.records import Change, Place
+from asyncmoe.log.log import Place
+from asyncmoe.queue import records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
+from asyncmoe.queue.records import Change
 from asyncmoe.queue.start_order import Start
 
 RESTART = "restart"

@@ -16,7 +16,6 @@ from asyncmoe.config import Config
 from asyncmoe.engines import adapters
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Sampling
-from asyncmoe.log.queue_log import QueueLog
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.queue_log import QueueLog

@@ -24,9 +24,8 @@ from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
 from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
-from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.errors import ConfigError, DataError, UserError, together
-from asyncmoe.launch import preflight
+from asyncmoe.launch import plugin_probe, preflight, rollout_code
 from asyncmoe.launch.local_parts import end_left, table
 from asyncmoe.launch.served import served
 from asyncmoe.launch.watch import supervise
@@ -162,7 +161,7 @@ def _check_without_gpu(config: Config, here: bool) -> None:
 def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
     """Refuse an offload for which this machine has no memory."""
     if config.launch == "local" and config.trainer.memory.optimizer_offload:
-        budget.check_host(config, budget.of_run(config, hf), machine.memory())
+        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def prepare(config: Config) -> Path:

@@ -23,9 +23,8 @@ from asyncmoe import checkpoints, models, plugins
 from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, UserError
-from asyncmoe.launch import local
+from asyncmoe.launch import local, plugin_probe
 from asyncmoe.models import EngineParallel, families, make, qwen3_moe
 from asyncmoe.receiver import handshake
 from asyncmoe.receiver.command import FAMILY_VARIABLE

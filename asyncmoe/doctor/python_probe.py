@@ -1,6 +1,6 @@
 """Facts about a Python environment. That Python runs the text of this file, which may import only the standard library at its top.
 
-It prints each field of `python_facts.PythonFacts` as a JSON object on a line as soon as it is known, because an import may crash or hang
+It prints each field of `facts.PythonFacts` as a JSON object on a line as soon as it is known, because an import may crash or hang
 the process. The field `step` names the next operation.
 
 usage: python - PACKAGE...      (the packages whose versions to report)
@@ -9,6 +9,7 @@ usage: python - PACKAGE...      (the packages whose versions to report)
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -21,10 +22,10 @@ from typing import Any
 def main(names: Iterable[str]) -> None:
     """Print all facts, the riskiest last."""
     packages = installed(names)
-    deep_ep = importlib.util.find_spec("deep_ep") is not None
-    say(version=".".join(map(str, sys.version_info[:3])), packages=packages, apex=apex(), deep_ep=deep_ep)
+    say(version=".".join(map(str, sys.version_info[:3])), packages=packages)
     say(step="loading asyncmoe's extension")
-    say(extension=extension())
+    found = extension()
+    say(extension=found)
     say(step="opening NCCL")
     say(nccl=nccl())
     say(step="opening libcuda")
@@ -32,6 +33,9 @@ def main(names: Iterable[str]) -> None:
     if "torch" in packages:
         say(step="importing torch")
         say(torch=torch())
+    if "torch" in packages and found["package"] is not None:
+        say(step="looking for optional kernels")
+        say(kernels=dataclasses.asdict(importlib.import_module("asyncmoe.platform.kernels").detect()))
     if "transformer-engine" in packages:
         say(step="importing transformer_engine.pytorch")
         importlib.import_module("transformer_engine.pytorch")
@@ -52,16 +56,6 @@ def installed(names: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def apex() -> dict[str, bool] | None:
-    """Identify the apex that `import apex` would find, without importing it."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None or spec.origin is None:
-        return None
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    nvidia = any((folder / "optimizers").is_dir() and (folder / "multi_tensor_apply").is_dir() for folder in folders)
-    return {"nvidia": nvidia, "kernels": importlib.util.find_spec("amp_C") is not None}
 
 
 def extension() -> dict[str, Any]:
@@ -117,16 +111,14 @@ def torch() -> dict[str, Any]:
     except (RuntimeError, AssertionError) as error:
         return {**found, "trouble": str(error).strip().split("\n")[0]}
     count = module.cuda.device_count()
-    pairs = [(i, j) for i in range(count) for j in range(i)]
-    apart = [pair for pair in pairs if not module.cuda.can_device_access_peer(*pair)]
-    return {**found, "devices": count, "apart": apart, "shown": [described(module, device) for device in range(count)]}
+    apart = [(i, j) for i in range(count) for j in range(i) if not module.cuda.can_device_access_peer(i, j)]
+    return {**found, "apart": apart, "shown": [shown(module.cuda.get_device_properties(device)) for device in range(count)]}
 
 
-def described(module: Any, device: int) -> dict[str, Any]:
-    """Memory of a GPU or of the instance that CUDA shows, which nvidia-smi may not know."""
-    found = module.cuda.get_device_properties(device)
-    uuid = str(getattr(found, "uuid", ""))
-    return {"memory_bytes": found.total_memory, "capability": f"{found.major}.{found.minor}", "uuid": uuid}
+def shown(found: Any) -> dict[str, Any]:
+    """Describe a GPU, or the instance of one that CUDA shows, whose memory nvidia-smi may not know."""
+    capability = f"{found.major}.{found.minor}"
+    return {"name": found.name, "memory_bytes": found.total_memory, "capability": capability, "uuid": str(found.uuid)}
 
 
 if __name__ == "__main__":

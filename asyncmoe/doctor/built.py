@@ -12,10 +12,8 @@ from asyncmoe.installed import fix, rebuild, rebuild_with_kernels
 def extension(machine: Machine) -> Finding:
     """Check that the extension imports, was built from the current sources, and has CUDA kernels on a machine with GPUs."""
     found = machine.trainer.extension
-    if found is None or found.package is None:
-        return finding.error(f"{machine.trainer.executable} does not find asyncmoe", f"run: {fix()}")
-    if found.trouble is not None:
-        return finding.error(f"cannot be imported: {found.trouble}", rebuild())
+    if found is None or found.trouble is not None:
+        return finding.error(f"cannot be imported: {found.trouble if found is not None else machine.trainer.unfinished}", rebuild())
     if machine.nvidia.present and not found.cuda:
         return finding.error("built without CUDA kernels, on a machine with GPUs", rebuild_with_kernels())
     kernels = "with CUDA kernels" if found.cuda else "without CUDA kernels, as there is no GPU"
@@ -38,7 +36,7 @@ def nccl(machine: Machine) -> Finding:
     told = ", ".join(f"{versions.nccl(number)} in {who} Python" for who, number in found.items())
     if len(set(found.values())) == 1:
         return finding.ok(told)
-    judge = finding.error if machine.run is None or TRANSPORTS[machine.run.way].nccl else finding.warning
+    judge = finding.error if machine.run is None or machine.run.over_nccl else finding.warning
     way = "the same versions in both (requirements/gpu.txt); on one machine take sync.transport: ipc"
     return judge(f"{told}; NCCL refuses ranks of different versions", f"run: {fix(gpu=True)}, {way}")
 
@@ -56,20 +54,14 @@ def cuda(machine: Machine) -> Finding:
         if torch.cuda is None:
             return finding.error(f"{who} torch {torch.version} is a build for the CPU", f"run: {fix(gpu=True)}")
         if not torch.shown:
-            what = f"{who} torch is built for CUDA {torch.cuda}, and {takes}; it sees no GPU"
-            return finding.error(f"{what} in {python.executable}: {torch.trouble or _visible(machine)}", _way(torch.cuda, newest))
+            what = f"{who} torch is built for CUDA {torch.cuda}, and {takes}; it sees no GPU in {python.executable}"
+            return finding.error(f"{what}: {torch.trouble or 'look at CUDA_VISIBLE_DEVICES'}", _way(torch.cuda, newest))
         told.append(f"{who} torch is built for CUDA {torch.cuda}")
     return finding.ok(f"{', '.join(told)}; {takes}")
 
 
-def _visible(machine: Machine) -> str:
-    chosen = machine.nvidia.chosen
-    return "CUDA shows none" if chosen is None else f"CUDA_VISIBLE_DEVICES is {','.join(chosen) or 'empty'}"
-
-
 def _way(built: str, newest: int | None) -> str:
     """What to do about a torch of a CUDA version that sees no GPU. An older driver of the same major version suffices."""
-    major = versions.cuda_number(built) // 1000
-    if newest is not None and newest // 1000 < major:
+    if newest is not None and newest // 1000 < (major := int(built.partition(".")[0])):
         return versions.driver_hint(major)
     return "nvidia-smi and dmesg say more; in a container, start it with GPUs (--gpus all, --nv)"

@@ -17,7 +17,6 @@ from asyncmoe.doctor.finding import Finding, State
 from asyncmoe.errors import ConfigError
 
 _STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
-_INDENT = 30
 
 
 def check(words: Sequence[str], *, as_json: bool) -> int:
@@ -54,6 +53,6 @@ def show(host: str, checks: Mapping[str, Finding], console: Console) -> None:
         line = Text(f"{finding.state:<9}", style=_STYLE[finding.state])
         console.print(line.append(f" {name:<19} ", style="bold").append(finding.line, style=""), soft_wrap=True)
         if finding.hint is not None:
-            console.print(Text(f"{'':{_INDENT}}-> {finding.hint}"), soft_wrap=True)
+            console.print(Text(f"{'':30}-> {finding.hint}"), soft_wrap=True)
     counts = Counter(finding.state for finding in checks.values())
     console.print(f"{host}: {', '.join(f'{state}: {counts[state]}' for state in _STYLE)}", highlight=False, soft_wrap=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncmoe import plugins
-from asyncmoe.config import Config
-from asyncmoe.doctor import built, finding, fit, gpus, host, packages, run
+from asyncmoe.doctor import built, fit, gpus, host, packages, run
 from asyncmoe.doctor.compare import Report, versions_of
 from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.finding import Finding
@@ -16,8 +15,7 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
     check.__name__.replace("_", "-"): check
     for check in (
         *(packages.packages, packages.torch, built.extension, packages.engine_python, packages.sglang),
-        *(built.cuda, packages.transformer_engine, gpus.gpus, fit.transport, fit.megatron_switches, fit.placement, fit.gpu_memory),
-        built.nccl,
+        *(built.cuda, packages.transformer_engine, gpus.gpus, fit.megatron_switches, fit.placement, fit.gpu_memory, built.nccl),
     )
 }
 """What is judged by the facts of a machine, by the name of its line, which is the function's: a root cause precedes its consequences.
@@ -35,11 +33,7 @@ def examine(words: Sequence[str]) -> Report:
     machine = gather(config, with_model=safe)
     checks = {name: check(machine) for name, check in CHECKS.items()}
     checks |= {"infiniband": host.infiniband(), "shm": host.shm(), "open-files": host.open_files(config), "sandbox": host.sandbox()}
-    checks |= {"configuration": valid, **_of_config(config, machine)}
+    checks["configuration"] = valid
+    if config is not None:
+        checks |= {"network": run.network(config), "ports": run.ports(config), "run-dir": run.run_dir(config, machine.run)}
     return Report(machine.host, versions_of(machine, config.digest if config is not None else None), checks)
-
-
-def _of_config(config: Config | None, machine: Machine) -> dict[str, Finding]:
-    if config is None:
-        return dict.fromkeys(("network", "ports", "run-dir"), finding.absent("no valid configuration was given"))
-    return {"network": run.network(config), "ports": run.ports(config), "run-dir": run.run_dir(config, machine.run)}

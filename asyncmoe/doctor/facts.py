@@ -73,7 +73,7 @@ class Extension:
 
     Attributes:
         package: the directory of asyncmoe; None if it is not importable.
-        trouble: why an extension cannot be imported.
+        trouble: why they cannot be imported.
         cuda: whether the CUDA kernels are in it.
         built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.trajectory._C`; empty: a build that does not say.
         architectures: compute capabilities, times 10, that the kernels are built for; empty without kernels.
@@ -91,10 +91,9 @@ class Nccl:
     """libnccl as `asyncmoe.reshard` opens it.
 
     Attributes:
-        version: result of ncclGetVersion, e.g. 22703; None if the library cannot be used.
+        version: result of ncclGetVersion, e.g. 22703; None if the library cannot be used, for the reason `trouble`.
     """
 
-    library: str
     version: int | None
     trouble: str | None = None
 

@@ -1,4 +1,4 @@
-"""Checks of a configuration on this machine's GPUs: transport, Megatron's switches, placement and memory.
+"""Checks of a configuration on this machine's GPUs: Megatron's switches, placement and memory.
 
 They call the functions that decide these when the run starts.
 """
@@ -45,14 +45,6 @@ def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machin
 
 
 @_of_run
-def transport(machine: Machine, run: PlannedRun) -> Finding:
-    """`sync.transport` goes between GPUs, and as far as the run's machines are apart."""
-    if run.config.sync.method != "reshard":
-        return finding.ok(f"weights are sent by sync.method {run.config.sync.method}")
-    return finding.ok(f"weights travel over {run.transport()}")
-
-
-@_of_run
 def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
     """`trainer.megatron` asks for nothing that this machine lacks."""
     from asyncmoe import models  # needs asyncmoe's extension, whose presence the doctor only checks
@@ -67,7 +59,9 @@ def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
 
 @_of_run
 def placement(machine: Machine, run: PlannedRun) -> Finding:
-    """Every process of the run has a GPU that is its own, or shared on purpose, and reaches those it exchanges weights with."""
+    """Every process of the run has a GPU that is its own, or shared on purpose, and reaches those it exchanges weights with over a
+    transport that goes between GPUs, and as far as the run's machines are apart."""
+    way = run.way()
     backend = sglang_arguments.value(run.config.engines.args, "--attention-backend")
     if run.engine_dtype == "float32" and backend not in TAKES_FLOAT32:
         what = "engines.dtype: float32, which SGLang's attention on GPUs does not take"
@@ -76,23 +70,20 @@ def placement(machine: Machine, run: PlannedRun) -> Finding:
     if not placed:
         place(run.wanted[0], len(visible), cards.hidden(machine.nvidia, len(visible)))
     apart = {frozenset(pair) for pair in machine.trainer.torch.apart} if machine.trainer.torch is not None else set()
-    for _, devices in placed if run.way == "ipc" else ():
+    for _, devices in placed if way == "ipc" else ():
         pairs = [(rank, gpu) for rank in devices.trainer for engine in devices.engines for gpu in engine]
         if far := next((pair for pair in pairs if frozenset(pair) in apart), None):
             return finding.error(
                 f"{labelled([visible[one] for one in far])} do not reach each other's memory, which weights travel by (CUDA IPC)",
                 "set sync.transport=nccl, or look at nvidia-smi topo -p2p r and at access control in the PCI bridges (ACS)",
             )
-    return finding.ok("; or ".join(_told(wanted, devices) for wanted, devices in placed))
+    return finding.ok(f"{'; or '.join(_told(wanted, devices) for wanted, devices in placed)}; weights go over {way}")
 
 
 def _told(wanted: Wanted, devices: Devices) -> str:
-    parts = []
-    if devices.trainer:
-        parts.append(f"trainer on {named(devices.trainer)}")
-    if devices.engines:
-        each = ", ".join(str(engine[0]) if len(engine) == 1 else f"{engine[0]}-{engine[-1]}" for engine in devices.engines)
-        parts.append(f"{counted(wanted.engines, 'engine')} on GPU {each}")
+    engines = tuple(device for engine in devices.engines for device in engine)
+    parts = [f"trainer on {named(devices.trainer)}"] if devices.trainer else []
+    parts += [f"{counted(wanted.engines, 'engine')} on {named(engines)}"] if engines else []
     return ", ".join(parts) + (f", {named(devices.shared)} shared on purpose" if devices.shared else "")
 
 
@@ -101,36 +92,33 @@ def gpu_memory(machine: Machine, run: PlannedRun) -> Finding:
     """What the run holds on each GPU fits, by the arithmetic of `asyncmoe plan`."""
     from asyncmoe.plan import budget
 
-    trainer, engine = budget.least(run.config, run.hf)
-    visible, told = cards.of(machine), f"trainer {trainer.total / 1e9:.3g} GB, engine at least {engine.total / 1e9:.3g} GB"
+    visible, (trainer, engine) = cards.of(machine), budget.least(run.config, run.hf)
     for _, devices in cards.taken(machine):
         for card in (visible[number] for number in devices.taken if visible[number].memory_bytes):
+            mine = trainer if card.number in devices.trainer else _NOTHING
+            others = engine if any(card.number in one for one in devices.engines) else _NOTHING
             gpu_gb = (card.memory_bytes or 0) / 1e9
-            held = [trainer] if card.number in devices.trainer else []
-            held += [engine] if any(card.number in one for one in devices.engines) else []
-            if (total := sum(one.total for one in held)) <= memory.usable(gpu_gb):
-                continue
-            whose = "the trainer and an engine" if len(held) == 2 else "the trainer" if held == [trainer] else "an engine"
-            largest = max(held, key=lambda one: one.total).parts
-            most = max(largest, key=lambda part: largest[part])
-            return finding.error(
-                f"{whose} would hold {total / 1e9:.3g} GB of {labelled([card])} (most of it {most}, {largest[most] / 1e9:.3g} GB)",
-                _ways(trainer if trainer in held else None, engine if engine in held else None),
-                f"at most {memory.usable(gpu_gb) / 1e9:.3g}, as {1 - memory.USABLE:.0%} of its {gpu_gb:.3g} GB are left free",
-            )
-    return finding.ok(told)
+            if mine.total + others.total > memory.usable(gpu_gb):
+                return _too_small(labelled([card]), gpu_gb, mine, others)
+    return finding.ok(f"trainer {trainer.total / 1e9:.3g} GB, engine at least {engine.total / 1e9:.3g} GB")
 
 
-def _ways(trainer: memory.GpuMemory | None, engine: memory.GpuMemory | None) -> str:
-    """Return what lowers the memory of a GPU that holds a part of the trainer, of an engine, or of both."""
-    dominating: tuple[str, ...] = ()
-    if trainer is not None:
-        dominating += relief.of_trainer(trainer.parts, engine.total if engine is not None else 0)
-    if engine is not None:
-        dominating += relief.of_engine(engine.parts, trainer.total if trainer is not None else 0)
+_NOTHING = memory.GpuMemory({})
+
+
+def _too_small(card: str, gpu_gb: float, trainer: memory.GpuMemory, engine: memory.GpuMemory) -> Finding:
+    """Refuse a GPU that cannot hold a part of the trainer, of an engine, or of both."""
+    whose = " and ".join(name for name, held in (("the trainer", trainer), ("an engine", engine)) if held.parts)
+    parts = max(trainer, engine, key=lambda held: held.total).parts
+    most = max(parts, key=lambda part: parts[part])
     usual = ("a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
-    if trainer is not None:
-        usual = ("more trainer.ranks", "fewer tokens (trainer.tokens_per_microbatch)")
-        if engine is not None:
-            usual = ("more GPUs and engines.share_gpus=false", usual[1])
-    return f"take {', or '.join(relief.joined(dominating, usual))}; see asyncmoe plan --config"
+    if trainer.parts:
+        more = "more GPUs and engines.share_gpus=false" if engine.parts else "more trainer.ranks"
+        usual = (more, "fewer tokens (trainer.tokens_per_microbatch)")
+    dominating = (*relief.of_trainer(trainer.parts, engine.total), *relief.of_engine(engine.parts, trainer.total))
+    held = f"{(trainer.total + engine.total) / 1e9:.3g} GB of {card} (most of it {most}, {parts[most] / 1e9:.3g} GB)"
+    return finding.error(
+        f"{whose} would hold {held}",
+        f"take {', or '.join(relief.joined(dominating, usual))}; see asyncmoe plan --config",
+        f"at most {memory.usable(gpu_gb) / 1e9:.3g}, as {1 - memory.USABLE:.0%} of its {gpu_gb:.3g} GB are left free",
+    )

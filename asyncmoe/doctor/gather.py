@@ -41,9 +41,8 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
 
 def _engine(config: Config | None, packages: Sequence[str]) -> PythonFacts | None:
     """Look into the engines' Python; None if it is this Python."""
-    configured = config.engines.python if config is not None else None
     try:
-        found = str(engine_python(configured))
-    except UserError:
-        return PythonFacts(str(configured), unfinished="there is no such program")
+        found = str(engine_python(config.engines.python if config is not None else None))
+    except UserError as error:
+        return PythonFacts("engines.python", unfinished=str(error.got))
     return None if found == sys.executable else pythons.look(found, packages)

@@ -39,9 +39,8 @@ def open_files(config: Config | None) -> Finding:
     needed = _OPEN_FILES + 2 * (config.rollout.max_concurrent if config is not None else 0)
     if soft >= needed:
         return finding.ok(f"{soft}, of at most {hard}")
-    hint = f"ulimit -n {needed} in the shell or the batch script"
-    if hard < needed:
-        hint = f"as root: nofile {needed} in /etc/security/limits.conf, LimitNOFILE= of slurmd or the container"
+    root = f"as root: nofile {needed} in /etc/security/limits.conf, LimitNOFILE= of slurmd or the container"
+    hint = f"ulimit -n {needed} in the shell or the batch script" if hard >= needed else root
     return finding.warning(f"{soft}, of at most {hard}; {needed} may be needed", hint)
 
 
@@ -55,9 +54,8 @@ def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
         hint = "ulimit -l unlimited; as root: memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd"
         return finding.error(f"NCCL cannot register memory with it: at most {size(limit)} can be locked", hint)
     told = ", ".join(f"{port} is {state}" for port, state in states.items())
-    if down := {port for port, state in states.items() if state != "ACTIVE"}:
-        up = ",".join(states.keys() - down)
-        return finding.warning(told, f"look at ibstat and the cables, or set {f'NCCL_IB_HCA={up}' if up else 'NCCL_IB_DISABLE=1'}")
+    if set(states.values()) != {"ACTIVE"}:
+        return finding.warning(told, "look at ibstat and the cables, or name those that are ACTIVE in NCCL_IB_HCA")
     return finding.ok(told)
 
 
@@ -66,6 +64,6 @@ def sandbox() -> Finding:
     try:
         python_tool(PythonLimits())
     except ConfigError as error:
-        hint = error.hint or "choose another environment.sandbox.backend"
-        return finding.warning(f"the default sandbox is refused: {error.got}", f"for the tool python: {hint}")
+        hint = f"for the tool python: {error.hint or 'choose another environment.sandbox.backend'}"
+        return finding.warning(f"the default sandbox is refused: {error.got}", hint)
     return finding.ok("the tool python runs its programs in a root of their own")

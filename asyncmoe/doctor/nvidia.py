@@ -20,8 +20,7 @@ def look(devices: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
     on_bus = _on_bus(devices)
     listed = programs.run(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _SMI_S)
     if listed.trouble is not None:
-        said = programs.last_line(listed.errors or listed.text)
-        return Nvidia(on_bus, trouble=f"{listed.trouble}: {said}" if said else listed.trouble)
+        return Nvidia(on_bus, trouble=f"{listed.trouble}: {programs.last_line(listed.errors or listed.text)}".removesuffix(": "))
     return replace(read_gpus(listed.text, on_bus), chosen=_chosen())
 
 

@@ -39,9 +39,8 @@ def transformer_engine(machine: Machine) -> Finding:
     if wrong := _wrong(machine, trainer, name):
         return finding.error(wrong, _BUILD_TE)
     if not trainer.transformer_engine:
-        why = trainer.unfinished or "torch could not be imported before it"
         fresh = f"{_BUILD_TE} to build it for this torch and CUDA, or uninstall it"
-        return finding.error(f"{trainer.packages[name]} cannot be imported: {why}", fresh)
+        return finding.error(f"{trainer.packages[name]} cannot be imported: {trainer.unfinished}", fresh)
     return finding.ok(trainer.packages[name])
 
 
@@ -49,17 +48,12 @@ def engine_python(machine: Machine) -> Finding:
     """Check that the engines' Python starts, imports torch, and finds asyncmoe with a working extension."""
     engine, theirs = machine.engine_python, machine.engine_python.extension
     install = f"run: {_engine(machine)}"
-    if engine.version is None:
-        return finding.error(f"{engine.executable}: {engine.unfinished}", f"{install}, or set engines.python to a Python that has SGLang")
-    if engine.torch is None:
-        why = engine.unfinished or "not installed"
-        return finding.error(f"{engine.version} ({engine.executable}), but torch cannot be imported: {why}", install)
-    if theirs is None or theirs.package is None:
-        way = "write the directory above asyncmoe into a .pth file in its site-packages"
-        return finding.error(f"{engine.executable} does not find asyncmoe, which engines load weights with", f"{install}, or {way}")
+    if engine.version is None or engine.torch is None or theirs is None:
+        why = engine.unfinished or "torch is not installed"
+        return finding.error(f"{engine.executable}: {why}", f"{install}, or set engines.python to a Python that has SGLang")
     if theirs.trouble is not None:
-        way = f"use Python {machine.trainer.version}, which it was built with, for the engines too; see the line extension"
-        return finding.error(f"asyncmoe's extension cannot be imported by {engine.executable}: {theirs.trouble}", way)
+        way = f"{install}; it was built with Python {machine.trainer.version}; a .pth file in site-packages may name the directory above it"
+        return finding.error(f"asyncmoe, with which engines load weights, cannot be imported by {engine.executable}: {theirs.trouble}", way)
     if machine.nvidia.present and engine.torch.cuda is not None and not theirs.cuda:
         found = f"asyncmoe's extension as {engine.executable} loads it ({theirs.package}) is built without CUDA kernels"
         return finding.error(found, rebuild_with_kernels())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncmoe.config import Config, devices
-from asyncmoe.config.transports import TransportName, transport_for
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.config.transports import TRANSPORTS, resolved, transport_for
+from asyncmoe.errors import UserError
 from asyncmoe.rpc import address
 
 
@@ -30,19 +30,17 @@ class PlannedRun:
         return devices.wanted(self.config, self.several)
 
     @property
-    def way(self) -> TransportName:
-        """The transport of weights between GPUs: "nccl" for a broadcast, and where `sync.transport` is refused."""
-        if self.config.sync.method != "reshard":
-            return "nccl"
-        try:
-            return self.transport()
-        except ConfigError:
-            return "nccl"
+    def over_nccl(self) -> bool:
+        """True if ranks of trainer and engines share an NCCL communicator."""
+        sync, shared = self.config.sync, self.config.engines.share_gpus
+        if sync.method != "reshard":
+            return sync.method == "broadcast"
+        return TRANSPORTS[resolved(sync.transport, True, not self.several, shared)].nccl
 
-    def transport(self) -> TransportName:
-        """The transport that `sync.transport` means. Raises ConfigError if it cannot serve there."""
-        config = self.config
-        return transport_for(config.sync.transport, gpu=True, together=not self.several, shared=config.engines.share_gpus)
+    def way(self) -> str:
+        """What carries weights between GPUs: a method or a transport. Raises ConfigError if `sync.transport` cannot serve there."""
+        sync, shared = self.config.sync, self.config.engines.share_gpus
+        return transport_for(sync.transport, True, not self.several, shared) if sync.method == "reshard" else sync.method
 
     @property
     def trainer_float32(self) -> bool:

@@ -19,7 +19,6 @@ from asyncmoe.doctor.facts import PythonFacts
 
 LOOK_S = 180.0
 """Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""
-_TRAIN, _OTHERS = "train", ("engine", "gpu")
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,13 @@ def declared(checkout: Path) -> Declared:
     file = checkout / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        extras = project["optional-dependencies"]
-        needed = [*project["dependencies"], *extras[_TRAIN]]
-        return _declared(project["version"], needed, [line for extra in _OTHERS for line in extras[extra]])
-    lines = importlib.metadata.requires("asyncmoe") or []
-    return _declared(importlib.metadata.version("asyncmoe"), _asked(lines, _TRAIN), _asked(lines, *_OTHERS))
+        version, extras = project["version"], project["optional-dependencies"]
+        train, others = [*project["dependencies"], *extras["train"]], [*extras["engine"], *extras["gpu"]]
+    else:
+        version, lines = importlib.metadata.version("asyncmoe"), importlib.metadata.requires("asyncmoe") or []
+        train, others = _asked(lines, "train"), _asked(lines, "engine", "gpu")
+    needed = _specifiers(train)
+    return Declared(version, {**_specifiers(others), **needed}, tuple(needed))
 
 
 def look(executable: str, names: Sequence[str], seconds: float = LOOK_S) -> PythonFacts:
@@ -52,9 +53,9 @@ def look(executable: str, names: Sequence[str], seconds: float = LOOK_S) -> Pyth
 def read(executable: str, output: programs.Output) -> PythonFacts:
     """Parse the facts from the output of `python_probe`, ignoring the output of its imports."""
     fields: dict[str, Any] = {}
-    for line in output.text.splitlines():
-        if line.startswith("{"):
-            fields |= _object(line)
+    for line in output.text.splitlines(keepends=True):
+        if line.startswith(python_probe.MARK) and line.endswith("\n"):
+            fields |= json.loads(line.removeprefix(python_probe.MARK))
     step = fields.pop("step", None)
     return msgspec.convert({"executable": executable, **fields, "unfinished": _unfinished(output, step)}, PythonFacts)
 
@@ -67,23 +68,10 @@ def _unfinished(output: programs.Output, step: str | None) -> str | None:
     return f"{step}: {raised or output.trouble}" if step else raised or output.trouble
 
 
-def _object(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    known = {*PythonFacts.__dataclass_fields__, "step"}
-    return found if isinstance(found, dict) and found.keys() <= known else {}
-
-
-def _declared(version: str, train: Iterable[str], others: Iterable[str]) -> Declared:
-    needed, more = _specifiers(train), _specifiers(others)
-    more.pop("asyncmoe", None)
-    return Declared(version, {**more, **needed}, tuple(needed))
-
-
 def _specifiers(lines: Iterable[str]) -> dict[str, str]:
-    return {str(canonicalize_name(wanted.name)): str(wanted.specifier) for wanted in map(Requirement, lines)}
+    """Return the version specifier by package, but for asyncmoe itself, which an extra names to ask for another."""
+    found = {str(canonicalize_name(wanted.name)): str(wanted.specifier) for wanted in map(Requirement, lines)}
+    return {name: specifier for name, specifier in found.items() if name != "asyncmoe"}
 
 
 def _asked(lines: Iterable[str], *extras: str) -> list[str]:

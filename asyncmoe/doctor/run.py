@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from asyncmoe import checkpoints
@@ -38,10 +39,9 @@ def configuration(words: Sequence[str]) -> tuple[Config | None, Finding]:
     done = programs.run([sys.executable, "-m", "asyncmoe", "config", "validate", *words], _VALIDATE_S)
     if done.late:
         return None, finding.error(f"{done.trouble}", "look whether the file systems that it names are mounted and answer: df, mount")
-    try:
+    config = None
+    with suppress(UserError):
         config = configured.load(Path(words[0]), words[1:])
-    except UserError:
-        config = None
     if done.trouble is None:
         return config, finding.ok(done.text.strip())
     said = done.errors.partition("error: ")[2].strip() or programs.last_line(done.errors) or done.trouble

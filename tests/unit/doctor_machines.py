@@ -39,7 +39,7 @@ TRAINER = PythonFacts(
     version="3.11.7",
     packages=TRAIN_PACKAGES,
     extension=Extension("/src/asyncmoe", cuda=True, built_from=SOURCES),
-    nccl=Nccl("/env/libnccl.so.2", 22703),
+    nccl=Nccl(22703),
     cuda_driver=12080,
     torch=Torch("2.9.0+cu128", "12.8", shown=shown(*GPUS)),
     kernels=Kernels(cuda=True, capability=(9, 0), transformer_engine=(2, 8, 0)),
@@ -60,7 +60,7 @@ NODE = Machine(
 
 _CPU_TORCH = Torch("2.9.0+cpu")
 _CPU_EXTENSION = Extension("/src/asyncmoe", built_from=SOURCES)
-_NO_NCCL = Nccl("libnccl.so.2", None, "libnccl.so.2: cannot open shared object file: No such file or directory")
+_NO_NCCL = Nccl(None, "libnccl.so.2: cannot open shared object file: No such file or directory")
 LAPTOP = replace(
     NODE,
     host="laptop",

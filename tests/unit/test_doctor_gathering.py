@@ -160,7 +160,8 @@ def test_an_import_that_ends_the_process_is_named_and_what_came_before_is_kept(s
 
 
 def test_an_import_that_hangs_is_named() -> None:
-    said = '{"version": "3.11.7", "packages": {}}\n{"step": "opening NCCL"}\n{"nccl": null}\n{"step": "importing torch"}\n{"nc'
+    lines = ('{"version": "3.11.7", "packages": {}}', '{"step": "opening NCCL"}', '{"nccl": null}', '{"step": "importing torch"}', '{"nc')
+    said = "\n".join(python_probe.MARK + line for line in lines)
     found = pythons.read("python", programs.Output(said, "a warning", "python did not end within 180 s"))
     assert (found.version, found.unfinished) == ("3.11.7", "importing torch: python did not end within 180 s")
 
@@ -196,7 +197,6 @@ def test_nccl_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(nccl, "find_nccl", lambda: str(library))
     found = python_probe.nccl()
     assert found is not None
-    assert found["library"] == str(library)
     assert isinstance(found["version"], int)
     monkeypatch.setattr(nccl, "find_nccl", lambda: str(tmp_path / "none.so"))
     missing = python_probe.nccl()

@@ -169,7 +169,10 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     (
         "engines whose torch sees nothing",
         lambda: node(TWO, [H100] * 2, engine__torch__shown=()),
-        ("cuda of node01: got the engines' torch is built for CUDA 12.8", "it sees no GPU in /engine/bin/python: CUDA shows none"),
+        (
+            "cuda of node01: got the engines' torch is built for CUDA 12.8",
+            "it sees no GPU in /engine/bin/python",
+        ),
     ),
     (
         "engines without kernels",

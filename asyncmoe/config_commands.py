@@ -34,7 +34,7 @@ def schema() -> None:
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check all that can be known before a run starts: keys, sizes, model, data, your own code, the engines' Python, checkpoints.
 
-    Your own modules are imported, as a run would. `asyncmoe doctor CONFIG` checks the machine as well: ports, disk, GPUs.
+    Your own modules are imported, as a run would. `asyncmoe doctor CONFIG` does this too, and checks the machine: ports, disk, GPUs.
     """
     loaded = configuration.load(config, overrides or ())
     from asyncmoe.launch.validate import validate as check

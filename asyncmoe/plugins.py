@@ -67,7 +67,7 @@ def guarded(seconds: float) -> Iterator[None]:
 
     The limit is an alarm (setitimer(2)), because every process of a run imports and tries users' code in its main thread: Python runs the
     handler there, between two bytecodes or after an interrupted system call, so it ends loops, sleeps, locks and reads, and knows the line.
-    It cannot end native code that never returns to Python. `asyncmoe.doctor.probes.plugin_probe` therefore tries the code first in a
+    It cannot end native code that never returns to Python. `asyncmoe.launch.plugin_probe` therefore tries the code first in a
     process that can be killed. Other threads get no signals: there the block is not limited.
 
     Raises:

@@ -37,7 +37,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    newest = runpy.run_path(str(DOCTOR / "probes" / "python_probe.py"))["cuda_driver"]()
+    newest = runpy.run_path(str(DOCTOR / "python_probe.py"))["cuda_driver"]()
     try:
         done = subprocess.run(SMI, capture_output=True, text=True, errors="replace", check=False, timeout=_SMI_S)
     except (OSError, subprocess.TimeoutExpired) as error:

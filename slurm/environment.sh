@@ -16,7 +16,7 @@ fi
 # export ASYNCMOE_CONTAINER_PYTHON=python3
 
 # Networks. Nothing is set, because no setting suits every site; set your site's variables here or before sbatch, which passes them on.
-# `asyncmoe doctor` shows a node's interfaces and InfiniBand devices.
+# `ip address` shows a node's interfaces, `asyncmoe doctor` its InfiniBand ports.
 #
 # NCCL contacts other ranks over the first IP interface that is neither loopback nor docker. Name a different interface if nodes cannot
 # reach each other over it (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).

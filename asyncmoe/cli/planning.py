@@ -26,8 +26,12 @@ def doctor(
 ) -> None:
     """Check what on this machine would stop a run or slow it down, with a fix on each line. --compare lists differences between nodes."""
     from asyncmoe.doctor import command
+    from asyncmoe.errors import ConfigError
 
-    raise typer.Exit(command.run(arguments or (), as_json=as_json, compare=compare))
+    if as_json and compare:
+        raise ConfigError("asyncmoe doctor --compare", got="--json", expected="no other option", hint="leave --json out")
+    words = arguments or ()
+    raise typer.Exit(command.compared([Path(word) for word in words]) if compare else command.check(words, as_json=as_json))
 
 
 def plan(

@@ -33,7 +33,6 @@ class TransportEntry:
         unshared: why a trainer rank and an engine rank cannot use it on the same GPU; empty if they can.
         nccl: sends with NCCL: all ranks need the same version of it, and communicators take memory of every GPU.
         reads_sender: receivers read messages where the sender packed them: they need no message buffers, and between GPUs peer access.
-        in_shm: messages lie in /dev/shm.
     """
 
     what: str
@@ -43,7 +42,6 @@ class TransportEntry:
     unshared: str = ""
     nccl: bool = False
     reads_sender: bool = False
-    in_shm: bool = False
 
 
 TRANSPORTS: dict[str, TransportEntry] = {
@@ -53,7 +51,6 @@ TRANSPORTS: dict[str, TransportEntry] = {
         gpu=False,
         one_host=True,
         reads_sender=True,
-        in_shm=True,
     ),
     "gloo": TransportEntry("TCP", "asyncmoe.weights.receiver.channel_end:open_gloo", gpu=False),
     "ipc": TransportEntry(

@@ -1,5 +1,5 @@
 """`asyncmoe doctor`: find faults of a machine that would stop or slow down a run, and their fixes.
 
-`probes` gather facts without judging them; `facts` defines the facts as plain data; the checks (`software`, `built`, `devices`, `host`,
-`run`, `run_on_gpus`) are pure functions from facts to a `Verdict`, all listed in `examination`. `report` prints them, and compares nodes.
+`gather` asks programs for `facts`, plain data; the checks in `packages`, `built`, `gpus` and `fit` are pure functions of these, because
+`asyncmoe run` makes them too. Those in `host` and `run` look for themselves. All are in `examination`; `compare` compares nodes.
 """

@@ -1,53 +1,58 @@
-"""The command: gather facts, check and print them; or compare the reports of several nodes."""
+"""The command: check this machine and print what was found; or compare the reports of several nodes."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
+from rich.text import Text
 
-from asyncmoe.doctor import report
-from asyncmoe.doctor.examination import examine, failed
-from asyncmoe.doctor.probes.gathering import gather
-from asyncmoe.doctor.report import Report, differences
+from asyncmoe.doctor import compare
+from asyncmoe.doctor.compare import Report
+from asyncmoe.doctor.examination import examine
+from asyncmoe.doctor.finding import Finding, State
 from asyncmoe.errors import ConfigError
 
+_STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 
-def run(arguments: Sequence[str], *, as_json: bool, compare: bool) -> int:
-    """Run `asyncmoe doctor [CONFIG] [KEY=VALUE]...`, or with `compare` compare report files, and return the exit status.
+
+def check(words: Sequence[str], *, as_json: bool) -> int:
+    """Run `asyncmoe doctor [CONFIG] [KEY=VALUE]...`, and return the exit status: 1 if a check found an error."""
+    found = examine(words)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+    else:
+        show(found.host, found.checks, Console())
+    return int(any(finding.state == "error" for finding in found.checks.values()))
+
+
+def compared(files: Sequence[Path]) -> int:
+    """Run `asyncmoe doctor --compare FILE FILE...`, and return the exit status: 1 if nodes differ.
 
     Raises:
-        ConfigError: fewer than two reports to compare.
+        ConfigError: fewer than two reports.
         DataError: a file is not a report.
     """
-    return _compare([Path(file) for file in arguments], as_json) if compare else _examine(arguments, as_json)
-
-
-def _examine(arguments: Sequence[str], as_json: bool) -> int:
-    config, *overrides = arguments or (None,)
-    machine = gather(None if config is None else Path(config), [override for override in overrides if override is not None])
-    found = Report(machine, examine(machine))
-    if as_json:
-        print(report.encode(found))
-    else:
-        report.show(found, Console())
-    return int(failed(found.checks))
-
-
-def _compare(files: Sequence[Path], as_json: bool) -> int:
     if len(files) < 2:
         raise ConfigError("asyncmoe doctor --compare", got=f"{len(files)} files", expected="the reports of at least two nodes")
-    reports: dict[str, Report] = {}
+    nodes: dict[str, Report] = {}
     for file in files:
-        found = report.read(file)
-        host = found.machine.host
-        reports[f"{host} ({file})" if host in reports else host] = found
-    differ = differences(reports)
-    if as_json:
-        print(json.dumps({"nodes": list(reports), "differences": [asdict(one) for one in differ]}, indent=1))
-    else:
-        print("\n".join(map(str, differ)) or f"{len(reports)} nodes have the same versions")
+        found = compare.read(file)
+        nodes[f"{found.host} ({file})" if found.host in nodes else found.host] = found
+    differ = compare.differences(nodes)
+    print("\n".join(differ) or f"{len(nodes)} nodes have the same versions")
     return int(bool(differ))
+
+
+def show(host: str, checks: Mapping[str, Finding], console: Console) -> None:
+    """Print state, name and finding of each check on a line, with the fix below it."""
+    for name, finding in checks.items():
+        line = Text(f"{finding.state:<9}", style=_STYLE[finding.state])
+        console.print(line.append(f" {name:<19} ", style="bold").append(finding.line, style=""), soft_wrap=True)
+        if finding.hint is not None:
+            console.print(Text(f"{'':30}-> {finding.hint}"), soft_wrap=True)
+    counts = Counter(finding.state for finding in checks.values())
+    console.print(f"{host}: {', '.join(f'{state}: {counts[state]}' for state in _STYLE)}", highlight=False, soft_wrap=True)

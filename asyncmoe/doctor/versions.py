@@ -30,12 +30,6 @@ def cuda(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def cuda_number(version: str) -> int:
-    """Parse a CUDA version: 12.8 is 12080; anything after the minor version is ignored."""
-    major, minor = [int(part) for part in version.split(".")[:2]]
-    return 1000 * major + 10 * minor
-
-
 def driver_hint(cuda: int) -> str:
     """Return the fix for a driver that is too old for a CUDA major version."""
     wanted = f"update NVIDIA's driver to {OLDEST_DRIVER[cuda]} or newer" if cuda in OLDEST_DRIVER else "update NVIDIA's driver"

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
-from asyncmoe.doctor import cards
+from asyncmoe.doctor import cards, nvidia, pythons
 from asyncmoe.doctor.cards import GpuCard
 from asyncmoe.doctor.facts import Nvidia
-from asyncmoe.doctor.probes import nvidia, pythons
 from asyncmoe.errors import ConfigError
 from asyncmoe.plan import budget
 from asyncmoe.rpc import address

@@ -28,7 +28,7 @@ from asyncmoe.doctor.probes import machine, plugin_probe, rollout_code
 from asyncmoe.engines import succession
 from asyncmoe.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.errors import ConfigError, DataError, UserError, together
-from asyncmoe.launch import preflight
+from asyncmoe.launch import plugin_probe, preflight, rollout_code
 from asyncmoe.launch.local_parts import end_left, table
 from asyncmoe.launch.served import served
 from asyncmoe.launch.watch import supervise
@@ -162,7 +162,7 @@ def _check_without_gpu(config: Config, here: bool) -> None:
 def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
     """Refuse an offload for which this machine has no memory."""
     if config.launch == "local" and config.trainer.memory.optimizer_offload:
-        budget.check_host(config, budget.of_run(config, hf), machine.memory())
+        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def prepare(config: Config) -> Path:

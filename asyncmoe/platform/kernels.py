@@ -86,5 +86,5 @@ def _version(distribution: str) -> str:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+    except ImportError:  # of the package above it
         return False

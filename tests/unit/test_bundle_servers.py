@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doctor_machines import NODE, but
+from doctor_machines import NODE, but, shown
 
 from asyncmoe.config import devices, parse
-from asyncmoe.doctor.facts import GpuFacts, RunFacts
-from asyncmoe.doctor.probes import config_probe
+from asyncmoe.doctor.facts import GpuFacts
+from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.launch import gpus, preflight
 from asyncmoe.models.make import make_model
 from asyncmoe.plan import budget
@@ -141,8 +141,7 @@ def test_its_configuration_on_a_card_is_what_a_run_accepts(tmp_path: Path) -> No
     placed = devices.place(wanted, 1)
     assert (placed.trainer, placed.engines, placed.shared) == ((0,), ((0,),), (0,))
     gpus.check(config, 0, 1)
-    run = RunFacts("run.yaml", network=config.cluster.network, on_gpus=config_probe.on_gpus(config, hf))
-    machine = but(NODE, nvidia__gpus=(H200,), nvidia__links=(("X",),), nvidia__on_bus=1, trainer__torch__devices=1, run=run)
+    machine = but(NODE, nvidia__gpus=(H200,), nvidia__on_bus=1, trainer__torch__shown=shown(H200), run=PlannedRun(config, hf))
     assert preflight.judge(machine) == ()
     small = replace(H200, memory_mib=24000)
     for card in (H200, small):

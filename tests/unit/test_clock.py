@@ -19,7 +19,6 @@ from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import handles
 
 TOLD = {
-    "doctor/probes/machine.py": "compares it with a file system's",
     "rollout/episodes/openai_endpoint/chat.py": "the field `created` of an answer",
     "rollout/episodes/openai_endpoint/responses.py": "the field `created_at` of an answer",
     "rollout/samples.py": "the time of a record",

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
-from doctor_machines import GPUS, NODE, but
+from doctor_machines import GPUS, NODE, but, shown
 from test_launch_gpus import H200, configured, machine
 
 from asyncmoe.doctor import cards
-from asyncmoe.doctor.examination import examine
-from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia
-from asyncmoe.doctor.python_facts import PythonFacts, Shown, Torch
+from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, PythonFacts, Shown, Torch
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, preflight
 from asyncmoe.plan import budget
+from asyncmoe.platform.kernels import Kernels
 
 H100 = GPUS[0]
 T400 = GpuFacts(0, "NVIDIA T400 4GB", 4096, 4, "Default", "7.5")
@@ -31,12 +29,21 @@ ONE, TWO = "demo-gpu.yaml", "demo-gpus.yaml"
 FULL = "one-node/qwen3-30b-a3b.yaml"
 
 
-def node(name: str, found: list[GpuFacts], *overrides: str, **changes: Any) -> Machine:
-    """A node with these cards, examined for an example."""
+PLAIN = Kernels(cuda=True, capability=(9, 0))
+"""What a machine without optional kernels has."""
+
+
+def node(name: str, found: list[GpuFacts], *overrides: str, sees: tuple[int, ...] | None = None, **changes: Any) -> Machine:
+    """A node with these cards, examined for an example; `sees`: nvidia-smi's numbers of those that torch sees, in CUDA's order."""
     numbered = tuple(replace(gpu, index=index, uuid=f"GPU-{index:08x}") for index, gpu in enumerate(found))
-    config, hf = configured(name, *overrides)
-    base = but(machine(config, hf, len(found), H100), nvidia__gpus=numbered, trainer__packages={"transformer-engine": "2.8.0"})
+    seen = numbered if sees is None else [numbered[number] for number in sees]
+    base = but(machine(*configured(name, *overrides), len(found), H100), nvidia__gpus=numbered, trainer__torch__shown=shown(*seen))
     return but(base, **changes) if changes else base
+
+
+def instance(gibibytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG 3g.40gb") -> tuple[Shown, ...]:
+    """What torch says of an instance of a GPU."""
+    return (Shown(name, gibibytes << 30, "9.0", "31c1"),)
 
 
 def refused(found: Machine) -> str:
@@ -55,12 +62,10 @@ def refused(found: Machine) -> str:
         pytest.param([H100, H100, T400], {}, id="a small card"),
         pytest.param([H100, H100, replace(T4, used_mib=12000)], {}, id="an old and busy card"),
         pytest.param([H100, H100, PROHIBITED], {}, id="a prohibited card"),
-        pytest.param([H100, H100, PROHIBITED], {"nvidia__chosen": ("0", "1"), "trainer__torch__devices": 2}, id="a hidden prohibited card"),
-        pytest.param([BUSY, *[H100] * 7], {"nvidia__chosen": ("6", "7"), "trainer__torch__devices": 2}, id="a hidden busy card"),
+        pytest.param([H100, H100, PROHIBITED], {"nvidia__chosen": ("0", "1"), "sees": (0, 1)}, id="a hidden prohibited card"),
+        pytest.param([BUSY, *[H100] * 7], {"nvidia__chosen": ("6", "7"), "sees": (6, 7)}, id="a hidden busy card"),
         pytest.param([EXCLUSIVE, EXCLUSIVE], {}, id="one process to a GPU, and one process on each"),
-        pytest.param([replace(H100, memory_mib=0), replace(H100, memory_mib=0)], {}, id="memory that is not told"),
-        pytest.param([replace(H100, memory_mib=0), H100], {}, id="memory of one that is not told"),
-        pytest.param([replace(H100, capability="[N/A]")] * 2, {}, id="a capability that is not told"),
+        pytest.param([GB10, GB10], {"trainer__torch__shown": instance(80) * 2}, id="memory that nvidia-smi does not tell"),
     ],
 )
 def test_what_does_not_concern_the_run_is_not_spoken_of(found: list[GpuFacts], changes: dict[str, Any]) -> None:
@@ -89,23 +94,18 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
         ("compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine share GPU 0", "; nvidia-smi -i 0 -c DEFAULT"),
     ),
     (
-        "two GPUs out of MIG mode",
-        lambda: node(TWO, [SLICED] * 8, trainer__torch__devices=1),
-        ("a MIG instance", "CUDA shows a process one instance only, while the run takes 2 GPUs", "expected 2 GPUs without MIG"),
-    ),
-    (
-        "two instances of MIG",
-        lambda: node(TWO, [SLICED] * 2, nvidia__chosen=("MIG-a", "MIG-b"), trainer__torch__devices=1),
-        ("CUDA shows a process one instance only",),
+        "one instance of MIG",
+        lambda: node(TWO, [SLICED] * 2, nvidia__chosen=("MIG-a", "MIG-b"), trainer__torch__shown=instance(40)),
+        ("got GPUs of this machine: 1", "expected 2: 1 x engines.tp 1 from GPU 1 on and 1 of the trainer"),
     ),
     (
         "an instance of MIG is small",
-        lambda: node(ONE, [SLICED], trainer__torch__shown=(Shown(10 << 30, "9.0"),)),
+        lambda: node(ONE, [SLICED], trainer__torch__shown=instance(10)),
         ("the trainer and an engine would hold 14.8 GB of GPU 0", "expected at most 10.2"),
     ),
     (
         "torch tells that a card is small",
-        lambda: node(ONE, [GB10], trainer__torch__shown=(Shown(10 << 30, "12.1"),)),
+        lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)),
         ("gpu-memory of node01: got the trainer and an engine would hold 14.8 GB of GPU 0", "expected at most 10.2"),
     ),
     (
@@ -121,13 +121,8 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     ),
     (
         "a busy card under another number",
-        lambda: node(TWO, [BUSY, *[H100] * 7], nvidia__chosen=("6", "0"), trainer__torch__devices=2),
-        ("other processes use up to 60000 MiB of GPU 1 (nvidia-smi: 0), which",),
-    ),
-    (
-        "a busy card that torch's id tells",
-        lambda: node(TWO, [BUSY, H100], trainer__torch__shown=(Shown(8 << 30, "9.0", "00000001"), Shown(8 << 30, "9.0", "00000000"))),
-        ("of GPU 1 (nvidia-smi: 0), which",),
+        lambda: node(TWO, [BUSY, *[H100] * 7], nvidia__chosen=("6", "0"), sees=(6, 0)),
+        ("other processes use up to 60000 MiB of GPU 1 (nvidia-smi: 0), expected GPUs that nobody else uses",),
     ),
     (
         "memory to send weights through",
@@ -136,7 +131,7 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     ),
     (
         "CUDA_VISIBLE_DEVICES",
-        lambda: node(TWO, [H100] * 8, nvidia__chosen=("1",), trainer__torch__devices=1),
+        lambda: node(TWO, [H100] * 8, nvidia__chosen=("1",), sees=(1,)),
         ("got GPUs of this machine: 1 (CUDA_VISIBLE_DEVICES hides 7 more), expected 2", "; name more of them in CUDA_VISIBLE_DEVICES, or"),
     ),
     (
@@ -158,14 +153,12 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     ),
     (
         "no Transformer Engine for its layers",
-        lambda: node(
-            TWO, [H100] * 2, "trainer.megatron.transformer_impl=transformer_engine", trainer__packages={"transformer-engine": None}
-        ),
+        lambda: node(TWO, [H100] * 2, "trainer.megatron.transformer_impl=transformer_engine", trainer__kernels=PLAIN),
         ("got trainer.megatron.transformer_impl: transformer_engine, expected local because Transformer Engine is not installed",),
     ),
     (
         "no Transformer Engine for a switch",
-        lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_permute_fusion=true", trainer__packages={"transformer-engine": None}),
+        lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_permute_fusion=true", trainer__kernels=PLAIN),
         ("got trainer.megatron.moe_permute_fusion: true, expected false or null because",),
     ),
     (
@@ -175,8 +168,11 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     ),
     (
         "engines whose torch sees nothing",
-        lambda: node(TWO, [H100] * 2, engine__torch__devices=0),
-        ("cuda of node01: got the torch 2.9.0+cu128 of the engines' Python, /engine/bin/python, sees no GPU, expected 2",),
+        lambda: node(TWO, [H100] * 2, engine__torch__shown=()),
+        (
+            "cuda of node01: got the engines' torch is built for CUDA 12.8",
+            "it sees no GPU in /engine/bin/python",
+        ),
     ),
     (
         "engines without kernels",
@@ -198,23 +194,13 @@ def test_what_stops_a_run_has_one_got_one_expected_and_a_hint(make: Callable[[],
 
 
 def test_an_instance_of_mig_that_both_share_is_enough() -> None:
-    shared = node(ONE, [SLICED], trainer__torch__shown=(Shown(40 << 30, "9.0"),))
-    assert preflight.judge(shared) == ()
-    (card,) = cards.of(shared)
-    assert (card.instance, card.memory_bytes) == (True, 40 << 30)
+    assert preflight.judge(node(ONE, [SLICED], trainer__torch__shown=instance(40))) == ()
 
 
-def test_without_a_configuration_compute_modes_are_warned_of() -> None:
-    for gpu, words in ((PROHIBITED, "is Prohibited"), (EXCLUSIVE, "engines.share_gpus=true fail there")):
-        verdict = preflight.CHECKS["gpus"](but(NODE, nvidia__gpus=(gpu, *GPUS[1:]), run=None))
-        assert (verdict.state, words in verdict.found) == ("warning", True)
-        assert "ipc" not in verdict.line
-
-
-def test_one_warning_does_not_hide_another() -> None:
-    (line,) = preflight.judge(node(TWO, [replace(A100, used_mib=70000), H100], run=None))
-    assert "of different kinds" in line
-    assert "others use up to" in line
+def test_without_a_configuration_what_would_stop_a_run_is_a_warning_and_one_does_not_hide_another() -> None:
+    (line,) = preflight.judge(but(NODE, nvidia__gpus=(PROHIBITED, replace(GPUS[1], used_mib=70000), *GPUS[2:])))
+    for words in ("compute mode of GPU 0 is Prohibited", "other processes use up to 70000 MiB of GPU 1", "nvidia-smi -i 0 -c DEFAULT"):
+        assert words in line
 
 
 def test_float32_needs_no_bfloat16() -> None:
@@ -222,26 +208,16 @@ def test_float32_needs_no_bfloat16() -> None:
     assert all("bfloat16" not in line for line in preflight.judge(node(TWO, [replace(T4, memory_mib=81559)] * 2, *overrides)))
 
 
-def test_a_trainer_spread_over_nodes_of_one_machine_is_warned_of() -> None:
-    (line,) = preflight.judge(node(TWO, [H100] * 3, "cluster.trainer_nodes=2", "trainer.ranks=2", "trainer.ep=2"))
-    assert "cluster.trainer_nodes is 2, but with cluster.network=loopback" in line
-
-
 def test_nodes_of_the_trainer_divide_its_ranks() -> None:
     with pytest.raises(ConfigError, match=r"cluster.trainer_nodes: got 3, expected a divisor of trainer.ranks = 8"):
         configured("cluster/qwen3-30b-a3b.yaml", "cluster.trainer_nodes=3")
 
 
-def test_facts_travel_as_json() -> None:
-    facts = node(TWO, [H100] * 2, trainer__torch__shown=(Shown(1, "9.0", "4e"), Shown(1, "9.0")))
-    assert examine(msgspec.json.decode(msgspec.json.encode(facts), type=Machine)) == examine(facts)
-
-
-def bounds(monkeypatch: pytest.MonkeyPatch, name: str, found: Nvidia, shown: tuple[Shown, ...] = (), *overrides: str) -> tuple[str, ...]:
+def bounds(monkeypatch: pytest.MonkeyPatch, name: str, found: Nvidia, seen: tuple[Shown, ...] = (), *overrides: str) -> tuple[str, ...]:
     """The arguments of an engine on a machine."""
     config, hf = configured(name, *overrides)
     monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
-    torch = Torch("2.9.0", "13.0", devices=len(shown), shown=shown)
+    torch = Torch("2.9.0", "13.0", shown=seen)
     monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=torch))
     monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
     monkeypatch.setattr("torch.version.cuda", "13.0")
@@ -251,22 +227,18 @@ def bounds(monkeypatch: pytest.MonkeyPatch, name: str, found: Nvidia, shown: tup
 def test_an_engine_is_bounded_by_the_gpus_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     config, hf = configured(TWO)
     h100 = budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
-    large, small = Shown(81559 << 20, "9.0"), Shown(4096 << 20, "7.5")
-    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", (H100, GPUS[1], replace(T400, index=2))), (large, large, small)) == h100
-    chosen = Nvidia(3, "580.65", (replace(T400, index=0), GPUS[1], GPUS[2]), chosen=("1", "2"))
+    small = replace(T400, index=1, uuid="GPU-1")
+    chosen = Nvidia(3, "580.65", (replace(small, index=0), GPUS[1], GPUS[2]), chosen=("1", "2"))
     assert bounds(monkeypatch, TWO, chosen) == h100
     # CUDA puts the fastest first, nvidia-smi what comes first on the bus: torch's ids tell.
-    named = tuple(replace(gpu, uuid=f"GPU-{index}") for index, gpu in enumerate((GPUS[0], replace(T400, index=1), GPUS[2])))
-    order = (replace(large, uuid="0"), replace(large, uuid="2"), replace(small, uuid="1"))
-    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", named), order) == h100
+    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", (GPUS[0], small, GPUS[2])), shown(GPUS[0], GPUS[2], small)) == h100
 
 
 def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     config, hf = configured(ONE)
-    shown = (Shown(40 << 30, "9.0"),)
     expected = budget.engine_arguments(config, hf, (40 << 30) / 1e9)
     for found in (Nvidia(1, "580.65", (SLICED,)), Nvidia(1, "580.65", (SLICED,), chosen=("MIG-a",)), Nvidia(1, "580.65", (GB10,))):
-        assert bounds(monkeypatch, ONE, found, shown) == expected
+        assert bounds(monkeypatch, ONE, found, instance(40)) == expected
     monkeypatch.setattr(gpus.cards, "cards", lambda *_: (cards.GpuCard(0),))
     with pytest.raises(ConfigError, match=r"memory of an engine's GPU: got not known.*engines.max_total_tokens"):
         bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)))

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machines import ENGINE, GPUS, NODE, but
+from doctor_machines import ENGINE, GPUS, NODE, but, shown
 
 from asyncmoe.config import Config, devices, load
 from asyncmoe.config.transports import transport_for
-from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, RunFacts
+from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, PythonFacts, Torch
+from asyncmoe.doctor.planned import PlannedRun
+from asyncmoe.doctor.facts import RunFacts
 from asyncmoe.doctor.probes import config_probe
-from asyncmoe.doctor.python_facts import PythonFacts, Shown, Torch
+from asyncmoe.doctor.python_facts import Shown
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, preflight
@@ -48,10 +50,9 @@ def configured(name: str, *overrides: str) -> tuple[Config, Mapping[str, Any]]:
 
 def machine(config: Config, hf: Mapping[str, Any], count: int, card: GpuFacts, **changes: Any) -> Machine:
     """A healthy node with so many cards, examined for a configuration."""
-    found = tuple(replace(card, index=index) for index in range(count))
-    links = tuple(tuple("X" if i == j else "NV18" for j in range(count)) for i in range(count))
-    run = RunFacts("run.yaml", network=config.cluster.network, on_gpus=config_probe.on_gpus(config, hf))
-    node = but(NODE, nvidia__gpus=found, nvidia__links=links, nvidia__on_bus=count, trainer__torch__devices=count, run=run)
+    found = tuple(replace(card, index=index, uuid=f"GPU-{index:08x}") for index in range(count))
+    seen = {f"{who}__torch__shown": shown(*found) for who in ("trainer", "engine")}
+    node = but(NODE, nvidia__gpus=found, nvidia__on_bus=count, run=PlannedRun(config, hf), **seen)
     return but(node, **changes) if changes else node
 
 
@@ -89,7 +90,7 @@ LINES: list[tuple[str, Callable[[Machine], Machine], str, str]] = [
             **{f"{who}__{key}": value for who in ("trainer", "engine") for key, value in (("cuda_driver", 12080),)},
             **_built_for("13.0"),
         ),
-        "cuda of node01: got the trainer's torch is built for CUDA 13.0, the driver takes up to 12.8",
+        "cuda of node01: got the trainer's torch is built for CUDA 13.0, and the driver takes up to 12.8; it sees no GPU",
         "update NVIDIA's driver to 580 or newer",
     ),
     (
@@ -101,12 +102,12 @@ LINES: list[tuple[str, Callable[[Machine], Machine], str, str]] = [
     (
         "another process",
         lambda node: but(node, nvidia__gpus=(replace(node.nvidia.gpus[0], used_mib=60000), *node.nvidia.gpus[1:])),
-        "placement of node01: got other processes use up to 60000 MiB of GPU 0",
+        "gpus of node01: got ",
         "choose others with CUDA_VISIBLE_DEVICES",
     ),
     (
         "torch for the CPU on one side",
-        lambda node: but(node, engine__torch=replace(node.engine.torch, version="2.9.0+cpu", cuda=None)),
+        lambda node: but(node, engine__torch=Torch("2.9.0+cpu")),
         "cuda of node01: got the engines' torch 2.9.0+cpu is a build for the CPU",
         "make setup GPU=1",
     ),
@@ -115,7 +116,7 @@ LINES: list[tuple[str, Callable[[Machine], Machine], str, str]] = [
 
 
 def _built_for(cuda: str) -> dict[str, Any]:
-    return {"trainer__torch__cuda": cuda, "engine__torch__cuda": cuda, "trainer__torch__devices": 0, "engine__torch__devices": 0}
+    return {"trainer__torch__cuda": cuda, "engine__torch__cuda": cuda, "trainer__torch__shown": (), "engine__torch__shown": ()}
 
 
 def _small(node: Machine) -> tuple[GpuFacts, ...]:
@@ -158,7 +159,7 @@ def test_without_transformer_engine_a_run_is_slower_and_says_so() -> None:
 
 
 def test_an_installation_for_the_cpu_runs_on_the_cpu_of_a_machine_with_gpus_and_says_so() -> None:
-    cpu = replace(NODE.trainer.torch, version="2.9.0+cpu", cuda=None, devices=0)
+    cpu = Torch("2.9.0+cpu")
     node = machine(*configured("demo-gpu.yaml"), 1, GPUS[0], trainer__torch=cpu, engine=replace(ENGINE, torch=cpu))
     (line,) = preflight.judge(node)
     assert "make setup GPU=1" in line
@@ -166,7 +167,7 @@ def test_an_installation_for_the_cpu_runs_on_the_cpu_of_a_machine_with_gpus_and_
 
 def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
-    monkeypatch.setattr(preflight, "gather_for", lambda config: pytest.fail("it looked"))
+    monkeypatch.setattr(preflight, "gather", lambda config: pytest.fail("it looked"))
     config, _ = configured("demo.yaml")
     assert preflight.check(config) == ()
     (tmp_path / "nvidiactl").touch()
@@ -339,8 +340,7 @@ def test_an_engine_is_bounded_by_the_smallest_gpu_it_takes(monkeypatch: pytest.M
     config, hf = configured("demo-gpu.yaml")
     found = Nvidia(2, "580.65", (replace(GPUS[0], memory_mib=40960), GPUS[1]))
     monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
-    shown = tuple(Shown(gpu.memory_mib << 20, gpu.capability) for gpu in found.gpus)
-    monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=Torch("2.9.0", "13.0", devices=2, shown=shown)))
+    monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=Torch("2.9.0", "13.0", shown=shown(*found.gpus))))
     monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
     monkeypatch.setattr("torch.version.cuda", None)
     assert gpus.engine_arguments(config, 0) == (), "this environment computes on the CPU"

@@ -26,7 +26,7 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.doctor.probes import plugin_probe
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, UserError
-from asyncmoe.launch import local
+from asyncmoe.launch import local, plugin_probe
 from asyncmoe.models import EngineParallel, families, make, qwen3_moe
 from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE
 from asyncmoe.rpc.item import Item

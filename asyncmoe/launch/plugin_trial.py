@@ -1,4 +1,4 @@
-"""Try a user's code in this process: `python -m asyncmoe.doctor.probes.plugin_trial`, started by `asyncmoe.doctor.probes.plugin_probe`.
+"""Try a user's code in this process: `python -m asyncmoe.launch.plugin_trial`, started by `asyncmoe.launch.plugin_probe`.
 
 Reads a `Request` on standard input and writes a `Result` for each key on standard output, as soon as it is known: the code may end the
 process, even with `os._exit` or a broken pointer. Whatever the code prints goes to standard error.
@@ -15,8 +15,8 @@ import msgspec
 
 from asyncmoe import plugins
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.doctor.probes.plugin_messages import Request, Result
 from asyncmoe.errors import UserError
+from asyncmoe.launch.plugin_messages import Request, Result
 from asyncmoe.models import families
 from asyncmoe.process import die_with_parent
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from asyncmoe import plugins
+from asyncmoe import models, plugins
 from asyncmoe.config import Config
-from asyncmoe.doctor.probes import timeouts
-from asyncmoe.doctor.probes.plugin_messages import Request, Result
-from asyncmoe.doctor.probes.timeouts import Output
+from asyncmoe.doctor import programs
+from asyncmoe.doctor.programs import Output
 from asyncmoe.errors import ConfigError, UserError, together
+from asyncmoe.launch.plugin_messages import Request, Result
 
 log = logging.getLogger(__name__)
-_COMMAND = (sys.executable, "-m", "asyncmoe.doctor.probes.plugin_trial")
+_COMMAND = (sys.executable, "-m", "asyncmoe.launch.plugin_trial")
 _START_S = 300.0
 """Longest start of the process, which imports torch."""
 _GRACE_S = 5.0
@@ -52,10 +52,8 @@ def check(config: Config) -> None:
 
 def _hf(path: Path) -> dict[str, Any] | None:
     try:
-        from asyncmoe import models  # needs asyncmoe's extension, whose presence the doctor only checks
-
         return models.load_hf_config(path)
-    except (UserError, ImportError):  # whoever reads the model, or the doctor's line extension, reports it
+    except UserError:  # whoever reads the model reports it
         return None
 
 
@@ -69,7 +67,7 @@ def _try(encoded: bytes, directory: str) -> None:
     refused: list[UserError] = []
     while left:
         given = msgspec.json.encode(msgspec.structs.replace(request, targets=left)).decode()
-        ended = timeouts.run(_COMMAND, _START_S + len(left) * request.whole_s, given)
+        ended = programs.run(_COMMAND, _START_S + len(left) * request.whole_s, given)
         results = [msgspec.json.decode(line, type=Result) for line in ended.text.splitlines()]
         refused += [ConfigError(one.what, got=one.got, expected=one.expected, hint=one.hint) for one in results if one.refused]
         rest = list(left.items())[len(results) :]
@@ -88,7 +86,7 @@ def _ended(key: str, target: str, ended: Output) -> UserError:
     where = plugins.place_in([(file, int(line)) for file, line in _FRAME.findall(dumped)])
     trouble = (ended.trouble or "ended with status 0").removeprefix(f"{_COMMAND[0]} ")
     how = "it did not end in time" if late else f"the process that tried it {trouble}"
-    last = None if where else timeouts.last_line(ended.errors) or None
+    last = None if where else programs.last_line(ended.errors) or None
     return ConfigError(
         key,
         got=f"{target}: {how}{f', at {where}' if where else ''}",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
+from asyncmoe.doctor import programs
 from asyncmoe.doctor.facts import GpuFacts, Nvidia
-from asyncmoe.doctor.probes import timeouts
-from asyncmoe.doctor.probes.machine import says
 
 _SMI_S = 30.0
 """Timeout in seconds; without persistence mode, nvidia-smi initializes every GPU, which takes some seconds each."""
@@ -18,16 +16,12 @@ _VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
 def look(devices: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
-    """Return all facts about GPUs, within twice `_SMI_S`."""
+    """Return all facts about GPUs, within `_SMI_S`."""
     on_bus = _on_bus(devices)
-    listed = timeouts.run(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _SMI_S)
+    listed = programs.run(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _SMI_S)
     if listed.trouble is not None:
-        said = timeouts.last_line(listed.errors or listed.text)
-        return Nvidia(on_bus, trouble=f"{listed.trouble}: {said}" if said else listed.trouble)
-    found = replace(read_gpus(listed.text, on_bus), chosen=_chosen())
-    if len(found.gpus) < 2:
-        return found
-    return replace(found, links=read_links(timeouts.run(["nvidia-smi", "topo", "-m"], _SMI_S).text, len(found.gpus)))
+        return Nvidia(on_bus, trouble=f"{listed.trouble}: {programs.last_line(listed.errors or listed.text)}".removesuffix(": "))
+    return replace(read_gpus(listed.text, on_bus), chosen=_chosen())
 
 
 def read_gpus(text: str, on_bus: int) -> Nvidia:
@@ -42,13 +36,6 @@ def read_gpus(text: str, on_bus: int) -> Nvidia:
     return Nvidia(on_bus, driver, tuple(gpus), trouble=None if gpus else "nvidia-smi lists no GPU")
 
 
-def read_links(text: str, count: int) -> tuple[tuple[str, ...], ...]:
-    """Parse the matrix of GPU links from `nvidia-smi topo -m`; empty if it is incomplete."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    rows = [line.split()[1 : 1 + count] for line in plain.splitlines() if re.match(r"GPU\d+\s+\S*(X|NV|PIX|PXB|PHB|NODE|SYS)", line)]
-    return tuple(map(tuple, rows)) if len(rows) == count and all(len(row) == count for row in rows) else ()
-
-
 def _chosen() -> tuple[str, ...] | None:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if given is None else tuple(filter(None, (entry.strip() for entry in given.split(","))))
@@ -61,6 +48,12 @@ def _mib(text: str) -> int:
 
 def _on_bus(devices: Path) -> int:
     """Return the number of NVIDIA display and 3D controllers."""
-    if not devices.is_dir():
-        return 0
-    return sum(says(device / "vendor") == _VENDOR and says(device / "class").startswith(_DISPLAY_CLASS) for device in devices.iterdir())
+    return sum(says(device / "vendor") == _VENDOR and says(device / "class").startswith(_DISPLAY_CLASS) for device in devices.glob("*"))
+
+
+def says(file: Path) -> str:
+    """Return the content of a file in /sys; empty if it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,7 +1,7 @@
 """Facts about a Python environment. That Python runs the text of this file, which may import only the standard library at its top.
 
-It prints each field of `python_facts.PythonFacts` as a JSON object on a line as soon as it is known, because an import may crash or hang
-the process. The field `step` names the next operation.
+It prints each field of `facts.PythonFacts` as a JSON object on a line, after `MARK`, as soon as it is known, because an import may crash
+or hang the process. The field `step` names the next operation.
 
 usage: python - PACKAGE...      (the packages whose versions to report)
 """
@@ -9,6 +9,7 @@ usage: python - PACKAGE...      (the packages whose versions to report)
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -17,30 +18,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+MARK = "asyncmoe doctor: "
+"""Begins the lines that are ours; imports print others."""
+
 
 def main(names: Iterable[str]) -> None:
     """Print all facts, the riskiest last."""
     packages = installed(names)
-    deep_ep = importlib.util.find_spec("deep_ep") is not None
-    say(version=".".join(map(str, sys.version_info[:3])), packages=packages, apex=apex(), deep_ep=deep_ep)
-    say(step="loading asyncmoe's extension")
-    say(extension=extension())
-    say(step="opening NCCL")
-    say(nccl=nccl())
-    say(step="opening libcuda")
-    say(cuda_driver=cuda_driver())
+    say(version=".".join(map(str, sys.version_info[:3])), packages=packages)
+    looks = [("loading asyncmoe's extension", extension), ("opening NCCL", nccl), ("opening libcuda", cuda_driver)]
     if "torch" in packages:
-        say(step="importing torch")
-        say(torch=torch())
+        looks.append(("importing torch", torch))
+        looks += [("looking for optional kernels", kernels)] if importlib.util.find_spec("asyncmoe") else []
     if "transformer-engine" in packages:
-        say(step="importing transformer_engine.pytorch")
-        importlib.import_module("transformer_engine.pytorch")
-        say(transformer_engine=True)
+        looks.append(("importing transformer_engine.pytorch", transformer_engine))
+    for step, look in looks:
+        say(step=step)
+        say(**{look.__name__: look()})
     say(step=None)
 
 
 def say(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
+    print(f"{MARK}{json.dumps(fields)}", flush=True)
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -54,33 +53,19 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def apex() -> dict[str, bool] | None:
-    """Identify the apex that `import apex` would find, without importing it."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None or spec.origin is None:
-        return None
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    nvidia = any((folder / "optimizers").is_dir() and (folder / "multi_tensor_apply").is_dir() for folder in folders)
-    return {"nvidia": nvidia, "kernels": importlib.util.find_spec("amp_C") is not None}
-
-
 def extension() -> dict[str, Any]:
     """Locate asyncmoe and import its extensions."""
     spec = importlib.util.find_spec("asyncmoe")
     if spec is None or spec.origin is None:
-        return {"package": None}
+        return {"package": None, "trouble": "asyncmoe is not found"}
     found: dict[str, Any] = {"package": str(Path(spec.origin).resolve().parent)}
     try:
         trajectory, reshard = (importlib.import_module(f"asyncmoe.{part}._C") for part in ("trajectory", "reshard"))
     except ImportError as error:
         return {**found, "trouble": str(error)}
-    built = [digest for digest in (getattr(reshard, "SOURCES", None), getattr(trajectory, "SOURCES", None)) if digest]
-    return {
-        **found,
-        "cuda": reshard.CUDA,
-        "built_from": built,
-        "architectures": list(filter(None, getattr(reshard, "ARCHITECTURES", "").split(";"))),
-    }
+    built = [getattr(one, "SOURCES", "") for one in (reshard, trajectory)]
+    archs = [arch for arch in getattr(reshard, "ARCHITECTURES", "").split(";") if arch]
+    return {**found, "cuda": reshard.CUDA, "built_from": built, "architectures": archs}
 
 
 def nccl() -> dict[str, Any] | None:
@@ -89,11 +74,10 @@ def nccl() -> dict[str, Any] | None:
         reshard, nccl = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl"))
     except ImportError:
         return None
-    library = nccl.find_nccl()
     try:
-        return {"library": library, "version": reshard.nccl_origin(library)[0]}
+        return {"version": reshard.nccl_origin(nccl.find_nccl())[0]}
     except RuntimeError as error:
-        return {"library": library, "version": None, "trouble": str(error)}
+        return {"version": None, "trouble": str(error)}
 
 
 def cuda_driver() -> int | None:
@@ -117,16 +101,25 @@ def torch() -> dict[str, Any]:
     except (RuntimeError, AssertionError) as error:
         return {**found, "trouble": str(error).strip().split("\n")[0]}
     count = module.cuda.device_count()
-    pairs = [(i, j) for i in range(count) for j in range(i)]
-    apart = [pair for pair in pairs if not module.cuda.can_device_access_peer(*pair)]
-    return {**found, "devices": count, "apart": apart, "shown": [described(module, device) for device in range(count)]}
+    apart = [(i, j) for i in range(count) for j in range(i) if not module.cuda.can_device_access_peer(i, j)]
+    return {**found, "apart": apart, "shown": [shown(module.cuda.get_device_properties(device)) for device in range(count)]}
 
 
-def described(module: Any, device: int) -> dict[str, Any]:
-    """Memory of a GPU or of the instance that CUDA shows, which nvidia-smi may not know."""
-    found = module.cuda.get_device_properties(device)
-    uuid = str(getattr(found, "uuid", ""))
-    return {"memory_bytes": found.total_memory, "capability": f"{found.major}.{found.minor}", "uuid": uuid}
+def shown(found: Any) -> dict[str, Any]:
+    """Describe a GPU, or the instance of one that CUDA shows, whose memory nvidia-smi may not know."""
+    capability = f"{found.major}.{found.minor}"
+    return {"name": found.name, "memory_bytes": found.total_memory, "capability": capability, "uuid": str(found.uuid)}
+
+
+def kernels() -> dict[str, Any]:
+    """Return the optional kernels as the trainer would find them, or raise what it would raise."""
+    return dataclasses.asdict(importlib.import_module("asyncmoe.platform.kernels").detect())
+
+
+def transformer_engine() -> bool:
+    """Import Transformer Engine."""
+    importlib.import_module("transformer_engine.pytorch")
+    return True
 
 
 if __name__ == "__main__":

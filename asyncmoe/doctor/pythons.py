@@ -14,17 +14,16 @@ import msgspec
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from asyncmoe.doctor.probes import python_probe, timeouts
-from asyncmoe.doctor.python_facts import PythonFacts
+from asyncmoe.doctor import programs, python_probe
+from asyncmoe.doctor.facts import PythonFacts
 
 LOOK_S = 180.0
 """Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""
-_TRAIN, _OTHERS = "train", ("engine", "gpu")
 
 
 @dataclass(frozen=True)
 class Declared:
-    """asyncmoe's version, the specifiers by name (including `python`), and the names that trainer and controller need."""
+    """asyncmoe's version, the specifiers by name, and the names that trainer and controller need."""
 
     version: str
     specifiers: Mapping[str, str]
@@ -36,55 +35,43 @@ def declared(checkout: Path) -> Declared:
     file = checkout / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        extras = project["optional-dependencies"]
-        needed = [*project["dependencies"], *extras[_TRAIN]]
-        return _declared(project["version"], project["requires-python"], needed, [line for extra in _OTHERS for line in extras[extra]])
-    metadata = importlib.metadata.metadata("asyncmoe")
-    lines = importlib.metadata.requires("asyncmoe") or []
-    return _declared(metadata["Version"], metadata["Requires-Python"], _asked(lines, _TRAIN), _asked(lines, *_OTHERS))
+        version, extras = project["version"], project["optional-dependencies"]
+        train, others = [*project["dependencies"], *extras["train"]], [*extras["engine"], *extras["gpu"]]
+    else:
+        version, lines = importlib.metadata.version("asyncmoe"), importlib.metadata.requires("asyncmoe") or []
+        train, others = _asked(lines, "train"), _asked(lines, "engine", "gpu")
+    needed = _specifiers(train)
+    return Declared(version, {**_specifiers(others), **needed}, tuple(needed))
 
 
 def look(executable: str, names: Sequence[str], seconds: float = LOOK_S) -> PythonFacts:
     """Return the facts of a Python: the versions of the packages in `names`, and how far its imports succeed."""
-    output = timeouts.run([executable, "-", *names], seconds, Path(python_probe.__file__).read_text(encoding="utf-8"))
+    output = programs.run([executable, "-", *names], seconds, Path(python_probe.__file__).read_text(encoding="utf-8"))
     return read(executable, output)
 
 
-def read(executable: str, output: timeouts.Output) -> PythonFacts:
+def read(executable: str, output: programs.Output) -> PythonFacts:
     """Parse the facts from the output of `python_probe`, ignoring the output of its imports."""
     fields: dict[str, Any] = {}
-    for line in output.text.splitlines():
-        if line.startswith("{"):
-            fields |= _object(line)
+    for line in output.text.splitlines(keepends=True):
+        if line.startswith(python_probe.MARK) and line.endswith("\n"):
+            fields |= json.loads(line.removeprefix(python_probe.MARK))
     step = fields.pop("step", None)
     return msgspec.convert({"executable": executable, **fields, "unfinished": _unfinished(output, step)}, PythonFacts)
 
 
-def _unfinished(output: timeouts.Output, step: str | None) -> str | None:
+def _unfinished(output: programs.Output, step: str | None) -> str | None:
     """Return the step at which the probe failed and the reason: the exception's message, or how the process ended."""
     if output.trouble is None:
         return None
-    raised = timeouts.last_line(output.errors) if "Traceback (most recent call last)" in output.errors else ""
+    raised = programs.last_line(output.errors) if "Traceback (most recent call last)" in output.errors else ""
     return f"{step}: {raised or output.trouble}" if step else raised or output.trouble
 
 
-def _object(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    known = {*PythonFacts.__dataclass_fields__, "step"}
-    return found if isinstance(found, dict) and found.keys() <= known else {}
-
-
-def _declared(version: str, python: str, train: Iterable[str], others: Iterable[str]) -> Declared:
-    needed, more = _specifiers(train), _specifiers(others)
-    more.pop("asyncmoe", None)
-    return Declared(version, {"python": python, **more, **needed}, tuple(needed))
-
-
 def _specifiers(lines: Iterable[str]) -> dict[str, str]:
-    return {str(canonicalize_name(wanted.name)): str(wanted.specifier) for wanted in map(Requirement, lines)}
+    """Return the version specifier by package, but for asyncmoe itself, which an extra names to ask for another."""
+    found = {str(canonicalize_name(wanted.name)): str(wanted.specifier) for wanted in map(Requirement, lines)}
+    return {name: specifier for name, specifier in found.items() if name != "asyncmoe"}
 
 
 def _asked(lines: Iterable[str], *extras: str) -> list[str]:

@@ -1,0 +1,52 @@
+"""What a check found: a line of the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncmoe.errors import UserError
+
+State = Literal["ok", "warning", "error", "not here"]
+"""error: a run would fail. warning: a run would be slow, or fails under some configurations. not here: nothing to check, which is fine."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check.
+
+    Attributes:
+        hint: what to do about it; None where nothing needs to be done.
+        expected: what was expected, where `found` does not say it.
+    """
+
+    state: State
+    found: str
+    hint: str | None = None
+    expected: str | None = None
+
+    @property
+    def line(self) -> str:
+        """What was found, and what was expected."""
+        return self.found if self.expected is None else f"{self.found}, expected {self.expected}"
+
+
+def ok(found: str) -> Finding:
+    return Finding("ok", found)
+
+
+def absent(found: str, hint: str | None = None) -> Finding:
+    return Finding("not here", found, hint)
+
+
+def warning(found: str, hint: str) -> Finding:
+    return Finding("warning", found, hint)
+
+
+def error(found: str, hint: str, expected: str | None = None) -> Finding:
+    return Finding("error", found, hint, expected)
+
+
+def refused(refusal: UserError, hint: str = "change what is named") -> Finding:
+    """What a function of the run refuses: its got, its expected, and its hint, or this one where it has none."""
+    return Finding("error", f"{refusal.what}: {refusal.got}", refusal.hint or hint, str(refusal.expected))

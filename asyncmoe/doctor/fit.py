@@ -1,0 +1,124 @@
+"""Checks of a configuration on this machine's GPUs: Megatron's switches, placement and memory.
+
+They call the functions that decide these when the run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+from asyncmoe.config import sglang_arguments
+from asyncmoe.config.devices import Devices, Wanted, counted, named, place
+from asyncmoe.doctor import cards, finding
+from asyncmoe.doctor.cards import labelled
+from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.finding import Finding
+from asyncmoe.doctor.gpus import NO_GPU
+from asyncmoe.doctor.planned import PlannedRun
+from asyncmoe.errors import ConfigError
+from asyncmoe.plan import memory, relief
+from asyncmoe.trainer.model import switches
+
+TAKES_FLOAT32 = frozenset({"triton", "torch_native", "flex_attention"})
+"""SGLang's attention backends that support float32. Its default does not: on Hopper it is fa3 (sglang 0.5.23,
+arg_groups/model_override_base.py), which supports float16, bfloat16 and float8."""
+
+
+def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machine], Finding]:
+    """Make the check that asks only where there are GPUs and a run for them, and says what the run's own functions refuse."""
+
+    @wraps(check)
+    def checked(machine: Machine) -> Finding:
+        if not machine.nvidia.present:
+            return finding.absent(NO_GPU)
+        if machine.run is None:
+            return finding.absent("no configuration was given that suits its model", "see the line configuration")
+        if not cards.of(machine):
+            return finding.absent("torch sees no GPU", "see the line cuda")
+        try:
+            return check(machine, machine.run)
+        except ConfigError as error:
+            return finding.refused(error)
+
+    return checked
+
+
+@_of_run
+def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
+    """`trainer.megatron` asks for nothing that this machine lacks."""
+    from asyncmoe import models  # needs asyncmoe's extension, whose presence the doctor only checks
+    from asyncmoe.trainer.model.features import run_features
+
+    if machine.trainer.kernels is None:
+        return finding.absent("what this machine has is not known", "see the line torch")
+    features = run_features(run.hf, run.config, models.trainer_parallel(run.config), run.trainer_float32)
+    on = switches.decide(run.config.trainer.megatron, machine.trainer.kernels, features)
+    return finding.ok(f"{len(on.off)} are off here, which the trainer's log explains" if on.off else "all are on")
+
+
+@_of_run
+def placement(machine: Machine, run: PlannedRun) -> Finding:
+    """Every process of the run has a GPU that is its own, or shared on purpose, and reaches those it exchanges weights with over a
+    transport that goes between GPUs, and as far as the run's machines are apart."""
+    way = run.way()
+    backend = sglang_arguments.value(run.config.engines.args, "--attention-backend")
+    if run.engine_dtype == "float32" and backend not in TAKES_FLOAT32:
+        what = "engines.dtype: float32, which SGLang's attention on GPUs does not take"
+        return finding.error(what, "set engines.dtype=bfloat16 and trainer.dtype=bfloat16", "bfloat16")
+    visible, placed = cards.of(machine), cards.taken(machine)
+    if not placed:
+        place(run.wanted[0], len(visible), cards.hidden(machine.nvidia, len(visible)))
+    apart = {frozenset(pair) for pair in machine.trainer.torch.apart} if machine.trainer.torch is not None else set()
+    for _, devices in placed if way == "ipc" else ():
+        pairs = [(rank, gpu) for rank in devices.trainer for engine in devices.engines for gpu in engine]
+        if far := next((pair for pair in pairs if frozenset(pair) in apart), None):
+            return finding.error(
+                f"{labelled([visible[one] for one in far])} do not reach each other's memory, which weights travel by (CUDA IPC)",
+                "set sync.transport=nccl, or look at nvidia-smi topo -p2p r and at access control in the PCI bridges (ACS)",
+            )
+    return finding.ok(f"{'; or '.join(_told(wanted, devices) for wanted, devices in placed)}; weights go over {way}")
+
+
+def _told(wanted: Wanted, devices: Devices) -> str:
+    engines = tuple(device for engine in devices.engines for device in engine)
+    parts = [f"trainer on {named(devices.trainer)}"] if devices.trainer else []
+    parts += [f"{counted(wanted.engines, 'engine')} on {named(engines)}"] if engines else []
+    return ", ".join(parts) + (f", {named(devices.shared)} shared on purpose" if devices.shared else "")
+
+
+@_of_run
+def gpu_memory(machine: Machine, run: PlannedRun) -> Finding:
+    """What the run holds on each GPU fits, by the arithmetic of `asyncmoe plan`."""
+    from asyncmoe.plan import budget
+
+    visible, (trainer, engine) = cards.of(machine), budget.least(run.config, run.hf)
+    for _, devices in cards.taken(machine):
+        for card in (visible[number] for number in devices.taken if visible[number].memory_bytes):
+            mine = trainer if card.number in devices.trainer else _NOTHING
+            others = engine if any(card.number in one for one in devices.engines) else _NOTHING
+            gpu_gb = (card.memory_bytes or 0) / 1e9
+            if mine.total + others.total > memory.usable(gpu_gb):
+                return _too_small(labelled([card]), gpu_gb, mine, others)
+    return finding.ok(f"trainer {trainer.total / 1e9:.3g} GB, engine at least {engine.total / 1e9:.3g} GB")
+
+
+_NOTHING = memory.GpuMemory({})
+
+
+def _too_small(card: str, gpu_gb: float, trainer: memory.GpuMemory, engine: memory.GpuMemory) -> Finding:
+    """Refuse a GPU that cannot hold a part of the trainer, of an engine, or of both."""
+    whose = " and ".join(name for name, held in (("the trainer", trainer), ("an engine", engine)) if held.parts)
+    parts = max(trainer, engine, key=lambda held: held.total).parts
+    most = max(parts, key=lambda part: parts[part])
+    usual = ("a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
+    if trainer.parts:
+        more = "more GPUs and engines.share_gpus=false" if engine.parts else "more trainer.ranks"
+        usual = (more, "fewer tokens (trainer.tokens_per_microbatch)")
+    dominating = (*relief.of_trainer(trainer.parts, engine.total), *relief.of_engine(engine.parts, trainer.total))
+    held = f"{(trainer.total + engine.total) / 1e9:.3g} GB of {card} (most of it {most}, {parts[most] / 1e9:.3g} GB)"
+    return finding.error(
+        f"{whose} would hold {held}",
+        f"take {', or '.join(relief.joined(dominating, usual))}; see asyncmoe plan --config",
+        f"at most {memory.usable(gpu_gb) / 1e9:.3g}, as {1 - memory.USABLE:.0%} of its {gpu_gb:.3g} GB are left free",
+    )

@@ -14,9 +14,6 @@ from asyncmoe.config import Config, devices, load
 from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, PythonFacts, Torch
 from asyncmoe.doctor.planned import PlannedRun
-from asyncmoe.doctor.facts import RunFacts
-from asyncmoe.doctor.probes import config_probe
-from asyncmoe.doctor.python_facts import Shown
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch import gpus, preflight

@@ -68,17 +68,6 @@ def test_every_folder_has_a_floor() -> None:
     assert {f"asyncmoe.{name}" for name in folders} <= set(known)
 
 
-def test_a_log_knows_nothing_of_what_it_keeps() -> None:
-    """It can be read, checked and measured without the queue."""
-    store = {f"asyncmoe.log.{name}" for name in ("log", "files", "redis")}
-    below = {"asyncmoe.errors", "asyncmoe.storage", "asyncmoe.trajectory"}
-    known, files = store | below, modules()
-    found = {(name, module) for name in store for module in imported(files[name]) if module.startswith("asyncmoe.")}
-    assert ("asyncmoe.log.files", "asyncmoe.trajectory.Buffer") in found, "imports are found"
-    strange = {(name, module) for name, module in found if where(module, dict.fromkeys(known, 1)) is None}
-    assert not strange
-
-
 def test_no_modules_import_each_other_in_a_circle() -> None:
     known = modules()
 
@@ -101,13 +90,3 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         return found
 
     assert [found for name in sorted(known) if (found := circle(name, ()))] == []
-
-
-def test_the_name_of_a_public_class_has_one_meaning() -> None:
-    owners: dict[str, list[str]] = {}
-    for module, path in modules().items():
-        for node in ast.parse(path.read_text()).body if path.suffix == ".py" else ():
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                owners.setdefault(node.name, []).append(module)
-    assert owners["Config"] == ["asyncmoe.config.schema"]
-    assert {name: sorted(found) for name, found in owners.items() if len(found) > 1} == {}

@@ -1,4 +1,4 @@
-"""What of the site (mkdocs.yml) can be known without building it; tests/integrations/test_docs_site.py builds it."""
+"""What of the site (mkdocs.yml) can be known without building it; `make docs-site` builds it, strictly."""
 
 from __future__ import annotations
 

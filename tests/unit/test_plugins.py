@@ -222,29 +222,6 @@ def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, targ
         assert re.search(rf"\({FILE}:\d+\)", line)
 
 
-def test_the_guide_shows_messages_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
-    for key, target, _ in BAD:
-        with pytest.raises(ConfigError) as caught:
-            objective.load(section_with(key, target))
-        said.append(str(caught.value))
-    monkeypatch.setattr(plugins, "CALL_S", 0.05)
-    for names in (
-        {"loss": f"{OWN}:waits"},
-        {"loss": f"{OWN}:ppo", "loss_options": {"lwo": 1}},
-        {"loss": f"{OWN}:tempered"},
-    ):
-        with pytest.raises(ConfigError) as caught:
-            own(**names)
-        said.append(str(caught.value))
-    limits = f"longer than {IMPORT_S:g} s or a trial longer than {CALL_S:g} s"
-    assert limits in doc_pages.read("guides/objective.md").replace("\n", " ")
-    (block,) = doc_pages.blocks(doc_pages.read("guides/objective.md"), "message")
-    for message in block.text.splitlines():
-        pattern = ".*".join(re.escape(part.strip()) for part in message.split("…"))
-        assert any(re.match(pattern, line) for line in said), message
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -287,30 +264,6 @@ def test_every_unfit_function_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         own(loss=f"{OWN}:raises", advantage="no.such:f", correction={"weight": f"{OWN}:truncated"})
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [ADVANTAGE, LOSS]
-
-
-def test_a_name_that_is_not_found_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    (tmp_path / "my_goal.py").write_text("import os\ndef plain(rows): ...\nclass Kind: ...\n_hidden = print\nNUMBER = 3\n")
-    (tmp_path / "my_other.py").write_text("def f(rows): ...\nimport no_such_package\n")
-    (tmp_path / "my_typo.py").write_text("def f(rows):\n  return (\n")
-    for target, said in (
-        ("my_gaol:plain", rf"'my_gaol', expected .*; looked in .*{tmp_path} \(the current directory\).*, PYTHONPATH \(not set\) and "),
-        ("my_gaol:plain", rf" and the packages of {sys.executable}; did you mean my_goal\?"),
-        ("zzzz:plain", r"; start in the directory that contains zzzz\.py, or add it to PYTHONPATH$"),
-        ("my_goal.deep:f", rf"; my_goal is {tmp_path}/my_goal\.py; start in the directory that contains my_goal"),
-        ("json.tol:f", r"; json is .*/json; did you mean json\.tool\?"),
-        ("my_goal:Plian", r"has no attribute 'Plian', .*; did you mean my_goal:plain\?"),
-        ("my_goal:zzz", r"; it has plain, Kind$"),
-        ("my_other:f", r"No module named 'no_such_package' at my_other\.py:2, .*; my_other imports no_such_package: install it for "),
-        ("my_typo:f", r"SyntaxError: .* at my_typo\.py:2"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            plugins.load_function(target, "a.key", forms="")
-    for name in ("my_goal", "my_other", "my_typo"):
-        sys.modules.pop(name, None)
 
 
 # ---------------------------------------------------------------- code that does not return
@@ -417,13 +370,6 @@ def test_keys_that_contradict_each_other(section: dict[str, Any], said: str) -> 
     with pytest.raises(ConfigError) as caught:
         parse({**GOOD, "objective": section})
     assert said in str(caught.value)
-
-
-def test_names_survive_being_written_out() -> None:
-    section = {"advantage": "m:a", "loss": "m:f", "loss_options": {"k": 1}, "correction": {"weight": "m:w"}, "process": {"weight": 1}}
-    scoring = {"scorer": "m:s"}
-    config = parse({**GOOD, "objective": section, "scoring": scoring, "model": {"path": "m", "family": "m:F"}})
-    assert parse(config.model_dump(mode="json")) == config
 
 
 def test_ranks_can_compare_sources() -> None:

@@ -302,6 +302,10 @@ def _cut(root: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
+def _gone(root: Path) -> None:
+    max((root / ITERATION).glob("*.distcp"), key=lambda path: path.stat().st_size).unlink()
+
+
 def _damaged(root: Path) -> None:
     for file in (root / ITERATION).glob("*.distcp"):
         content = bytearray(file.read_bytes())
@@ -318,6 +322,7 @@ def _damaged(root: Path) -> None:
         (_zarr, "got format 'zarr', expected a torch_dist checkpoint .*--ckpt-convert-format torch_dist"),
         (_legacy, "got mp_rank_00, of Megatron's legacy format .*--ckpt-convert-format torch_dist --ckpt-convert-save OUT"),
         (_cut, r"tensor .*: got __0_\d.distcp of \d+ bytes, where its bytes .*, expected a checkpoint that is whole; take another"),
+        (_gone, r"tensor .*: got no __0_\d.distcp, where its bytes"),
         (_damaged, "tensor .*: got __0_.*, which cannot be read, expected a checkpoint that is whole"),
     ],
 )  # fmt: skip

@@ -92,6 +92,51 @@ async def settle() -> None:
 
 
 @asynchronous
+async def test_put_waits_when_full_and_goes_on_when_a_step_is_committed() -> None:
+    held = await filled(*(group(i) for i in range(4)))
+    held.started(4)
+    late = [asyncio.create_task(held.put_group(group(i))) for i in (4, 5)]
+    await settle()
+    assert not any(task.done() for task in late)
+    await held.lease(0, "rl", 4, 9, 0)
+    await settle()
+    assert not any(task.done() for task in late), "a lease still holds its arrays"
+    held.commit(0)
+    await asyncio.gather(*late)
+    assert held.ledger.queued == 8
+    assert names(await held.lease(1, "rl", 4, 9, 0)) == ["g2.e0", "g2.e1", "g3.e0", "g3.e1"]
+
+
+@asynchronous
+async def test_a_stale_drop_frees_space_and_capacity() -> None:
+    held = queue()
+    for i in range(4):
+        held.started(2)
+        await held.put_group(group(i))
+    waiting = asyncio.create_task(held.wait_can_start(2))
+    await settle()
+    assert not waiting.done()
+    lease = asyncio.create_task(held.lease(0, "rl", 4, 2, 60))
+    await waiting
+    held.set_version(2)
+    for i in (4, 5):
+        held.started(2)
+        await held.put_group(group(i, 2))
+    granted = await lease
+    assert names(granted) == ["g4.e0", "g4.e1", "g5.e0", "g5.e1"]
+    assert granted.dropped == {"stale": 8} == held.stats().dropped
+    assert held.ledger.dropped == 8
+
+
+@asynchronous
+async def test_one_old_token_drops_its_whole_group_and_eta_itself_does_not() -> None:
+    held = await filled(group(0, 9, oldest=4), group(1, 9, oldest=5), group(2, 9))
+    granted = await held.lease(0, "rl", 4, 14, 0)
+    assert names(granted) == ["g1.e0", "g1.e1", "g2.e0", "g2.e1"]
+    assert granted.dropped == {"stale": 2}
+
+
+@asynchronous
 async def test_putters_are_served_in_the_order_they_came() -> None:
     held = await filled(*(group(i) for i in range(4)))
     held.started(6)
@@ -388,6 +433,21 @@ async def test_arrays_are_freed_by_commit_and_not_before() -> None:
     held.commit(0)
     gc.collect()
     assert all(ref() is None for ref in alive)
+
+
+@asynchronous
+async def test_release_puts_the_groups_back_at_their_places() -> None:
+    held = await filled(group(0, 3), group(1, 5), group(2, 4))
+    first = await held.lease(0, "rl", 4, 9, 0)
+    assert names(first)[::2] == ["g0.e0", "g2.e0"]
+    held.release(0)
+    assert held.ledger.queued == 6
+    held.started(2)
+    await held.put_group(group(3, 2))
+    again = await held.lease(0, "rl", 4, 9, 0)
+    assert names(again)[::2] == ["g3.e0", "g0.e0"]
+    with pytest.raises(ProtocolError, match="holds no lease"):
+        held.release(1)
 
 
 # ---------------------------------------------------------------- stop, fail, resume, warm-up

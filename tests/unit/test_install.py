@@ -158,6 +158,7 @@ def test_nvcc_is_found_in_the_packages_of_this_python(tmp_path: Path, monkeypatc
     [
         (f"{VERSION}+cu130", "13.0", PINS["nvidia-nccl-cu13"], None),
         (f"{VERSION}+cu126", "12.6", PINS["nvidia-nccl-cu13"], "built for CUDA 12.6"),
+        (f"{VERSION}+cpu", None, PINS["nvidia-nccl-cu13"], "built for the CPU"),
         ("2.13.0+cu130", "13.0", PINS["nvidia-nccl-cu13"], "got 2.13.0+cu130"),
         (VERSION, "13.0", "2.29.7", f"nvidia-nccl-cu13: got 2.29.7, expected {PINS['nvidia-nccl-cu13']}"),
         (VERSION, "13.0", None, "nvidia-nccl-cu13: got none"),

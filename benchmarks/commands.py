@@ -117,30 +117,25 @@ def learning_(
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     steps: Annotated[int, typer.Option(min=1, help="RL steps of a run, of 32 samples.")] = 24,
     minutes: Annotated[float, typer.Option(min=0.0, help="Begin no further run after so many minutes.")] = 1e9,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of the results; with --minutes 0, run nothing.")] = None,
-    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write learning-dense.svg and learning-moe.svg there.")] = None,
-    level: Annotated[float, typer.Option(min=0.01, max=1.0, help="Accuracy of which the page says when it was reached first.")] = 0.5,
+    pictures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write learning-dense.svg and learning-moe.svg there; with --minutes 0, run nothing.")
+    ] = None,
+    level: Annotated[float, typer.Option(min=0.01, max=1.0, help="Accuracy of which the results say when it was reached first.")] = 0.5,
 ) -> None:
     """A real model learns to add: arms that differ in one thing, with three seeds each. Hours; the same command goes on."""
     from benchmarks.learning import arms as known
     from benchmarks.learning import figures, runner
-    from benchmarks.learning import page as pages
+    from benchmarks.learning import pictures as drawing
     from benchmarks.learning.summary import summary
 
     chosen = known.chosen([name for name in arms.split(",") if name])
-    if page is not None:
-        runner.check_writable(page, "--page")
-        if page.resolve() == results.resolve():
-            raise UserError("--page", got=f"{page}, which is --json too", expected="another file")
     if pictures is not None:
         runner.check_writable(pictures / "learning-dense.svg", "--pictures")
     runner.run(chosen, known.numbers(seeds), steps, results, minutes, typer.echo)
     if runs := runner.read(results)["runs"]:
         runner.write(results, runs, level={"accuracy": level}, arms=summary(figures.by_arm(runs), level))
-    if page is not None:
-        page.write_text(pages.html(runner.read(results), level))
     if pictures is not None:
-        pages.pictures(runner.read(results), pictures)
+        drawing.pictures(runner.read(results), pictures)
 
 
 @bench.command("changes")

@@ -14,8 +14,8 @@ from asyncmoe.config import Config
 from asyncmoe.doctor import nvidia, pythons
 from asyncmoe.doctor.facts import Machine, PythonFacts
 from asyncmoe.doctor.planned import planned
+from asyncmoe.engines.engine_python import engine_python
 from asyncmoe.errors import UserError
-from asyncmoe.rollout.engines.engine_python import engine_python
 
 
 def gather(config: Config | None, with_model: bool = True) -> Machine:

@@ -24,7 +24,6 @@ from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
 from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
-from asyncmoe.doctor.probes import plugin_probe, rollout_code
 from asyncmoe.engines import succession
 from asyncmoe.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.errors import ConfigError, DataError, UserError, together

@@ -28,7 +28,7 @@ class Arm:
     Attributes:
         settings: overrides of the configuration.
         environment: variables of the run.
-        about: what it is, for the page.
+        about: what it is.
         trl: TRL trains it, not asyncmoe.
         split: a step has this part of the samples, and there are as many times as many, so that tokens can get as many versions old.
     """

@@ -28,12 +28,6 @@ MIXTURE: Sequence[Panel] = (
     ("train_infer_kl", "samples", "KL(engine || trainer), nats a token"),
     ("ess", "samples", "Effective sample size, share"),
 )
-OTHERS: Sequence[Panel] = (
-    ("reward_mean", "samples", "Reward of the trained samples"),
-    ("entropy", "samples", "Entropy of the policy, nats a token"),
-    ("staleness_mean", "samples", "Age of the trained tokens, versions"),
-    ("routing_mismatch", "samples", "Tokens the trainer's router would send elsewhere, share"),
-)
 
 
 def svg(runs: Runs, panels: Sequence[Panel]) -> str:

@@ -1,1 +1,1 @@
-"""Fuzzing of every socket and HTTP endpoint of ours: `make fuzz`."""
+"""Fuzzing of the controller's sockets, of the endpoints of episodes and of what scorers answer: `make fuzz`."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.fuzz import endpoints, frames, pages, target
+from tests.fuzz import endpoints, frames, target
 
 BLOCK = 10_000
 MAX_GROWTH_BYTES = 256 << 20
@@ -42,32 +42,26 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"{asked.out}: got seed {result['seed']}, expected {asked.seed}; remove the file to begin anew")
     result |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "block": BLOCK}
     with tempfile.TemporaryDirectory() as folder:
-        attacked, engine = frames.Attacked(Path(folder)), pages.Engine()
+        attacked = frames.Attacked(Path(folder))
         try:
             frames.wrong_key(attacked)
-            for name, (part, count) in _parts(attacked, engine, asked.frames, asked.bodies).items():
+            for name, (part, count) in _parts(attacked, asked.frames, asked.bodies).items():
                 if asked.only in (None, name):
-                    _run(name, part, count, result, asked, attacked, engine)
+                    _run(name, part, count, result, asked, attacked)
         finally:
             attacked.close()
-            engine.close()
 
 
-def _parts(attacked: frames.Attacked, engine: pages.Engine, count: int, bodies: int) -> dict[str, tuple[Part, int]]:
+def _parts(attacked: frames.Attacked, count: int, bodies: int) -> dict[str, tuple[Part, int]]:
     return {
         "member": (partial(frames.member, attacked), count),
         "stranger": (partial(frames.stranger, attacked), count),
         **{f"openai {path}": (partial(endpoints.openai, path), bodies) for path in endpoints.BODIES},
         "judge": (endpoints.judge, bodies),
-        "report": (pages.report, bodies),
-        "metrics": (pages.metrics, bodies),
-        "engine": (engine.stranger, bodies),
     }
 
 
-def _run(
-    name: str, part: Part, count: int, result: dict[str, Any], asked: argparse.Namespace, attacked: frames.Attacked, engine: pages.Engine
-) -> None:
+def _run(name: str, part: Part, count: int, result: dict[str, Any], asked: argparse.Namespace, attacked: frames.Attacked) -> None:
     """Run a part's blocks that are still to be done."""
     found = result["parts"].setdefault(re.sub(r"\W+", "-", name), {"count": 0, "seconds": 0.0, "outcomes": {}, "rss_bytes": []})
     against = attacked.process.pid if name in ("member", "stranger") else None
@@ -84,7 +78,7 @@ def _run(
         found["count"] = at + size
         found["seconds"] = round(found["seconds"] + time.monotonic() - began, 1)
         found["outcomes"] = dict(Counter(found["outcomes"]) + Counter(outcomes))
-        found["rss_bytes"].append(target.rss_bytes(against or (engine.pid if name == "engine" else os.getpid())))
+        found["rss_bytes"].append(target.rss_bytes(against or os.getpid()))
         if against is not None:
             vitals = attacked.vitals()
             found["ended"], found["descriptors"] = vitals[-1]["ended"], vitals[-1]["descriptors"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -162,9 +161,3 @@ async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> 
     values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge", "breaker_failures": 1_000_000_000}
     section = ScoringSection.model_validate(values)
     return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: ""), runner
-
-
-def seconds(work: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
-    """Return a result and how long it took."""
-    began = time.monotonic()
-    return work(), round(time.monotonic() - began, 2)

@@ -60,19 +60,12 @@ def test_defaults_are_valid_and_frozen() -> None:
     [
         ("run.steps", 0, "0", "a number above 0"),
         ("run.steps", True, "True", "a number"),
-        ("run.steps", "many", "'many'", "a whole number"),
         ("run.steps", 1.5, "1.5", "a whole number"),
-        ("run.steps", None, "None", "a whole number"),
         ("run.dir", 3, "3", "path"),
         ("rollout.temperature", float("nan"), "nan", "a finite number"),
-        ("rollout.temperature", float("inf"), "inf", "a finite number"),
-        ("rollout.temperature", "nan", "'nan'", "a finite number"),
-        ("rollout.temperature", False, "False", "a number"),
         ("rollout.temperature", 0, "0", "a number, at least 1e-06"),
-        ("rollout.temperature", 9e-7, "9e-07", "a number, at least 1e-06"),
         ("rollout.top_k", 1, "1", "a number, at least 2"),
         ("trainer.optimizer", {"lr": 1e-6, "min_lr": 1e-5, "decay": "linear"}, "1e-05", "at most lr = 1e-06"),
-        ("trainer.optimizer.lr", True, "True", "a number"),
         ("trainer.optimizer.lr", -1e-6, "-1e-06", "a number above 0"),
         ("trainer.optimizer.betas", [0.9, 1.0], "1.0", "a number below 1"),
         ("trainer.optimizer.betas", [0.9], "nothing", "a value"),
@@ -89,15 +82,11 @@ def test_defaults_are_valid_and_frozen() -> None:
             "--tp",
             "none of the arguments asyncmoe gives an engine; set engines.tp",
         ),
-        ("engines.args", ["--base-gpu-id=0"], "--base-gpu-id", "none of the arguments asyncmoe gives"),
-        ("engines.args", ["--port", "80"], "--port", "none of the arguments asyncmoe gives"),
         ("engines.args", ["--device", "cpu"], "--device", "a supported argument of SGLang"),
         ("queue.staleness.max_staleness", -1, "-1", "a number, at least 0"),
-        ("queue.staleness.max_staleness", True, "True", "a number"),
         ("queue.staleness.rule", "keep", "'keep'", "'drop'"),
         ("queue.capacity", 127, "127", "at least a step's batch"),
         ("trainer", None, "None", "a section"),
-        ("trainer", [1], "[1]", "a section"),
         ("trainer.tp", 2, "1", "a multiple of tp * cp * pp = 2"),
         ("engines.ep", 2, "2", "a divisor of engines.tp = 1"),
         ("rollout.group_size", 1, "1", "at least 2"),
@@ -107,15 +96,9 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("objective.advantage", "gae", "'gae'", "'grpo', 'dr_grpo', 'rloo'"),
         ("objective.correction.token_band", [1.5, 2.0], "[1.5, 2.0]", "one number below 1 and one above"),
         ("objective.correction.sequence_band", [0.5, 0.9], "[0.5, 0.9]", "one number below 1 and one above"),
-        ("objective.correction.geometric_band", [1.0, 1.1], "[1.0, 1.1]", "one number below 1 and one above"),
-        ("objective.correction.veto", [2.0, 0.5], "[2.0, 0.5]", "one number below 1 and one above"),
         ("objective.correction.token_band", [-0.5, 2.0], "-0.5", "a number, at least 0"),
         ("objective.correction.cap", 0, "0", "a number above 0"),
-        ("objective.correction.cap", float("inf"), "inf", "a finite number"),
-        ("objective.process.weight", -0.1, "-0.1", "a number, at least 0"),
-        ("objective.distill.weight", -0.1, "-0.1", "a number, at least 0"),
         ("objective.distill.clip", 0.0, "0.0", "a number above 0"),
-        ("objective.kl.coefficient", -0.1, "-0.1", "a number, at least 0"),
         ("objective.kl.estimator", "k4", "'k4'", "'k1', 'k2', 'k3' or 'unbiased'"),
         ("sync.every", 3, "3", "at most queue.staleness.max_staleness + 1 = 2"),
         ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
@@ -186,12 +169,6 @@ def test_an_address_of_redis_has_no_password() -> None:
         line = refused(with_value("log.redis", url))
         assert "without a password, which is in ASYNCMOE_LOG_PASSWORD" in line
         assert "secret" not in line.partition("expected")[0].partition("got")[2]
-
-
-def test_a_database_of_redis_is_a_number() -> None:
-    line = refused(with_value("log.redis", "redis://redis.site/queue"))
-    assert "got redis://redis.site/queue, expected redis://host:port/database" in line
-    parse({**GOOD, "log": {"redis": "redis://redis.site/3"}})
 
 
 def test_a_number_has_64_bits() -> None:
@@ -286,9 +263,7 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("run.steps.more=1", "command line: run.steps.more: got steps is not a section, expected a section"),
         ("run.steps=[1", "command line: run.steps: got '[1', expected a YAML value"),
         ("run.stps=1", "command line: run.stps: got an unknown key, expected one of dir, steps"),
-        ("run.steps=", "command line: run.steps: got None, expected a whole number"),
         ("run={dir: x, steps: 0}", "command line: run.steps: got 0, expected a number above 0"),
-        ("rung.steps=1", "command line: rung: got an unknown key"),
         ("rollout.n=8", "got an unknown key, expected one of groups_per_step, "),
         ("rollout.n=8", "; did you mean rollout.group_size?"),
         ("trainer.learning_rate=1", "; did you mean trainer.optimizer.lr?"),
@@ -296,17 +271,11 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("algorithm.adv_estimator=grpo", "; algorithm.adv_estimator is objective.advantage here"),
         ("actor={ppo: {clip_ratio: 1, mu: 2}, eps_clip: 3}", "; actor.ppo.clip_ratio is objective.clip_low here; actor.eps_clip is "),
         ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),
-        ("telemetry.profile.steps=3", "command line: telemetry.profile.steps: got 3, expected a list"),
-        ("telemetry.profile.steps=[]", "command line: telemetry.profile.steps: got [], expected at least 1 item"),
         ("run.dir=", "command line: run.dir: got None, expected a path, which is text"),
-        ("run.dir=2026-11-23", "command line: run.dir: got datetime.date(2026, 11, 23), expected a path"),
-        ("run.dir={a: b}", "command line: run.dir: got {'a': 'b'}, expected a path"),
         (r'task.system_prompt="hi \ud83d"', "half a surrogate pair"),
         ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),
         ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources: got weights whose sum is no finite number"),
         ("task={kind: jsonl, path: a.jsonl, difficulty: 2}", "task.difficulty: got 2, expected none because task.kind is jsonl"),
-        ("task={kind: jsonl, path: a.jsonl, operations: ['-']}", "task.operations: got -, expected none because task.kind is jsonl"),
-        ("telemetry.profile.steps=[0]", "command line: telemetry.profile.steps.0: got 0, expected a number above 0"),
     ],
 )
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
@@ -328,11 +297,9 @@ def test_an_emoji_as_json_writes_it_is_one_character(tmp_path: Path) -> None:
         (b"\xff\xfe\xfa", "expected valid YAML"),
         (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
         (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
-        (b"run: {steps: 1, steps: 2}\n", "key 'steps' is given twice"),
         (rb'a: "hi \ude00"', "half a surrogate pair in 'hi \\ude00'"),
         (b"a: " + b"[" * 3000 + b"]" * 3000, "got sections or lists nested too deeply, expected valid YAML"),
         (b"", "got NoneType, expected a mapping"),
-        (b"- a\n", "got list, expected a mapping"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: bytes, expected: str) -> None:
@@ -345,31 +312,12 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: bytes, expec
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_is_refused_with_the_files_in_it(tmp_path: Path) -> None:
-    hint = re.escape("expected a YAML configuration")
-    with pytest.raises(ConfigError, match=rf"got a folder, {hint}$"):
-        load(tmp_path)
-    for name in ("b.yaml", "a.yml", "notes.md"):
-        (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=rf"got a folder, {hint}; give one of {tmp_path}/a\.yml, {tmp_path}/b\.yaml$"):
-        load(tmp_path)
-    for number in range(100):
-        (tmp_path / f"c{number}.yaml").touch()
-    with pytest.raises(ConfigError, match=r" or 62 more$"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("path", "got"), [("/dev/zero", "something else than a file"), ("a" * 5000, "File name too long"), ("a\0b", "no such file")]
 )
 def test_what_cannot_be_read_is_refused_unread(path: str, got: str) -> None:
     with pytest.raises(ConfigError, match=f": got {got}, expected a YAML configuration"):
         load(Path(path))
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        load(tmp_path / "none.yaml")
 
 
 def test_digest_tells_configurations_apart_and_is_stable(tmp_path: Path) -> None:
@@ -410,11 +358,6 @@ def test_keys_of_rollout_without_effect_and_more_workers_than_requests_are_refus
         assert f"rollout.affinity_slack: got {slack}, expected 8 because rollout.balance is least_loaded; leave it out" in line
         parse({**GOOD, "rollout": {"affinity_slack": slack, "balance": "prefix_affine"}})
     assert parse({**GOOD, "rollout": {"affinity_slack": 8}}).rollout.affinity_slack == 8, "as in the file that the processes of a run read"
-
-
-def test_uneven_pipeline_stages() -> None:
-    trainer = parse(with_value("trainer", {"ranks": 3, "pp": 3, "first_stage_layers": 2})).trainer
-    assert (trainer.first_stage_layers, trainer.last_stage_layers) == (2, None)
 
 
 def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
@@ -463,18 +406,6 @@ def test_a_value_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(file)
     assert str(caught.value).startswith(f"{file}:{len(lines) + 3}: cluster.trainer_nodes: got 0, expected ")
-
-
-def test_a_fault_of_yaml_is_named_with_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("run: {dir: x\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml"):
-        load(file)
-    file.write_text("run: {dir: x}\nrun: {steps: 2}\n")
-    with pytest.raises(ConfigError) as caught:
-        load(file)
-    assert "given twice" in str(caught.value)
-    assert "unicode string" not in str(caught.value)
 
 
 def test_a_checkout_that_was_not_built_reads_the_configuration_first(tmp_path: Path) -> None:

@@ -7,16 +7,13 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from asyncmoe import checkpoints, config_commands
 from asyncmoe import config as configuration
@@ -28,7 +25,6 @@ from asyncmoe.launch.slurm import control, supervise
 from asyncmoe.launch.validate import validate
 from asyncmoe.log import belonging
 from asyncmoe.log.belonging import Belonging
-from asyncmoe.simulate.plant import Plant
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if path.name != "plant.yaml"]
@@ -45,13 +41,6 @@ def test_what_is_shown_describes_the_same_run(path: Path, overrides: tuple[str, 
     assert again == config
     assert again.digest == config.digest
     assert config_commands.shown(again) == file.read_text(encoding="utf-8")
-
-
-def test_modes_and_texts_of_any_kind_survive(tmp_path: Path) -> None:
-    overrides = ["run.mode=sync", "task={kind: jsonl, path: 'on: #\"ü\".jsonl', chat_template: true}"]
-    config = configuration.load(ROOT / "examples" / "gsm8k.yaml", overrides)
-    (tmp_path / "shown.yaml").write_text(config_commands.shown(config), encoding="utf-8")
-    assert configuration.load(tmp_path / "shown.yaml").digest == config.digest
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +83,6 @@ def test_the_loader_refuses_what_an_editor_underlines() -> None:
     for key in ("task.kind=bogus", "objective.advantage=grpoo", "environment.kind=single-turn", "engines.port=70000"):
         with pytest.raises(UserError, match=key.partition("=")[0]):
             configuration.load(ROOT / "examples" / "gsm8k.yaml", [key])
-
-
-@pytest.mark.parametrize("schema", [Config, Plant])
-def test_a_schema_has_no_keywords_of_its_own(schema: type[BaseModel]) -> None:
-    # Bounds over a validator are written out as "gt" and the like, which no editor knows.
-    known = {*jsonschema.Draft202012Validator.VALIDATORS, "$defs", "title", "description", "default"}
-    assert set(_keywords(schema.model_json_schema())) <= known
-
-
-def _keywords(schema: dict[str, Any]) -> Iterator[str]:
-    yield from schema
-    for word, value in schema.items():
-        many = value.values() if word in ("properties", "$defs") else value if isinstance(value, list) else [value]
-        for one in many if word not in ("default", "enum", "required") else ():
-            if isinstance(one, dict):
-                yield from _keywords(one)
 
 
 def demo(tmp_path: Path, *overrides: str) -> Config:

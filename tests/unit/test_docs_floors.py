@@ -102,13 +102,3 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         return found
 
     assert [found for name in sorted(known) if (found := circle(name, ()))] == []
-
-
-def test_the_name_of_a_public_class_has_one_meaning() -> None:
-    owners: dict[str, list[str]] = {}
-    for module, path in modules().items():
-        for node in ast.parse(path.read_text()).body if path.suffix == ".py" else ():
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                owners.setdefault(node.name, []).append(module)
-    assert owners["Config"] == ["asyncmoe.config.schema"]
-    assert {name: sorted(found) for name, found in owners.items() if len(found) > 1} == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 from asyncmoe import models
 from asyncmoe.config import Config, devices, load
 from asyncmoe.models import EngineParallel
-from asyncmoe.plan import budget, split, traffic
-from asyncmoe.plan.sizes import parse_adapter
+from asyncmoe.plan import budget, traffic
 
 REPOSITORY = Path(__file__).parents[2]
 YAMLS = sorted(
@@ -30,7 +28,6 @@ GPUS = 8
 LONG = {"qwen3-235b-a22b-lora.yaml"}
 """Whose plans take seconds, and are those of another model that is planned for anyway."""
 every = pytest.mark.parametrize("path", YAMLS, ids=str)
-clusters = pytest.mark.parametrize("path", CLUSTER, ids=str)
 
 
 def configured(path: Path) -> tuple[Config, Mapping[str, Any]]:
@@ -40,13 +37,6 @@ def configured(path: Path) -> tuple[Config, Mapping[str, Any]]:
     if config.model.path == Path("runs/models/base"):
         return config, budget.hf_of(load(REPOSITORY / "examples" / "demo.yaml"))
     return config, budget.hf_of(config, shipped if config.model.make is None else None)
-
-
-def test_there_are_some() -> None:
-    assert {"demo.yaml", "gsm8k.yaml", "lora.yaml", "tools.yaml", "tiny.yaml", "demo-gpu.yaml", "demo-gpus.yaml"} < {
-        path.name for path in YAMLS
-    }
-    assert len(CLUSTER) >= 5
 
 
 @every
@@ -103,25 +93,6 @@ def test_nodes_hold_equally_many_ranks_and_engines(path: Path) -> None:
         assert engines * config.engines.tp == GPUS
 
 
-@clusters
-def test_its_head_says_how_it_is_started(path: Path) -> None:
-    config, _ = configured(path)
-    head = (REPOSITORY / path).read_text().replace("\\\n#", " ")
-    (sbatch,) = re.findall(r"# +(sbatch .*)", head)
-    nodes = config.cluster.trainer_nodes + config.cluster.engine_nodes
-    assert f"--nodes={nodes} " in sbatch
-    assert sbatch.split()[-2:] == ["slurm/train.sbatch", str(path)]
-    (torchrun,) = re.findall(r"(torchrun .*)", head)
-    words = shlex.split(torchrun)
-    said = dict(zip(words[1::2], words[2::2], strict=False))
-    assert int(said["--nnodes"]) == config.cluster.trainer_nodes
-    assert int(said["--nproc-per-node"]) * config.cluster.trainer_nodes == config.trainer.ranks
-    assert said["-m"] == "asyncmoe.trainer"
-    commands = [torchrun, *re.findall(r"(asyncmoe (?:rollout|engine) .*)", head)]
-    assert len(commands) >= 3
-    assert all(str(path) in command for command in commands)
-
-
 @pytest.mark.parametrize("path", ONE_NODE, ids=str)
 def test_of_one_machine_every_gpu_is_taken_by_one_process(path: Path) -> None:
     config, _ = configured(path)
@@ -134,43 +105,3 @@ def test_of_one_machine_every_gpu_is_taken_by_one_process(path: Path) -> None:
     assert f"--nodes=1 --gpus-per-node={GPUS} " in text
     assert f"{config.trainer.ranks} train, {GPUS - config.trainer.ranks} generate" in text
     assert len([line for line in text.splitlines() if line.startswith("# memory")]) == 3
-
-
-def test_all_weights_are_for_eight_h200_and_adapters_for_eight_h100() -> None:
-    said = {configured(path)[0].train: stated((REPOSITORY / path).read_text())[0] for path in ONE_NODE}
-    assert said == {"full": 141, "lora": 80}
-
-
-def suggested(path: Path) -> list[list[str]]:
-    """The words behind `asyncmoe plan`, where a YAML's head says that its sizes are from there."""
-    return [shlex.split(words) for words in re.findall(r"asyncmoe plan (--model [^`\n]*)", (REPOSITORY / path).read_text())]
-
-
-@pytest.mark.parametrize("path", [path for path in CLUSTER if suggested(path)], ids=str)
-def test_its_sizes_are_those_that_are_suggested(path: Path) -> None:
-    config, hf = configured(path)
-    (words,) = suggested(path)
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    assert (REPOSITORY / given["--model"]).is_file()
-    adapter = parse_adapter(given["--lora"], models.family_of(hf).shape_of(hf)) if "--lora" in given else None
-    cluster = split.Cluster(int(given["--nodes"]), context=int(given.get("--context", 8192)), adapter=adapter)
-    sizes = [
-        (one.trainer_nodes, one.engine_nodes, one.trainer.parallel, one.trainer.recompute, one.engines, one.engine.parallel)
-        for one in split.suggest(hf, cluster)
-    ]
-    mine = (
-        config.cluster.trainer_nodes,
-        config.cluster.engine_nodes,
-        models.trainer_parallel(config),
-        config.trainer.recompute == "full",
-        config.engines.count,
-        EngineParallel(config.engines.tp, config.engines.ep),
-    )
-    assert mine in sizes
-    assert cluster.context == config.trainer.tokens_per_microbatch == config.environment.max_tokens
-    assert budget.serving(config, hf).adapter == adapter
-
-
-def test_every_large_model_is_there_with_all_weights_and_with_adapters() -> None:
-    found = {(configured(path)[0].model.path.name, configured(path)[0].train) for path in CLUSTER}
-    assert found >= {(name, train) for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B") for train in ("full", "lora")}

@@ -276,10 +276,6 @@ def test_enumerations_and_arrays_are_records(plain: Path, tmp_path: Path) -> Non
             unpickling.common(tmp_path / "common.pt")
 
 
-def _no_tracker(root: Path) -> None:
-    (root / "latest_checkpointed_iteration.txt").unlink()
-
-
 def _other_tracker(root: Path) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text("20\n")
 
@@ -290,10 +286,6 @@ def _broken_tracker(root: Path) -> None:
 
 def _no_metadata(root: Path) -> None:
     (root / ITERATION / ".metadata").unlink()
-
-
-def _no_format(root: Path) -> None:
-    (root / ITERATION / "metadata.json").unlink()
 
 
 def _zarr(root: Path) -> None:
@@ -314,11 +306,6 @@ def _gone(root: Path) -> None:
     max((root / ITERATION).glob("*.distcp"), key=lambda path: path.stat().st_size).unlink()
 
 
-def _empty(root: Path) -> None:
-    shutil.rmtree(root)
-    root.mkdir()
-
-
 def _damaged(root: Path) -> None:
     for file in (root / ITERATION).glob("*.distcp"):
         content = bytearray(file.read_bytes())
@@ -329,18 +316,14 @@ def _damaged(root: Path) -> None:
 @pytest.mark.parametrize(
     ("act", "line"),
     [
-        (_no_tracker, r"got no latest_checkpointed_iteration\.txt, expected a torch_dist .*; name one: --iteration N, of iter_0000010"),
         (_other_tracker, "got 20, and there is no .*iter_0000020, expected an iteration that is there: iter_0000010; name one with"),
         (_broken_tracker, r"got '\.\./\.\./etc', expected the number of an iteration, or release"),
         (_no_metadata, "got no .metadata, .*; it may be half written: take an earlier iteration with --iteration N, if there is one"),
-        (_no_format, "got no metadata.json|got no .*; it may be half written"),
         (_zarr, "got format 'zarr', expected a torch_dist checkpoint .*--ckpt-convert-format torch_dist"),
         (_legacy, "got mp_rank_00, of Megatron's legacy format .*--ckpt-convert-format torch_dist --ckpt-convert-save OUT"),
         (_cut, r"tensor .*: got __0_\d.distcp of \d+ bytes, where its bytes .*, expected a checkpoint that is whole; take another"),
         (_gone, r"tensor .*: got no __0_\d.distcp, where its bytes"),
-        (_empty, "got no latest_checkpointed_iteration.txt, expected a torch_dist checkpoint of Megatron-LM or Megatron-Bridge"),
         (_damaged, "tensor .*: got __0_.*, which cannot be read, expected a checkpoint that is whole"),
-        (shutil.rmtree, "got no such directory, expected a torch_dist"),
     ],
 )  # fmt: skip
 def test_what_is_no_whole_checkpoint_is_one_line(copy: Path, tmp_path: Path, act: Callable[[Path], None], line: str) -> None:

@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,20 +52,6 @@ def commands(tree: Path, *arguments: str) -> list[str]:
     done = run("make", "--dry-run", "--no-print-directory", "setup", *arguments, cwd=tree)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
-
-
-def test_other_environments_are_made_without_those_of_a_run(tree: Path) -> None:
-    """The site's and that of another Python: each by itself, with its own requirements."""
-    for target, words in (
-        ("docs-site", ["-m venv --clear .venv-docs", "-r requirements/docs.txt", ".venv-docs/bin/mkdocs build"]),
-        ("test-python", ["-m venv --clear .venv-python-3.", "torch.sh", "-r requirements/dev.txt", "--editable .", "-m pytest -n 3"]),
-    ):
-        done = run("make", "--dry-run", "--no-print-directory", target, cwd=tree)
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        places = [place(lines, word) for word in words]
-        assert places == sorted(places)
-        assert not [line for line in lines if ".venv/" in line or ".venv-engine" in line]
 
 
 def installed(tree: Path, gpu: int) -> None:
@@ -117,13 +102,6 @@ def test_both_environments_are_held_to_the_same_pins_and_to_what_pip_resolved(tr
     assert not [line for line in lines if "cpu.txt" in line or ("torch.sh" in line and " gpu" not in line)]
 
 
-def test_what_is_installed_stays_and_is_remembered(tree: Path) -> None:
-    for gpu in (0, 1):
-        installed(tree, gpu)
-        for arguments in ((), (f"GPU={gpu}",)):
-            assert not [line for line in commands(tree, *arguments) if "pip" in line or ".sh" in line or "venv" in line]
-
-
 def test_without_a_word_about_gpus_builds_for_the_cpu_are_installed(tree: Path) -> None:
     lines = commands(tree, f"PYTHON={sys.executable}")
     assert not [line for line in lines if "gpu.txt" in line or "ASYNCMOE_CUDA=1" in line or "check_gpu" in line]
@@ -145,46 +123,6 @@ def test_another_word_about_gpus_is_refused(tree: Path, word: str, got: str) -> 
 
 
 # ---------------------------------------------------------------- the driver
-
-
-def preflight(folder: Path, smi: str | None, cuda: int) -> subprocess.CompletedProcess[str]:
-    """check_gpu.py on a machine whose nvidia-smi is a script, and whose libcuda takes a CUDA version."""
-    if smi is not None:
-        program(folder / "bin" / "nvidia-smi", smi)
-    source = folder / "cuda.c"
-    source.write_text(f"int cuDriverGetVersion(int *version) {{ *version = {cuda}; return 0; }}\n")
-    built = run("gcc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source)
-    assert built.returncode == 0, built.stderr
-    return run(sys.executable, FOLDER / "check_gpu.py", env={"PATH": str(folder / "bin"), "LD_LIBRARY_PATH": str(folder)})
-
-
-def test_a_driver_too_old_is_refused_in_one_line(tmp_path: Path) -> None:
-    done = preflight(tmp_path, "echo 550.54.15; echo 550.54.15", 12040)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("NVIDIA's driver: got 550.54.15, for CUDA 12.4, expected 580 or newer: GPU=1 installs CUDA 13 only")
-    assert "cuda-compat-13-0" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_driver_that_answers_garbage_is_one_that_does_not_answer(tmp_path: Path) -> None:
-    done = preflight(tmp_path, r"printf '\377\376\200'", 0)
-    assert done.returncode == 0
-    assert done.stderr.startswith("GPU=1: no driver of NVIDIA's answers here (")
-
-
-@pytest.mark.parametrize(("smi", "cuda"), [("echo 580.65.06", 13000), ("echo 615.10", 13050), ("echo 550.54.15", 13000)])
-def test_a_driver_that_does_is_not_mentioned(tmp_path: Path, smi: str, cuda: int) -> None:
-    done = preflight(tmp_path, smi, cuda)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("smi", [None, "echo 'NVIDIA-SMI has failed because ...' >&2; exit 9"])
-def test_a_machine_without_a_driver_prepares_for_others_and_says_so(tmp_path: Path, smi: str | None) -> None:
-    done = preflight(tmp_path, smi, 0)
-    assert done.returncode == 0
-    assert ("nvidia-smi" in done.stderr, "has failed because" in done.stderr) == (smi is None, smi is not None)
-    assert done.stderr.startswith("GPU=1: no driver of NVIDIA's answers here (")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -212,78 +150,7 @@ def test_nvcc_is_found_in_the_packages_of_this_python(tmp_path: Path, monkeypatc
     assert build.compilers()[0] == chosen
 
 
-def test_the_runtime_is_found_in_the_packages(tmp_path: Path) -> None:
-    top = tmp_path / "nvidia" / "cu13"
-    compiler = program(top / "bin" / "nvcc", f'echo "#\\$ TOP={top}/bin/.." >&2')
-    assert build.libraries(compiler) is None
-    (top / "lib").mkdir()
-    (top / "lib" / "libcudart_static.a").touch()
-    assert build.libraries(compiler) == top / "bin" / ".." / "lib"
-
-
-def test_a_broken_nvcc_gives_way_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, works = tmp_path / "broken", tmp_path / "works"
-    monkeypatch.setattr(build, "compilers", lambda: [broken, works])
-    monkeypatch.setattr(build, "obstacle", lambda compiler: None if compiler == works else "cannot")
-    assert build.nvcc() == works
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_without_an_nvcc_that_works_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    compiler = program(tmp_path / "nvcc", "echo 'unsupported GNU version' >&2; exit 1")
-    monkeypatch.setattr(build, "compilers", lambda: [compiler] if there else [])
-    with pytest.raises(SystemExit) as refused:
-        build.main()
-    text = str(refused.value)
-    assert text.startswith("nvcc: got none that builds the CUDA kernels (" + (f"{compiler} has no libcudart" if there else "no nvcc in"))
-    assert "make setup GPU=1" in text
-    assert "\n" not in text
-
-
 # ---------------------------------------------------------------- torch
-
-
-def wheel(folder: Path, name: str, version: str, files: Mapping[str, str], needs: str | None = None) -> None:
-    stem = f"{name.replace('-', '_')}-{version}"
-    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + (f"Requires-Dist: {needs}\n" if needs else "")
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
-        archive.writestr(f"{stem}.dist-info/METADATA", about)
-        archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{stem}.dist-info/RECORD", "")
-
-
-def torch_wheel(folder: Path, version: str, cuda: str | None) -> None:
-    text = f"class version:\n    cuda = {cuda!r}\n__version__ = {version!r}\n"
-    nccl = PINS["nvidia-nccl-cu13"]
-    wheel(folder, "nvidia-nccl-cu13", nccl, {})
-    wheel(folder, "torch", version, {"torch/__init__.py": text}, f"nvidia-nccl-cu13=={nccl}" if cuda else None)
-
-
-def install_torch(folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """requirements/torch.sh with pip's index in a folder; what it installs goes into another, never into an environment."""
-    target = folder / "site"
-    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_TARGET": str(target), "PIP_CONFIG_FILE": os.devnull}
-    done = run(FOLDER / "torch.sh", sys.executable, "gpu", env={**pip, "PYTHONPATH": str(target), "PIP_NO_CACHE_DIR": "1"})
-    return done, target
-
-
-def test_of_builds_for_cuda_and_cpu_the_one_for_cuda_is_installed(tmp_path: Path) -> None:
-    torch_wheel(tmp_path, VERSION, "13.0")
-    torch_wheel(tmp_path, f"{VERSION}+cpu", None)
-    done, target = install_torch(tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "cuda = '13.0'" in (target / "torch" / "__init__.py").read_text()
-
-
-@pytest.mark.parametrize(("name", "fetched", "hint"), [(f"{VERSION}+cpu", False, "; look for an index"), (VERSION, True, "")])
-def test_a_cpu_build_is_refused_before_it_is_fetched_if_its_name_says_so(tmp_path: Path, name: str, fetched: bool, hint: str) -> None:
-    torch_wheel(tmp_path, name, None)
-    done, target = install_torch(tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith(f"torch: got {name}, built for the CPU, expected {VERSION} for CUDA 13{hint}")
-    assert fetched or not target.exists()
 
 
 @pytest.mark.parametrize(
@@ -291,6 +158,7 @@ def test_a_cpu_build_is_refused_before_it_is_fetched_if_its_name_says_so(tmp_pat
     [
         (f"{VERSION}+cu130", "13.0", PINS["nvidia-nccl-cu13"], None),
         (f"{VERSION}+cu126", "12.6", PINS["nvidia-nccl-cu13"], "built for CUDA 12.6"),
+        (f"{VERSION}+cpu", None, PINS["nvidia-nccl-cu13"], "built for the CPU"),
         ("2.13.0+cu130", "13.0", PINS["nvidia-nccl-cu13"], "got 2.13.0+cu130"),
         (VERSION, "13.0", "2.29.7", f"nvidia-nccl-cu13: got 2.29.7, expected {PINS['nvidia-nccl-cu13']}"),
         (VERSION, "13.0", None, "nvidia-nccl-cu13: got none"),
@@ -314,20 +182,6 @@ def build_te(folder: Path, fails: str) -> tuple[subprocess.CompletedProcess[str]
     )
     done = run(FOLDER / "transformer_engine.sh", python, folder / "log", "-c", "more.txt", env={"CUDA_HOME": "/elsewhere"})
     return done, record.read_text().splitlines()
-
-
-def test_transformer_engine_is_built_against_the_torch_that_is_there(tmp_path: Path) -> None:
-    done, asked = build_te(tmp_path, "nothing")
-    assert done.returncode == 0
-    wheels, source, check = asked
-    assert "-c more.txt" in wheels
-    assert wheels.endswith("transformer-engine.txt")
-    assert "--no-build-isolation --no-deps transformer-engine-torch" in source
-    assert f"-c {FOLDER}/gpu.txt" in source
-    assert source.startswith("TRUE 1 jobs=")
-    assert 1 <= int(source.split("jobs=")[1].split()[0]) <= (os.cpu_count() or 1)
-    assert "home= " in source, "the CUDA of the packages, not another one"
-    assert check.endswith("check_transformer_engine.py")
 
 
 @pytest.mark.parametrize("fails", ["transformer-engine.txt", "transformer-engine-torch", "check_transformer_engine"])

@@ -85,19 +85,6 @@ def test_a_module_of_the_user_and_one_that_is_there_keep_their_traceback() -> No
     assert installed.explained(ModuleNotFoundError(), "asyncmoe run") is None
 
 
-@pytest.mark.usefixtures("from_pip")
-def test_pip_users_are_not_sent_to_make() -> None:
-    told = [installed.fix(gpu=True), installed.fix("engine", python="/e/bin/python"), installed.rebuild(gpu=True, archs="90")]
-    assert not [text for text in told if "make" in text]
-    assert told[1] == '/e/bin/python -m pip install "asyncmoe[engine]"'
-    assert 'ASYNCMOE_CUDA_ARCHS="90" ASYNCMOE_CUDA=1' in told[2]
-
-
-def test_a_checkout_sends_to_make() -> None:
-    assert (installed.fix(), installed.fix(gpu=True)) == ("make setup", "make setup GPU=1")
-    assert installed.fix("engine", gpu=True, python="/e/bin/python") == "make setup GPU=1"
-
-
 @pytest.mark.parametrize("extra", ["wandb", "mlflow", "trackio", "datasets", "verifiers", "mcp"])
 def test_a_checkout_names_the_packages_that_make_setup_does_not_bring(extra: str) -> None:
     program, *requirements = shlex.split(installed.fix(extra))
@@ -157,22 +144,6 @@ def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Pat
     command = [sys.executable, "-m", "asyncmoe", "run", "x.yaml"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped before the command began; repeat it\n")
-
-
-@pytest.mark.usefixtures("from_pip")
-def test_a_run_ends_well_without_the_package_that_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from asyncmoe.telemetry.report import command
-
-    monkeypatch.setattr(installed, "has", lambda name: name != "plotly")
-    assert command.write_or_explain(tmp_path) is None
-    told = capsys.readouterr().err
-    assert told == (
-        f'report.html: not written without plotly; run: {sys.executable} -m pip install "asyncmoe[report]", '
-        f"then asyncmoe report {tmp_path}\n"
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("wanted", "there", "written"), [("auto", True, 1), ("auto", False, 0), ("off", True, 0), ("on", True, 1)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,68 +79,6 @@ def test_a_gpu_too_few_is_refused_in_a_line(total: int, name: str, gpus_each: in
     assert said.startswith("placement of node01: got " if total > 1 else "GPUs of node01: got none")
 
 
-LINES: list[tuple[str, Callable[[Machine], Machine], str, str]] = [
-    (
-        "an old driver",
-        lambda node: but(
-            node,
-            **{f"{who}__{key}": value for who in ("trainer", "engine") for key, value in (("cuda_driver", 12080),)},
-            **_built_for("13.0"),
-        ),
-        "cuda of node01: got the trainer's torch is built for CUDA 13.0, and the driver takes up to 12.8; it sees no GPU",
-        "update NVIDIA's driver to 580 or newer",
-    ),
-    (
-        "no nvcc",
-        lambda node: but(node, trainer__extension__cuda=False),
-        "extension of node01: got built without CUDA kernels",
-        "make setup GPU=1, which brings nvcc",
-    ),
-    (
-        "another process",
-        lambda node: but(node, nvidia__gpus=(replace(node.nvidia.gpus[0], used_mib=60000), *node.nvidia.gpus[1:])),
-        "gpus of node01: got ",
-        "choose others with CUDA_VISIBLE_DEVICES",
-    ),
-    (
-        "torch for the CPU on one side",
-        lambda node: but(node, engine__torch=Torch("2.9.0+cpu")),
-        "cuda of node01: got the engines' torch 2.9.0+cpu is a build for the CPU",
-        "make setup GPU=1",
-    ),
-    ("a small card", lambda node: but(node, nvidia__gpus=_small(node)), "gpu-memory of node01: got ", "fewer"),
-]
-
-
-def _built_for(cuda: str) -> dict[str, Any]:
-    return {"trainer__torch__cuda": cuda, "engine__torch__cuda": cuda, "trainer__torch__shown": (), "engine__torch__shown": ()}
-
-
-def _small(node: Machine) -> tuple[GpuFacts, ...]:
-    return tuple(replace(gpu, name="a small one", memory_mib=12000) for gpu in node.nvidia.gpus)
-
-
-@each
-@pytest.mark.parametrize(("change", "got", "hint"), [pytest.param(*case[1:], id=case[0]) for case in LINES])
-def test_what_stops_a_run_is_said_in_a_line(
-    total: int,
-    name: str,
-    gpus_each: int,
-    card: GpuFacts,
-    processes: tuple[int, ...],
-    change: Callable[[Machine], Machine],
-    got: str,
-    hint: str,
-) -> None:
-    node = change(machine(*configured(name), gpus_each, card))
-    with pytest.raises(UserError) as caught:
-        preflight.judge(node)
-    said = str(caught.value)
-    assert said.startswith(got)
-    assert hint in said
-    assert "\n" not in said
-
-
 def test_nccl_of_two_versions_stops_a_run_that_needs_it_and_is_named_to_one_that_does_not() -> None:
     other = {"engine__nccl__version": 23007}
     with pytest.raises(UserError, match=r"nccl of node01: got 2.27.3 in the trainer's Python, 2.30.7 in the engines' Python"):
@@ -185,22 +123,6 @@ def test_what_sharing_rules_out_is_refused(name: str, overrides: tuple[str, ...]
     with pytest.raises(ConfigError) as caught:
         load(EXAMPLES / name, overrides)
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("engines.first_gpu=0",), "engines.first_gpu: got 0: an engine and the trainer on GPU 0, expected at least 1, behind those of"),
-        (("engines.count=2",), "GPUs of this machine: got 2, expected 3: 2 x engines.tp 1 from GPU 1 on and 1 of the trainer"),
-        (("trainer.ranks=3",), "trainer.ranks: got 3 on a machine with 2 GPUs, expected at most 2, as NCCL refuses two ranks on one GPU"),
-    ],
-)
-def test_processes_that_would_meet_on_a_gpu_are_refused(overrides: tuple[str, ...], words: str) -> None:
-    config, _ = configured("demo-gpus.yaml", *overrides)
-    with pytest.raises(ConfigError) as caught:
-        gpus.check(config, 0, 2)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import signal
 import socket
 import sys
@@ -16,7 +15,7 @@ from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.failures import certain, failure
 from asyncmoe.launch.ray import cluster
-from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, nodes_words, spread, strategy, wanted_words
+from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, spread, strategy
 from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.process import Child
 
@@ -113,17 +112,6 @@ def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
     assert environment(SPREAD, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
 
 
-def test_what_is_there_and_what_is_missing_is_said_in_words() -> None:
-    there = [{"CPU": 4.0, "memory": 1e9}, {"CPU": 4.0, "memory": 2e9}, {"CPU": 1.0, "GPU": 8.0}]
-    assert nodes_words(there[:1], {"CPU": 3.0}) == "1 node with 4 CPUs; free: 3 CPUs"
-    assert nodes_words(there, {}) == "1 node with 1 CPU and 8 GPUs, 2 nodes with 4 CPUs; free: 0 CPUs"
-    assert nodes_words([], {}) == "no node; free: 0 CPUs"
-    small = config(trainer={"ranks": 2}, cluster={"trainer_nodes": 2})
-    expected = "3 nodes: 1 CPU for controller and engine 0, 1 CPU for trainer rank 0, 1 CPU for trainer rank 1"
-    assert wanted_words(bundles(small, gpus=False)) == expected
-    assert wanted_words(bundles(config(), gpus=True)).startswith("1 node, or 2: 1 CPU and 1 GPU for controller and engine 0, ")
-
-
 class Ended:
     """A process that has ended."""
 
@@ -183,40 +171,6 @@ def test_a_rank_that_crashes_as_the_controller_fails_does_not_hide_its_reason(na
     assert str(failure([began, Ended("trainer", -11, None)][::order])) == f"{name}: {began.reason}"
     for killed in (Ended("trainer", 137, "a rank was ended by SIGKILL: rank 0 on n1"), Ended("engine.1", -9, None)):
         assert str(failure([began, killed][::order])) == killed.why()
-
-
-def test_without_ray_the_cure_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def absent(name: str, *arguments: Any, **options: Any) -> Any:
-        if name.partition(".")[0] == "ray":
-            raise ModuleNotFoundError("No module named 'ray'", name="ray")
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(UserError, match=r'launch: ray: got no Ray in .*; pip install "ray"$'), cluster.connected():
-        pass
-
-
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("ray://head:10001", "RAY_ADDRESS: got ray://head:10001, expected HOST:PORT of the head; start asyncmoe on a node"),
-        ("head", "RAY_ADDRESS: got 'head', expected HOST:PORT"),
-        ("head:0", "RAY_ADDRESS: got 'head:0', expected HOST:PORT"),
-        (
-            "localhost:{free}",
-            "Ray's head at localhost:{free}: got no answer .Connection refused., expected one that listens; ray start --head",
-        ),
-    ],
-)
-def test_a_cluster_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str, words: str) -> None:
-    with socket.socket() as bound:  # and does not listen
-        bound.bind(("127.0.0.1", 0))
-        free = bound.getsockname()[1]
-        monkeypatch.setenv("RAY_ADDRESS", address.format(free=free))
-        with pytest.raises(UserError, match=words.format(free=free)), cluster.connected():
-            pass
 
 
 def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

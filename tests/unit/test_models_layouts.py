@@ -16,7 +16,6 @@ from reshard_ranks import blank, filled, numbered, run_ranks
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.reshard import LocalTransport, buckets, exchange, plan
 
 HF, DENSE = QWEN3_MOE, QWEN3
@@ -328,12 +327,6 @@ def test_what_an_engine_takes_only_together_is_in_one_bucket() -> None:
     assert all(not family_of(other).glued(other) for name, other in MODELS.items() if name not in ("deepseek", "moonlight"))
 
 
-def test_names_of_tensors() -> None:
-    m = FAMILY.shape_of(HF)
-    assert hf_name(m, {}, "layers.3.experts.17.up") == "model.layers.3.mlp.experts.17.up_proj.weight"
-    assert hf_name(m, {}, "layers.3.router") == "model.layers.3.mlp.gate.weight"
-
-
 def test_megatron_config_builds_a_transformer_config() -> None:
     transformer, gpt = FAMILY.megatron_config(HF)
     assert transformer["moe_layer_freq"] == [1, 0, 1, 1]
@@ -342,10 +335,3 @@ def test_megatron_config_builds_a_transformer_config() -> None:
     newer = variant(rope_parameters={"rope_theta": 5e6, "rope_type": "default"})
     assert FAMILY.megatron_config(newer)[1]["rotary_base"] == 5e6
     assert FAMILY.megatron_config(variant(norm_topk_prob=False))[0]["moe_router_pre_softmax"] is True
-
-
-def test_a_dense_model_has_no_router() -> None:
-    transformer, gpt = family_of(DENSE).megatron_config(variant(DENSE, tie_word_embeddings=True))
-    assert [key for key in transformer if "moe" in key] == ["moe_token_dispatcher_type"]
-    assert transformer["ffn_hidden_size"] == 32
-    assert gpt["share_embeddings_and_output_weights"] is True

@@ -60,13 +60,6 @@ def test_all_lists_have_the_same_torch_nccl_and_cuda() -> None:
     assert {name: {found[name] for found in lists} for name in stack} == {name: {lists[0][name]} for name in stack}
 
 
-def test_nothing_of_another_cuda_is_in_a_list() -> None:
-    for name in LISTS:
-        found = resolved(name)
-        assert not [package for package in found if re.search(r"cu1[12]\b", package) and not package.startswith("nvidia-cutlass")]
-        assert not [package for package, version in found.items() if "+" in version], "a local build is of one machine"
-
-
 def test_the_pins_are_those_sglang_asks_for() -> None:
     """The SGLang that is installed here, on the CPU, declares the same as on a GPU: this torch, and CUDA 13 in several packages."""
     site = next((ROOT / ".venv-engine").glob("lib/python3*/site-packages"), None)
@@ -96,40 +89,3 @@ def test_lists_with_hashes_hold_what_is_pinned(name: str, files: tuple[str, ...]
         assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==\S+ --hash=sha256:[0-9a-f]{64}", line)] == []
         assert dict(line.split(" ")[0].split("==") for line in lines) == pinned
         assert "torch" not in pinned, "its build is chosen by torch.sh"
-
-
-def test_an_audit_says_what_it_found_and_what_it_could_not_ask() -> None:
-    audit: dict[str, Any] = runpy.run_path(str(FOLDER / "audit.py"))
-    hole = {"id": "CVE-1", "fix_versions": ["2.1"], "aliases": []}
-    dependencies = [
-        {"name": "one", "version": "1.0", "vulns": []},
-        {"name": "two", "version": "2.0", "vulns": [hole, {**hole, "id": "CVE-2", "fix_versions": []}]},
-        {"name": "three", "skip_reason": "Dependency not found"},
-    ]
-    found = audit["read"]({"dependencies": dependencies})
-    assert audit["judged"](found, {"CVE-1": "we never call it"}) == (
-        1,
-        [
-            "two==2.0: CVE-1, fixed in 2.1: accepted, we never call it",
-            "two==2.0: CVE-2, fixed in none yet",
-            "answers for 2 packages, none for 1: three; 2 vulnerabilities, 1 not accepted",
-        ],
-    )
-    assert audit["judged"](found, {"CVE-1": "x", "CVE-2": "y"})[0] == 0
-    status, lines = audit["judged"](audit["read"]({"dependencies": dependencies[:1]}), {"CVE-3": "z"})
-    assert (status, lines[0]) == (1, "ACCEPTED names CVE-3, which nothing has: remove it")
-    status, lines = audit["judged"](audit["read"]({"dependencies": dependencies[2:]}), {"CVE-3": "z"})
-    assert (status, lines[0][:38]) == (0, "skipped: no answer for any of 1 packag")
-
-
-def test_one_sglang_is_asked_for_everywhere() -> None:
-    said = [line for file in FOLDER.glob("engine-*.txt") for line in file.read_text().splitlines() if line.startswith("sglang")]
-    assert set(said) == {"sglang==0.5.23"}
-    assert 'engine = ["sglang==0.5.23"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_torch_is_in_no_other_file() -> None:
-    for file in FOLDER.glob("*.txt"):
-        if file.name not in ("cpu.txt", "gpu.txt"):
-            assert not names(file.name) & {"torch", "nvidia-nccl-cu13"}, file
-    assert not re.search(r"torch==|nccl-cu13==", (ROOT / "Makefile").read_text())

@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 import asyncmoe
-from tests import sass
 
 ROOT = Path(asyncmoe.__file__).parents[1]
 EM_CUDA = 190
@@ -66,28 +65,6 @@ def test_the_kernels_compile_for_hopper_and_blackwell(
     assert done.returncode == 0, done.stderr
     listed = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True, timeout=60, check=True).stdout.split()
     assert {int(arch) for arch in wanted if f"compute_{arch}" in listed} <= architectures(target.read_bytes())
-
-
-def test_16_bytes_cost_few_instructions_and_no_spills() -> None:
-    """An issue bound above twice an H200's payload of 2.15 TB/s, where a copy is all a kernel does. Bounds, not measurements."""
-    if missing := sass.obstacle():
-        pytest.skip(missing)
-    counts = {one.kernel: one for one in sass.count(ROOT / "csrc")}
-    assert {name: one.spilled for name, one in counts.items()} == dict.fromkeys(sass.KERNELS, 0)
-    assert counts["copy within a rank"].instructions_per_unit <= 14
-    assert max(counts[name].instructions_per_unit for name in ("pack", "unpack")) <= 60
-    assert min(one.blocks for one in counts.values()) >= 3
-
-
-def test_the_shortest_way_round_a_loop_is_counted() -> None:
-    plain = [sass.Instruction("", name, ()) for name in ("LDG.E.128", "IADD3", "STG.E.128")]
-    back = sass.Instruction("@P0", "BRA", (".L_1",))
-    dearer = [".L_1", *plain, back, sass.Instruction("", "EXIT", ())]
-    assert sass.shortest_loop(sass.blocks_of(dearer), 1) == 4
-    assert sass.shortest_loop(sass.blocks_of(dearer), 2) == 8
-    forked = [".L_1", plain[0], sass.Instruction("@P1", "BRA", (".L_2",)), *[plain[1]] * 9, ".L_2", plain[2], back]
-    assert sass.shortest_loop(sass.blocks_of(forked), 1) == 4
-    assert sass.shortest_loop(sass.blocks_of([*plain, sass.Instruction("", "EXIT", ())]), 1) is None
 
 
 def test_a_build_says_whether_it_has_them() -> None:

@@ -248,29 +248,6 @@ def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, toke
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"answer": "1"}', "question: got nothing, expected a column of this name; its columns are answer"),
-        ('{"question": "q"}', "answer: got nothing, expected a column of this name"),
-        ('{"question": 5, "answer": "1"}', "question: got 5, expected text, messages"),
-        ('{"question": "q", "answer": ["1"]}', r"answer: got \['1'\], expected non-empty text or a number"),
-        ('{"question": "q", "answer": NaN}', r"got invalid JSON \(NaN is no number in JSON\)"),
-        ('{"question": "q", "answer": 1e999}', "answer: got inf, expected non-empty text or a number"),
-        (r'{"question": "half \ud83d", "answer": "1"}', r"question: got half a surrogate pair, '\\ud83d'"),
-        (r'{"question": [{"role": "user", "content": "\ud83d"}], "answer": "1"}', "question: got half a surrogate pair"),
-        (r'{"question": "q", "answer": "\ud83d"}', r"answer: got half a surrogate pair, '\\ud83d'"),
-        ("[1]", "got list, expected an object"),
-    ],
-)
-def test_a_row_of_another_type_is_one_line_that_names_it(tmp_path: Path, tokenizer: Tokenizer, line: str, said: str) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "q", "answer": "1"}\n' + line + "\n")
-    with pytest.raises(DataError, match=rf"^{re.escape(str(path))} line 2(, |: ){said}") as caught:
-        tasks.load(config("jsonl", path=str(path)), tokenizer)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_file_of_windows_is_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n')

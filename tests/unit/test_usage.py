@@ -23,40 +23,18 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ["run", "--eta", "2", "a.yaml"],
-            "asyncmoe run: got an unknown option --eta, expected KEY=VALUE or --help; did you mean queue.staleness.max_staleness=VALUE?",
-        ),
-        (
-            ["run", "a.yaml", "--run.steps=3"],
-            "got an unknown option --run.steps, expected KEY=VALUE or --help; did you mean run.steps=",
-        ),
-        (["run", "a.yaml", "--größe"], "asyncmoe run: got an unknown option --größe, expected KEY=VALUE or --help"),
-        (["rollout", "--top-k", "3"], "did you mean rollout.top_k=VALUE or evaluation.top_k=VALUE?"),
+        (["run", "a.yaml", "--run.steps=3"], "got an unknown option --run.steps, expected KEY=VALUE or --help; did you mean run.steps="),
         (["export", "a", "b", "--adaptor"], "expected one of --adapter, --float8, --dtype, --step, --help; did you mean --adapter?"),
-        (
-            ["plan", "examples/demo.yaml", "run.steps=1"],
-            "asyncmoe plan: got examples/demo.yaml run.steps=1, expected options only; the YAML file of a run is given as asyncmoe plan "
-            "--config FILE",
-        ),
-        (["stacks", "a", "b"], "asyncmoe stacks: got b, expected no further arguments; see asyncmoe stacks --help"),
-        (["report", "a", "b"], "asyncmoe report RUN: got a, which is no directory, expected the run.dir of a run"),
-        (
-            ["run"],
-            "asyncmoe run: got no CONFIG, expected YAML file that describes the run, or the directory of a run; see asyncmoe run --help",
-        ),
-        (["plan", "--gpu-gb", "much"], "asyncmoe plan: --gpu-gb: got "),
+        (["plan", "examples/demo.yaml"], "asyncmoe plan: got examples/demo.yaml, expected options only"),
+        (["stacks", "a", "b"], "asyncmoe stacks: got b, expected no further arguments"),
+        (["run"], "asyncmoe run: got no CONFIG, expected YAML file that describes the run, or the directory of a run"),
         (["plan", "--json"], "--json: got no value, expected one after it"),
         (["doctor", "--json=x"], "--json: got a value, expected none"),
         (["rum", "a.yaml"], "asyncmoe: got an unknown command rum, expected one of run, rollout, "),
-        (["show", "x", "--limit", "0"], "asyncmoe show: --limit: got '0', expected a number, at least 1; see asyncmoe show --help"),
-        (["show", "x", "--tokens", "many"], "asyncmoe show: --tokens: got 'many', expected a whole number; see asyncmoe show --help"),
+        (["show", "x", "--limit", "0"], "asyncmoe show: --limit: got '0', expected a number, at least 1"),
         (["run", "a.yaml", "--n-samples-per-prompt", "8"], "did you mean rollout.group_size=VALUE?"),
-        (["run", "run.steps=3"], "run.steps=3: got no such file, expected a YAML configuration; the file comes first: CONFIG run.steps=3"),
-        (["export", "a", "b", "--dtype", "int8"], "--dtype: got 'int8', expected one of 'float32', 'bfloat16'; see asyncmoe export --help"),
-        (["make-model", "m", "--layers", "0"], "asyncmoe make-model: --layers: got '0', expected a number, at least 1; see "),
-        (["make-model", "m", "--seed", str(1 << 63)], "asyncmoe make-model: --seed: got '9223372036854775808', expected a number, at most"),
-        (["bench", "--x"], "asyncmoe bench: got an unknown option --x"),
+        (["run", "run.steps=3"], "run.steps=3: got no such file, expected a YAML configuration; the file comes first"),
+        (["export", "a", "b", "--dtype", "int8"], "--dtype: got 'int8', expected one of 'float32', 'bfloat16'"),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str) -> None:

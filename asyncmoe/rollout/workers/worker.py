@@ -27,8 +27,8 @@ from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part
 
 Play = Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]
 Sampled = Callable[[EpisodeId, SampledEpisode], None]
-_LONG = 4096
-"""Tokens of a group that is checked and encoded in a thread."""
+_LONG = 1 << 17
+"""Tokens of a group that is checked and encoded in a thread: for a smaller one the thread costs more than it spares the event loop."""
 
 
 class Worker:
@@ -59,7 +59,8 @@ class Worker:
         self._notes = notes
         self.sampled: Sampled = lambda place, left: None
         self._running: dict[EpisodeId, object] = {}
-        self._ended: dict[EpisodeId, tuple[Trajectory, ...]] = {}
+        self._ended: dict[int, dict[EpisodeId, tuple[Trajectory, ...]]] = {}
+        """By the number of the group."""
         self._groups: dict[int, Group] = {}
         self._frames: dict[str, list[Buffer]] = {}
         self._writing: list[int] = []
@@ -71,7 +72,7 @@ class Worker:
             made = await self._play(prompt, place)
             self._note(place, made)
             if self._running.get(place) is mine:  # else it was dropped while it ended
-                self._ended[place] = made
+                self._ended.setdefault(place.group, {})[place] = made
             return made
         except TrajectoryRejected as rejected:
             self._note(place, rejected)
@@ -89,9 +90,10 @@ class Worker:
             TrajectoryRejected: the group is unfit for training.
             StorageError: the log cannot be written.
         """
-        if missing := [place.key() for place in episodes if place not in self._ended]:
+        ended = self._ended.get(episodes[0].group, {})
+        if missing := [place.key() for place in episodes if place not in ended]:
             raise ProtocolError(f"pack: got {missing[0]}, expected episodes that have ended here")
-        group = await self.hold([one for place in episodes for one in self._ended[place]], newest)
+        group = await self.hold([one for place in episodes for one in ended[place]], newest)
         self._forget_episodes(group.number)
         return group
 
@@ -115,7 +117,7 @@ class Worker:
     def stop(self, place: EpisodeId) -> None:
         """Forget an episode at once, whether it runs or has ended: the next attempt of its group may have one of the same name."""
         self._running.pop(place, None)
-        self._ended.pop(place, None)
+        self._ended.get(place.group, {}).pop(place, None)
         self._note(place, None)
 
     def drop(self, episodes: Sequence[EpisodeId]) -> None:
@@ -149,8 +151,7 @@ class Worker:
             await asyncio.to_thread(self._kept.payloads.forget, min(needed.get(self._number, below), below))
 
     def _forget_episodes(self, number: int) -> None:
-        for place in [place for place in self._ended if place.group == number]:
-            del self._ended[place]
+        self._ended.pop(number, None)
         if self._kept is not None:
             self._kept.turns.over(number)
 

@@ -35,6 +35,7 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording
 from benchmarks.intake_server import VOCABULARY
 from benchmarks.routes import ROUTING
@@ -206,6 +207,7 @@ async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
     lag, prompt = _Lag(), tuple(range(10, 10 + case.prompt))
     async with _staged(case, ports) as stage:
         batch = min(64, case.in_flight // _GROUP * _GROUP)
+        worker = Worker(partial(episode.run, stage.context), _GROUP, case.recording)
         queue = BoundedQueue(
             capacity=case.in_flight + 4 * batch,
             batch=batch,
@@ -214,8 +216,9 @@ async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
             rule="downweight",
             drop_above=1 << 30,  # the stand-ins serve version 0 for ever
             recording=case.recording,
+            on_freed=worker.over,
         )
-        producer = Producer(queue, _Asks(prompt), partial(episode.run, stage.context), _GROUP)
+        producer = Producer(queue, _Asks(prompt), worker, _GROUP)
         freeze()
         with _running(producer.run()) as (producing,):
             step = await _train(queue, 0, case.in_flight, batch, producing)

@@ -22,15 +22,15 @@ from asyncmoe.config import Config, parse
 from asyncmoe.engines.engine import Engine, EngineHandle
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.log.files import FileLog
 from asyncmoe.process import freeze
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueRequest, QueueService
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.run_log import RunLog
+from asyncmoe.rollout.run_log import RunLog, WorkerLog
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.fleet import WorkerFleet
-from asyncmoe.rollout.workers.held import HeldGroups
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.messages import Commit, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
@@ -141,7 +141,7 @@ async def controller(case: LedgerCase, folder: Path) -> dict[str, Any]:
     )
     queue.holders = fleet.holders
     clock = _Clock(queue, case.steps, config.digest)
-    producer = Producer(queue, _Asks(), fleet.episode, _GROUP, queue_log=run_log.queue_log, elsewhere=fleet)
+    producer = Producer(queue, _Asks(), fleet, _GROUP, queue_log=run_log.queue_log)
     command = [sys.executable, "-m", "benchmarks.ledger_workers", *map(str, (case.workers, case.steps + 1, batch))]
     pipe = asyncio.subprocess.PIPE
     other = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -189,19 +189,23 @@ async def _line(process: asyncio.subprocess.Process) -> bytes:
 async def held(count: int, tokens: int, folder: Path) -> dict[str, Any]:
     """Hold trajectories with routes as a rollout worker does, in the log too; return {"trajectories", "tokens", "MB_each"}."""
     recording = Recording(ROUTING, vocabulary=1 << 16)
-    groups = HeldGroups(configured(folder, 1, 2, 2), 1, recording)
-    groups.log = FileLog(folder / "log", "bench", "1")
+    kept = WorkerLog.open(configured(folder, 1, 2, 2).log, folder, "bench", 1, {})
+    worker = Worker(_never, 2, recording, kept)
     experts = np.ascontiguousarray(drawn(tokens - 1))
-    await _add(groups, 0, experts, tokens)  # and what is needed once
+    await _add(worker, 0, experts, tokens)  # and what is needed once
     before = _resident()
     for number in range(1, count // 2 + 1):
-        await _add(groups, number, experts, tokens)
+        await _add(worker, number, experts, tokens)
     each = (_resident() - before) / (count // 2 * 2) / 1e6
-    groups.close()
+    kept.close()
     return {"trajectories": count // 2 * 2, "tokens": tokens, "MB_each": round(each, 2)}
 
 
-async def _add(groups: HeldGroups, number: int, experts: np.ndarray, tokens: int) -> None:
+async def _never(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+    raise NotImplementedError
+
+
+async def _add(worker: Worker, number: int, experts: np.ndarray, tokens: int) -> None:
     made = []
     for episode in range(2):
         key = f"g{number}.e{episode}.a0.t0"
@@ -220,7 +224,7 @@ async def _add(groups: HeldGroups, number: int, experts: np.ndarray, tokens: int
                 routes=encode_routes(experts, ROUTING, key),
             )
         )
-    await groups.add(number, made, 0)
+    await worker.hold(made, 0)
 
 
 def _resident() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 import msgspec
 
@@ -15,7 +15,6 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.workers.figures import Figures
-from asyncmoe.rollout.workers.news import UnheardOutcomes
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Commit, Done, Lease, Leased, Reply, Request
@@ -23,7 +22,6 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import (
     EngineUse,
-    EpisodeOutcome,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
@@ -32,7 +30,8 @@ from asyncmoe.rpc.worker_messages import (
     WorkerNews,
     WorkerPack,
     WorkerPacked,
-    WorkerStart,
+    WorkerRan,
+    WorkerRun,
     WorkerTotals,
 )
 
@@ -45,8 +44,7 @@ class AnsweringWorker:
     """A worker whose episodes end as soon as they start."""
 
     def __init__(self, number: int) -> None:
-        self._number, self._unheard, self._arrived = number, UnheardOutcomes(), asyncio.Event()
-        self._uses, self._offset = tuple[EngineUse, ...](), 64
+        self._number, self._offset, self._uses = number, 64, tuple[EngineUse, ...]()
 
     async def answer(self, request: Request) -> Reply:
         """Answer the controller."""
@@ -56,29 +54,18 @@ class AnsweringWorker:
             case WorkerEngines():
                 self._uses = tuple(EngineUse(one.name, one.serial, 0, 0.0) for one in request.engines)
                 return WorkerLoad(self._uses)
-            case WorkerStart():
-                for member in request.members:
-                    reward = float((request.group + member.episode) % 2)
-                    self._unheard.add(EpisodeOutcome(request.group, member.episode, member.attempt, ((0, reward),)))
-                self._arrived.set()
+            case WorkerRun():
+                return WorkerRan(((0, float((request.episode.group + request.episode.episode) % 2)),))
             case WorkerPack():
                 return self._packed(request)
             case WorkerAsk():
-                return await self._news(request)
+                await asyncio.sleep(0.25)
+                return WorkerNews(self._uses, (), WorkerTotals(), _FIGURES)
         return Done()
 
-    async def _news(self, request: WorkerAsk) -> WorkerNews:
-        self._unheard.heard(request.seen)
-        if not len(self._unheard):
-            self._arrived.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(request.wait_s):
-                    await self._arrived.wait()
-        number, ended = self._unheard.portion()
-        return WorkerNews(number, ended, self._uses, (), WorkerTotals(), _FIGURES)
-
     def _packed(self, request: WorkerPack) -> WorkerPacked:
-        items = tuple(self._item(EpisodeId(request.group, one.episode, one.attempt), max(request.newest - 1, 0)) for one in request.members)
+        version = max(request.newest - 1, 0)
+        items = tuple(self._item(EpisodeId(one.group, one.episode, one.attempt), version) for one in request.episodes)
         place = Place(self._number, self._offset)
         self._offset += TOKENS * len(items)
         return WorkerPacked(items, 0, place)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
-from asyncmoe.log.turns import Turns
 from asyncmoe.queue import payload, records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.fold import DAMAGED, LogState, RecordedGroup, Recovered, Reopened, fold, recover, reopen
@@ -23,7 +22,7 @@ from asyncmoe.queue.start_order import Start
 
 log = logging.getLogger(__name__)
 CONTROLLER, OWN = "0", 1
-"""The log of the controller, which alone has leases and commits; and the writer of the payloads of groups that its own process makes."""
+"""The log of the controller, which alone has leases and commits; and the number of the worker in its process, which writes payloads."""
 
 
 class QueueLog:
@@ -37,13 +36,10 @@ class QueueLog:
         name: for messages.
         state: what the records tell.
         history: number of restarts after which steps were trained again.
-        payloads, turns: of the groups and episodes of this process; None: rollout workers have them.
         cpu_s: CPU seconds that the event loop has spent on it.
     """
 
     def __init__(self, changes: Log | None = None, begun: Callable[[], None] = lambda: None) -> None:
-        self.turns: Turns | None = None
-        self.payloads: Log | None = None
         self._changes, self._begun = changes, begun
         self.name, self.cpu_s = "no log" if changes is None else changes.name, 0.0
         self.state = LogState() if changes is None else fold(_entries(changes))
@@ -52,7 +48,6 @@ class QueueLog:
         self._accounts: Callable[[], Accounts] | None = None
         self._replays: dict[int, records.StepLeased] = {}
         self._granted: dict[int, int] = {}
-        self._writing: list[int] = []
         self._newest_commit = -1
 
     # ------------------------------------------------------------ the beginning
@@ -105,23 +100,17 @@ class QueueLog:
         self._add(records.GroupBegun(group.number, group.attempt, group.failures, self.history))
 
     async def finished(self, group: Group) -> None:
-        """Return once a whole group is durable, first its payload, then its record; the group may be queued then. Raises StorageError."""
+        """Return once the record of a whole group, whose payload is durable, is so too; it may be queued then. Raises StorageError."""
         if group.place is not None:
-            await self._durable(self._finish(group, group.place))
-        elif self.payloads is not None:
-            position = await payload.write(self.payloads, group, self._writing)
-            await self._durable(self._finish(group, Place(OWN, position)))  # noted before anything else runs, so that `forget` knows it
-        self._over(group.number)
+            await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
 
     def ended(self, number: int, state: str, reason: str) -> None:
         """A group is "dropped" or "rejected", and does not start again."""
         self._add(records.GroupEnded(number, "dropped" if state == "dropped" else "rejected", reason))
-        self._over(number)
 
     def again(self, group: Start, reason: str) -> None:
         """A group is to start again, as `group` says."""
         self._add(records.GroupAgain(group.number, group.attempt, group.failures, reason))
-        self._over(group.number)
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
         """Groups are leased, with these factors on their weights."""
@@ -182,31 +171,21 @@ class QueueLog:
     async def forget(self, floor: int) -> int:
         """Let go of what no run needs that goes back no further than to the checkpoint of step `floor`; return the freed bytes.
 
-        Rollout workers let go of their own payloads (`LogState.payloads`). Raises StorageError.
+        Workers let go of payloads (`LogState.payloads`). Raises StorageError.
         """
         if self._changes is None:
             return 0
-        payloads, first = self.payloads, max(floor, self.state.first or 0)
-        own = 0 if payloads is None else min(self._writing, default=payloads.end)
+        first = max(floor, self.state.first or 0)
         self.state.forget(first)
         stands = self._stand(first)
         await self._durable(stands)
-        since, needed = self.state.needed, self.state.payloads
-        freed = await asyncio.to_thread(self._changes.forget, stands if since is None else min(since, stands))
-        if payloads is not None:
-            freed += await asyncio.to_thread(payloads.forget, min(needed.get(OWN, own), own))
-        return freed
-
-    @property
-    def size(self) -> int:
-        """Bytes that this process keeps."""
-        return sum(part.size for part in (self._changes, self.payloads) if part is not None)
+        since = self.state.needed
+        return await asyncio.to_thread(self._changes.forget, stands if since is None else min(since, stands))
 
     def close(self) -> None:
-        """Make durable what was handed over, and close all logs. Blocks."""
-        for part in (self.turns, self.payloads, self._changes):
-            if part is not None:
-                part.close()
+        """Make durable what was handed over, and close the log. Blocks."""
+        if self._changes is not None:
+            self._changes.close()
         log.info("%s: %.2f s of CPU time beside its threads", self.name, self.cpu_s)
 
     # ------------------------------------------------------------ internals
@@ -230,13 +209,6 @@ class QueueLog:
         since = self.state.needed
         since = self._changes.end if since is None else since
         return self._add(records.RunStands(first, self.state.next, self.history, since, again))
-
-    def _finish(self, group: Group, place: Place) -> int:
-        return self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), place))
-
-    def _over(self, group: int) -> None:
-        if self.turns is not None:
-            self.turns.over(group)
 
     def _newest_version(self, one: RecordedGroup) -> int | None:
         """Return the newest version that sampled a token of a group; None: its payload cannot be read."""

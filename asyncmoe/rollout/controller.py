@@ -7,7 +7,6 @@ import logging
 import signal
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from asyncmoe.engines.membership import MembershipRequest
 from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
+from asyncmoe.queue.queue_log import OWN
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
-from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
@@ -34,6 +33,7 @@ from asyncmoe.rollout.trainer_session import TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rollout.workers.figures import added, figures_of
 from asyncmoe.rollout.workers.fleet import WorkerFleet
+from asyncmoe.rollout.workers.worker import worker_of
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.messages import (
@@ -146,8 +146,8 @@ class Controller:
             None if succession is None else succession.note,
         )
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers) if config.rollout.workers else None
-        if self._fleet is not None:
-            run_log.retain = self._fleet.retain
+        self._worker = self._fleet or worker_of(config, loaded, self._pool, recording, OWN, run_log.own)
+        run_log.retain = self._worker.retain
         self._lifecycle = EngineLifecycle(config, self._pool, self._coordinator, succession)
         if succession is not None:
             self._coordinator.succeed(succession.epoch, succession.weights.landed)
@@ -160,7 +160,8 @@ class Controller:
             self._coordinator,
             self._lifecycle.taken,
             self._go_on,
-            self._fleet,
+            self._worker.over,
+            dict if self._fleet is None else self._fleet.holders,
         )
         self._served = asyncio.Event()
         """Set once engines have weights that were compared with the trainer's, or come from it."""
@@ -288,14 +289,12 @@ class Controller:
         freeze()
         config, samples = self._config, self._session.samples
         rollout = config.rollout
-        if self._fleet is not None and samples is not None:
-            self._fleet.sampled = samples.noted
-        opened, turns = None if samples is None else samples.opened, self._run_log.queue_log.turns
-        stage = replace(self._stage, opened=opened, turns=turns, piece=0 if turns is None else config.log.piece_tokens)
+        if samples is not None:
+            self._worker.sampled = samples.noted
         producer = Producer(
             queue,
             self._task,
-            partial(episode.run, stage) if self._fleet is None else self._fleet.episode,
+            self._worker,
             rollout.group_size,
             self._run_log.first_group,
             oversample=rollout.oversample,
@@ -305,7 +304,6 @@ class Controller:
             samples=samples,
             max_rejected=rollout.max_rejected_share,
             queue_log=self._run_log.queue_log,
-            elsewhere=self._fleet,
             rounds=Rounds(rollout.groups_per_step, rollout.tail_batching),
             most_s=config.environment.timeout_s + config.scoring.deadline_s,
         )

@@ -14,8 +14,22 @@ from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
-from asyncmoe.rollout.workers.outcome import RemoteTrajectory
 from asyncmoe.trajectory import Trajectory
+
+LOST = "worker_lost"
+"""Reason of a rejection: the worker that ran the episode is gone."""
+
+
+@dataclass(frozen=True)
+class RemoteTrajectory:
+    """A trajectory that another process holds; fields as in `asyncmoe.trajectory.Trajectory`."""
+
+    group: int
+    episode: int
+    attempt: int
+    agent: int
+    reward: float
+
 
 Members = Sequence[Trajectory | RemoteTrajectory]
 """The result of one episode: one trajectory per agent."""
@@ -27,10 +41,14 @@ class PutOff(Exception):
     """A group is put off."""
 
 
-class Elsewhere(Protocol):
-    """Rollout workers, which hold what their episodes bring."""
+class Workers(Protocol):
+    """Runs episodes, and holds what they bring: a worker in this process, or all rollout workers."""
 
-    async def pack(self, group: int, episodes: Sequence[EpisodeId], newest: int) -> Group:
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Members:
+        """Run and score one episode. Raises TrajectoryRejected."""
+        ...
+
+    async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Return the group of these episodes, checked; `newest`: version that may have sampled a token. Raises TrajectoryRejected."""
         ...
 

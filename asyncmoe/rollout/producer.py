@@ -26,16 +26,14 @@ from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import Elsewhere, Flight, FlightRounds, Members, PutOff
+from asyncmoe.rollout.flights import LOST, Flight, FlightRounds, Members, PutOff, Workers
 from asyncmoe.rollout.samples import Samples
-from asyncmoe.rollout.tasks import Prompt, Task
-from asyncmoe.rollout.workers.outcome import LOST
+from asyncmoe.rollout.tasks import Task
 from asyncmoe.telemetry.samples.records import Fate
 from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-Episode = Callable[[Prompt, EpisodeId], Awaitable[Members]]
 _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout", LOST})
 _TAKES_MANY = frozenset({"engine_died", LOST})
 """Reasons for which one loss can take more groups with it than are hopeless."""
@@ -52,7 +50,7 @@ class Producer:
     """Fills the queue.
 
     Args:
-        episode: runs and scores one episode.
+        workers: run and score episodes, and make groups of them.
         group_size: number of responses to each prompt.
         first_group: number of the first group; the same number asks the same question.
         oversample: number of additional responses to each prompt; the first `group_size` that finish form the group, the others are
@@ -63,7 +61,6 @@ class Producer:
         samples: keeps some groups to be read; None: keeps none.
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
         queue_log: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
-        elsewhere: holds what `episode` brings; None: this process does.
         rounds: has groups start in rounds, of which the slowest are put off; needs `unit` group. None: no rounds.
         most_s: seconds that the limits of the configuration allow an episode; a group in which none ends for longer is named in the log.
     """
@@ -72,7 +69,7 @@ class Producer:
         self,
         queue: BoundedQueue,
         task: Task,
-        episode: Episode,
+        workers: Workers,
         group_size: int,
         first_group: int = 0,
         *,
@@ -83,12 +80,10 @@ class Producer:
         samples: Samples | None = None,
         max_rejected: float = 1.0,
         queue_log: QueueLog | None = None,
-        elsewhere: Elsewhere | None = None,
         rounds: Rounds[Start] | None = None,
         most_s: float | None = None,
     ) -> None:
-        self._elsewhere, self._most_s = elsewhere, most_s
-        self._queue, self._task, self._episode, self._size = queue, task, episode, group_size
+        self._queue, self._task, self._workers, self._size, self._most_s = queue, task, workers, group_size, most_s
         self._filter_equal, self._samples, self._log = filter_equal, samples, queue_log or QueueLog()
         self._start_over = _ENGINE | start_over
         self._line = Line(first_group, unit, group_size, oversample)
@@ -160,11 +155,9 @@ class Producer:
 
     async def _member(self, flight: Flight, place: EpisodeId) -> None:
         try:
-            outcome: Members | TrajectoryRejected = await self._episode(flight.prompt, place)
+            outcome: Members | TrajectoryRejected = await self._workers.episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
             outcome = rejected
-        if self._samples is not None:
-            self._samples.ended(place, outcome if isinstance(outcome, TrajectoryRejected) else _here(outcome))
         flight.ended.put_nowait((place, outcome))
 
     async def _group(self, flight: Flight) -> None:
@@ -211,13 +204,10 @@ class Producer:
             late.ended.put_nowait(None)
 
     async def _put(self, flight: Flight, trajectories: Members) -> None:
-        if self._elsewhere is None:
-            await self._queue.put_group(_here(trajectories))
-            return
         number = flight.group.number
         episodes = sorted({(one.episode, one.attempt) for one in trajectories})
         try:
-            group = await self._elsewhere.pack(number, [EpisodeId(number, *one) for one in episodes], self._queue.newest_version)
+            group = await self._workers.pack([EpisodeId(number, *one) for one in episodes], self._queue.newest_version)
         except TrajectoryRejected as rejected:
             if rejected.reason == LOST:
                 self._restart(flight, max(place.attempt for place in flight.places), rejected)
@@ -237,8 +227,8 @@ class Producer:
 
     def _drop(self, flight: Flight) -> None:
         """Have what holds the episodes forget them, once: the next attempt may have some of the same names."""
-        if self._elsewhere is not None and not flight.dropped:
-            self._elsewhere.drop(flight.places)
+        if not flight.dropped:
+            self._workers.drop(flight.places)
         flight.dropped = True
 
     async def _sample(self, flight: Flight, fate: Fate, reason: str = "", detail: str = "") -> None:
@@ -318,11 +308,6 @@ class Producer:
                 f"the last {_NOTHING_TO_LEARN} groups had equal rewards each, and rollout.filter_equal drops those; change "
                 "task.difficulty, raise rollout.temperature or rollout.group_size, or set rollout.filter_equal to false"
             )
-
-
-def _here(made: Members) -> list[Trajectory]:
-    """Return the trajectories that this process holds."""
-    return [one for one in made if isinstance(one, Trajectory)]
 
 
 def nothing_to_learn(trajectories: Members) -> bool:

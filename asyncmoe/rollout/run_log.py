@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,45 @@ Open = Callable[[str, int | None], Log]
 """Opens the log of a writer, with a bound on its bytes."""
 
 
+@dataclass(frozen=True)
+class WorkerLog:
+    """What a worker writes: payloads of whole groups, and the engines' answers to episodes under way."""
+
+    payloads: Log
+    turns: Turns
+
+    @classmethod
+    def open(cls, section: LogSection, run_dir: Path, run: str, number: int, under_way: Mapping[int, int]) -> WorkerLog:
+        """Open what worker `number` of a run writes, and find the answers of groups under way. Blocks. Raises as `FileLog`."""
+        opened = opener(section, run_dir, run)
+        with ExitStack() as held:
+            payloads = opened(str(number), section.max_bytes)
+            held.callback(payloads.close)
+            made = cls(payloads, Turns(opened(turns.writer(number), section.max_bytes // turns.SHARE), under_way))
+            held.pop_all()
+        return made
+
+    def close(self) -> None:
+        """Make durable what was handed over, and close both. Blocks."""
+        self.turns.close()
+        self.payloads.close()
+
+
 class RunLog:
     """Connects one controller with the log of its run; with log.enabled=false there is none.
 
     Attributes:
         queue_log: for the queue and the producer.
         first_group: number of the first group never begun; known after `resume`.
-        retain: tells rollout workers the position of the oldest payload that is needed, by worker.
+        own: what the worker in this process writes; None: there is no log, or rollout workers have those of their own.
+        retain: tells workers the position of the oldest payload that is needed, by worker.
     """
 
     def __init__(self, config: Config, queue_log: QueueLog, run: str = "") -> None:
         self._config, self.queue_log, self._run, self._kept = config, queue_log, run, bool(run)
         self.first_group = 0
-        self.retain: Callable[[Mapping[int, int]], None] = lambda needed: None
+        self.own: WorkerLog | None = None
+        self.retain: Callable[[Mapping[int, int]], Awaitable[None]] | None = None
 
     @classmethod
     def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording) -> RunLog:
@@ -79,13 +106,13 @@ class RunLog:
             if known is not None and not known.begun and known.of != now.of:
                 kept.state = LogState()  # of a run that never began
             recover(kept.state, step, config.warmup.steps, config.rollout.batch, kept.name)
-            if not config.rollout.workers:  # which have those of their own
-                kept.payloads = opened(str(OWN), section.max_bytes)
-                kept.turns = turns_of(opened, section, OWN, kept.state.under_way)
+            made = cls(config, kept, now.run)
+            if not config.rollout.workers:
+                made.own = WorkerLog.open(section, run_dir, now.run, OWN, kept.state.under_way)
             held.pop_all()
-        return cls(config, kept, now.run)
+        return made
 
-    async def for_workers(self) -> WorkerBegin:
+    def for_workers(self) -> WorkerBegin:
         """Return what a rollout worker must know of the log that joins now."""
         return WorkerBegin(self._run, self.queue_log.state.under_way)
 
@@ -146,12 +173,15 @@ class RunLog:
         if not self._kept or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
             return
         freed = await self.queue_log.forget(floor)
-        self.retain(self.queue_log.state.payloads)
-        log.info("log: %d bytes freed, %d kept", freed, self.queue_log.size)
+        if self.retain is not None:
+            await self.retain(self.queue_log.state.payloads)
+        log.info("log: %d bytes freed, besides payloads", freed)
 
     async def close(self) -> None:
         """Write what was handed over, and close the log."""
-        await asyncio.to_thread(self.queue_log.close)
+        for part in (self.own, self.queue_log):
+            if part is not None:
+                await asyncio.to_thread(part.close)
 
 
 def opener(section: LogSection, run_dir: Path, run: str) -> Open:
@@ -163,11 +193,6 @@ def opener(section: LogSection, run_dir: Path, run: str) -> Open:
 
     url = section.redis
     return lambda writer, most: redis.RedisLog(redis.RedisServer(url), run, writer, most)
-
-
-def turns_of(opened: Open, section: LogSection, number: int, under_way: Mapping[int, int]) -> Turns:
-    """Open the turns of a process, and find those of groups under way. Blocks. Raises as `FileLog`."""
-    return Turns(opened(turns.writer(number), section.max_bytes // turns.SHARE), under_way)
 
 
 def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) -> Belonging:

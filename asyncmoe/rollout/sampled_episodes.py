@@ -94,20 +94,17 @@ class EpisodeNotes:
         if self._choice.takes(episode.place.group):
             self._episodes[episode.place] = episode
 
-    def ended(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected) -> SampledEpisode | None:
-        """Return what an episode leaves, which ended so; None: it is not one to keep."""
+    def ended(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected | None) -> SampledEpisode | None:
+        """Return what an episode leaves, which ended so (None: it was cancelled); None: it is not one to keep."""
         if (made := self._episodes.pop(place, None)) is None:
             return None
+        if outcome is None:
+            return SampledEpisode(_parts(made), {}, "cancelled")
         if isinstance(outcome, TrajectoryRejected):
             return SampledEpisode(_parts(made), {}, str(outcome)[:SHOWN])
         results = {(t.agent, t.branch): _result(t) for t in outcome}
         # A path that is the beginning of another is part of that one.
         return SampledEpisode(tuple(part for part in _parts(made) if part.at in results or not part.turns), results, "")
-
-    def cancelled(self, place: EpisodeId) -> SampledEpisode | None:
-        """Return what an episode leaves that has not ended; None: it is not one to keep."""
-        made = self._episodes.pop(place, None)
-        return None if made is None else SampledEpisode(_parts(made), {}, "cancelled")
 
 
 def cleaned(text: str) -> str:

@@ -1,7 +1,7 @@
 """Keeps some groups as samples: what was asked, given, sampled and scored, also of groups that fail or are dropped.
 
-Of a kept group, the episodes are noted when they begin and summed up when they end. When the group has ended, its record is built and
-written: pieces of text between other work of the event loop, the file in a thread.
+Of a kept group, the worker notes the episodes when they begin and sums them up when they end. When the group has ended, its record is built
+and written: pieces of text between other work of the event loop, the file in a thread.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from itertools import groupby
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.pieces import Pieces
-from asyncmoe.rollout.sampled_episodes import SHOWN, EpisodeNotes, SampledEpisode, SampledPart, SampledTurn, cleaned
+from asyncmoe.rollout.sampled_episodes import SHOWN, SampledEpisode, SampledPart, SampledTurn, cleaned
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile
 from asyncmoe.telemetry.samples.records import Fate, Role, SampledMember, Stale, Stretch
-from asyncmoe.trajectory import Trajectory
 
 _SMALL = 8192
 """Tokens of a group that are encoded and written within a few milliseconds, which is not worth a thread."""
@@ -41,21 +38,11 @@ class Samples:
 
     def __init__(self, file: SampleFile, choice: Choice, pieces: Pieces, max_tokens: int) -> None:
         self._file, self._choice, self._pieces, self._most = file, choice, pieces, max_tokens
-        self._notes, self._ended = EpisodeNotes(choice), dict[EpisodeId, SampledEpisode]()
+        self._ended: dict[EpisodeId, SampledEpisode] = {}
         self._writing = asyncio.Lock()
 
-    def opened(self, episode: Episode) -> None:
-        """Note that an episode begins."""
-        if self._file.is_open:
-            self._notes.opened(episode)
-
-    def ended(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected) -> None:
-        """Note how an episode ended."""
-        if (left := self._notes.ended(place, outcome)) is not None:
-            self._ended[place] = left
-
     def noted(self, place: EpisodeId, left: SampledEpisode) -> None:
-        """Take what a rollout worker noted of an episode that has ended."""
+        """Take what a worker noted of an episode that has ended."""
         if self._file.is_open and self._choice.takes(place.group):
             self._ended[place] = left
 
@@ -71,7 +58,7 @@ class Samples:
         """
         if not self._choice.takes(group):
             return
-        found = [(place, self._ended.pop(place, None) or self._notes.cancelled(place)) for place in places]
+        found = [(place, self._ended.pop(place, None)) for place in places]
         if not (ended := [(place, left) for place, left in found if left is not None]):
             return
         shared = next((part.turns[0].given for _, one in ended for part in one.parts if part.turns), prompt.tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
@@ -21,10 +21,10 @@ from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.samples import Samples, samples_of
-from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
+from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import Recording
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 
@@ -42,6 +42,7 @@ class TrainerSession:
     Args:
         taken: set once it is known which engines of the controller before this one go on with what they hold.
         serve: called with the version that they hold, once the queue has it.
+        freed, holders: as `on_freed` and `holders` of `BoundedQueue`.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class TrainerSession:
         coordinator: WeightUpdateCoordinator,
         taken: asyncio.Event,
         serve: Callable[[int], None],
-        fleet: WorkerFleet | None = None,
+        freed: Callable[[Sequence[Group]], None],
+        holders: Callable[[], Mapping[int, Rendezvous]] = dict,
     ) -> None:
-        self._fleet = fleet
+        self._freed, self._holders = freed, holders
         self._config, self._tokenizer, self._recording, self._run_log = config, loaded.tokenizer, recording, run_log
         self._pool, self._coordinator, self._taken, self._serve = pool, coordinator, taken, serve
         self.queue: BoundedQueue | None = None
@@ -103,8 +105,7 @@ class TrainerSession:
         await self._taken.wait()
         resumed = await run_log.resume(hello.step)
         queue = parts.queue_of(config, self._recording, hello.step, self._stale, run_log.queue_log, resumed, self._freed)
-        if self._fleet is not None:
-            queue.holders = self._fleet.holders
+        queue.holders = self._holders
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service
@@ -128,10 +129,6 @@ class TrainerSession:
         went_back, self.went_back = self.went_back, asyncio.Event()
         went_back.set()
         self.service = QueueService(queue, run=config.run.dir.name, config_digest=hello.config_digest)
-
-    def _freed(self, groups: Sequence[Group]) -> None:
-        if self._fleet is not None:
-            self._fleet.over(groups)
 
     def _stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
         if self.samples is not None:

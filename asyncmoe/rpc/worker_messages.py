@@ -1,7 +1,7 @@
 """Messages between the controller and its rollout workers (`asyncmoe.rollout.workers`).
 
-A worker joins with `WorkerJoin`. From then on the controller asks and the worker answers: episodes are started, their ends come as news,
-and what they bring stays in the worker until it is over. Trainer ranks fetch from the worker with `WorkerFetch`.
+A worker joins with `WorkerJoin`. From then on the controller asks and the worker answers: each episode is a request, and what it brings
+stays in the worker until it is over. Trainer ranks fetch from the worker with `WorkerFetch`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,11 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe.log.log import Number, Place
+from asyncmoe.log.turns import EpisodeKey
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.peers import Facts
 from asyncmoe.rpc.rendezvous import Rendezvous
-
-MAX_WAIT_S = 60.0
-_WAIT = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
-
-
-class EpisodeMember(msgspec.Struct, frozen=True, array_like=True):
-    """One episode of a group."""
-
-    episode: Count
-    attempt: Count
 
 
 class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,19 +56,6 @@ class EngineBusy(msgspec.Struct, frozen=True, array_like=True):
     name: str
     begin: float
     end: float
-
-
-class EpisodeOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The end of an episode: agent and reward of each of its trajectories, or why it was rejected."""
-
-    group: Count
-    episode: Count
-    attempt: Count
-    rewards: tuple[tuple[int, float], ...] = ()
-    reason: str = ""
-    detail: str = ""
-    sampled: bytes = b""
-    """Of a group that is kept to be read: `asyncmoe.rollout.sampled_episodes.to_bytes`."""
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -124,27 +102,24 @@ class WorkerEngines(Message, frozen=True):
     open: bool
 
 
-class WorkerStart(Message, frozen=True):
-    """Start episodes of a group."""
+class WorkerRun(Message, frozen=True):
+    """Run and score an episode. Answered with `WorkerRan` once it has ended; what it brings stays in the worker."""
 
-    group: Count
+    episode: EpisodeKey
     prompt: bytes
     """Of `asyncmoe.rollout.tasks.types.to_bytes`."""
-    members: tuple[EpisodeMember, ...]
 
 
 class WorkerStop(Message, frozen=True):
     """End and forget episodes whose outcome nobody wants any more, whether they run or have ended."""
 
-    group: Count
-    members: tuple[EpisodeMember, ...]
+    episodes: tuple[EpisodeKey, ...]
 
 
 class WorkerPack(Message, frozen=True):
     """Make a group of these episodes, whole and checked, and put it into the log. Answered with `WorkerPacked`."""
 
-    group: Count
-    members: tuple[EpisodeMember, ...]
+    episodes: tuple[EpisodeKey, ...]
     newest: Count
     """Newest version that may have sampled a token."""
 
@@ -156,10 +131,7 @@ class WorkerOver(Message, frozen=True):
 
 
 class WorkerAsk(Message, frozen=True):
-    """Ask for news after number `seen`; waits until there are any, or `wait_s`."""
-
-    seen: Count
-    wait_s: _WAIT
+    """Ask what the worker knows of its engines, and its statistics. Answered with `WorkerNews` a little later."""
 
 
 class WorkerFetch(Message, frozen=True):
@@ -171,9 +143,9 @@ class WorkerFetch(Message, frozen=True):
 
 
 class WorkerRetain(Message, frozen=True):
-    """Let go of the worker's payloads before position `below`, but for those that it holds; None: of all."""
+    """Let go of the worker's payloads, but for those that it holds and those from the position `needed` on, by number of the worker."""
 
-    below: Number | None
+    needed: dict[int, Number]
 
 
 class WorkerEnd(Message, frozen=True):
@@ -203,11 +175,19 @@ class WorkerPacked(Message, frozen=True):
     place: Place | None
 
 
-class WorkerNews(Message, frozen=True):
-    """Reply to `WorkerAsk`. `ended`: outcomes since number `seen`, the oldest if there are many; `number`: of the last of them."""
+class WorkerRan(Message, frozen=True):
+    """Reply to `WorkerRun`: agent and reward of each trajectory, or why the episode was rejected."""
 
-    number: Count
-    ended: tuple[EpisodeOutcome, ...]
+    rewards: tuple[tuple[int, float], ...] = ()
+    reason: str = ""
+    detail: str = ""
+    sampled: bytes = b""
+    """Of a group that is kept to be read: `asyncmoe.rollout.sampled_episodes.to_bytes`."""
+
+
+class WorkerNews(Message, frozen=True):
+    """Reply to `WorkerAsk`."""
+
     uses: tuple[EngineUse, ...]
     busy: tuple[EngineBusy, ...]
     totals: WorkerTotals
@@ -216,6 +196,6 @@ class WorkerNews(Message, frozen=True):
 
 
 WorkerRequest = (
-    WorkerBegin | WorkerEngines | WorkerStart | WorkerStop | WorkerPack | WorkerOver | WorkerAsk | WorkerFetch | WorkerRetain | WorkerEnd
+    WorkerBegin | WorkerEngines | WorkerRun | WorkerStop | WorkerPack | WorkerOver | WorkerAsk | WorkerFetch | WorkerRetain | WorkerEnd
 )
-WorkerReply = WorkerBegun | WorkerLoad | WorkerPacked | WorkerNews
+WorkerReply = WorkerBegun | WorkerLoad | WorkerRan | WorkerPacked | WorkerNews

@@ -21,6 +21,7 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import loading
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording, Trajectory, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, largest_difference
@@ -97,7 +98,7 @@ def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokeniz
 
     async def run() -> BoundedQueue:
         queue = BoundedQueue(capacity=32, batch=16, group_size=4, max_staleness=1)
-        producing = asyncio.create_task(Producer(queue, task, play, 4).run())
+        producing = asyncio.create_task(Producer(queue, task, Worker(play, 4), 4).run())
         async with asyncio.timeout(60):
             while queue.stats().depth < 32:
                 await asyncio.sleep(0.01)

@@ -14,19 +14,57 @@ from typing import Any, TypeVar
 
 import pytest
 
+from asyncmoe.log import turns
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
+from asyncmoe.log.turns import Turns
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog
 from asyncmoe.queue.replays import Resumption
 from asyncmoe.queue.start_order import Start
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.run_log import WorkerLog
+from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.messages import Leased
+from asyncmoe.trajectory import Trajectory
 from tests.redis_server import LocalRedis, needed
 from tests.unit.test_queue_model import make_group
 
 T = TypeVar("T")
 SIZE, BATCH = 2, 4
 BACKENDS = pytest.mark.parametrize("backend", ["files", pytest.param("redis", marks=needed())])
+
+
+class KeptLog(QueueLog):
+    """The controller's log, and the worker in its process, which writes the payloads."""
+
+    def __init__(self, changes: Log, payloads: Log, answers: Log) -> None:
+        super().__init__(changes)
+        self._kept = WorkerLog(payloads, Turns(answers, {}))
+        self.payloads, self.worker = payloads, Worker(_never, SIZE, kept=self._kept)
+
+    @property
+    def size(self) -> int:
+        assert self._changes is not None
+        return self._changes.size + self.payloads.size
+
+    async def forget(self, floor: int) -> int:
+        before = self.size
+        await super().forget(floor)
+        await self.worker.retain(self.state.payloads)
+        return before - self.size
+
+    async def put(self, queue: BoundedQueue, made: Sequence[Trajectory]) -> None:
+        await queue.put(await self.worker.hold(made, queue.newest_version))
+
+    def close(self) -> None:
+        self._kept.close()
+        super().close()
+
+
+async def _never(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+    raise NotImplementedError
 
 
 @dataclass
@@ -46,10 +84,9 @@ class Home:
 
         return redis.RedisLog(redis.RedisServer(f"{self.server.url}?db={self.number(folder)}"), run, writer, max_bytes)
 
-    def opened(self, folder: Path, max_bytes: int = 1 << 24) -> QueueLog:
-        made = QueueLog(self.log(folder, CONTROLLER))
-        made.payloads = self.log(folder, str(OWN), max_bytes)
-        return made
+    def opened(self, folder: Path, max_bytes: int = 1 << 24) -> KeptLog:
+        changes = self.log(folder, CONTROLLER)
+        return KeptLog(changes, self.log(folder, str(OWN), max_bytes), self.log(folder, turns.writer(OWN)))
 
     def copy(self, folder: Path, to: Path) -> None:
         """What a kill of the writer leaves now."""
@@ -108,14 +145,17 @@ class Life:
 
     home: Home
     folder: Path
-    log: QueueLog
+    log: KeptLog
     queue: BoundedQueue
     starts: Sequence[Start]
     next: int
 
     async def group(self, number: int, versions: Sequence[int] = (0, 0), attempt: int = 0) -> None:
         self.begin(number, attempt)
-        await self.queue.put_group(make_group(number, SIZE, list(versions)))
+        await self.put(make_group(number, SIZE, list(versions)))
+
+    async def put(self, made: Sequence[Trajectory]) -> None:
+        await self.log.put(self.queue, made)
 
     def begin(self, number: int, attempt: int = 0) -> None:
         self.queue.started(SIZE)
@@ -148,7 +188,7 @@ async def live(home: Home, folder: Path, step: int = 0, **options: Any) -> Life:
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
     resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals, log)
     sizes: dict[str, Any] = {"capacity": 4 * BATCH, "batch": BATCH, "group_size": SIZE, "max_staleness": 3}
-    held = BoundedQueue(**sizes, trained_steps=step, log=log, resumed=resumed, **options)
+    held = BoundedQueue(**sizes, trained_steps=step, log=log, resumed=resumed, on_freed=log.worker.over, **options)
     return Life(home, folder, log, held, held.take_requeued(), found.next)
 
 

@@ -24,10 +24,13 @@ from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.pieces import Pieces
+from asyncmoe.rollout.sampled_episodes import EpisodeNotes
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.item import Item
+from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.schedule import BatchGrid
@@ -97,8 +100,10 @@ class SampledRun:
             bounds,
             5.0,
         )
-        self.stage = replace(stage, opened=self.samples.opened)
-        self.play = partial(episode.run, self.stage)
+        notes = EpisodeNotes(choice_of(self.config))
+        self.stage = replace(stage, opened=notes.opened)
+        self.worker = Worker(partial(episode.run, self.stage), SIZE, notes=notes)
+        self.worker.sampled = self.samples.noted
         mesh: Any = SimpleNamespace(rank=0, reports=True)
         self.trainer = TrainerSamples(self.config, mesh, step, layers=2)
 
@@ -116,9 +121,7 @@ class SampledRun:
             found: list[Trajectory] = []
             self.pool.texts += texts
             for place in places:
-                outcome = await self.play(asked, place)
-                self.samples.ended(place, outcome)
-                found += outcome
+                found += await self.worker.episode(asked, place)
             if write:
                 await self.samples.write(number, 0, places, asked, "queued", 4, "")
             return found

@@ -43,6 +43,7 @@ from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
 from asyncmoe.rollout.scoring.parse_score import read
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
 
 BOUNDS = Bounds(turns=4, tokens=64, agents=3)
@@ -404,7 +405,7 @@ def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expect
 
     async def run() -> None:
         held = BoundedQueue(capacity=12, batch=4, group_size=2, max_staleness=2)
-        producing = asyncio.create_task(Producer(held, Questions(), partial(episode.run, stage), 2).run())
+        producing = asyncio.create_task(Producer(held, Questions(), Worker(partial(episode.run, stage), 2), 2).run())
         trained: list[int] = []
         for step in range(3):
             leased = await held.lease(step, "rl", 4, step, 5.0)

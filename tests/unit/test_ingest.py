@@ -21,6 +21,7 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Fetch, Fetched, Lease
 from asyncmoe.rpc.server import Server
@@ -140,7 +141,7 @@ async def refusing(spoilt: Callable[[EpisodeId], Trajectory], reason: str) -> No
         return spoilt(place) if place.key() == BAD else record(place, answer())
 
     trained: list[int] = []
-    producing = asyncio.create_task(Producer(held, Same(), alone(play), GROUP).run())
+    producing = asyncio.create_task(Producer(held, Same(), Worker(alone(play), GROUP, held._recording), GROUP).run())
     for step in range(3):
         leased = await held.lease(step, "rl", BATCH, step, 3.0)
         trained += sorted({item.group for item in leased.items})

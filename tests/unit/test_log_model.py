@@ -86,7 +86,7 @@ class Program:
             return
         one = self.model.running.pop(self.draw.randrange(len(self.model.running)))
         made = make_group(one.number, SIZE, [self.versions[one.number], self.life.queue.version])
-        await self.life.queue.put_group(made)
+        await self.life.put(made)
         self.model.order.remove(one)
         self.model.queued.add(one.number)
 

@@ -17,6 +17,7 @@ from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory
 
 GROUP, BATCH = 4, 8
@@ -70,7 +71,9 @@ def produce(
 
     async def run() -> None:
         held = made or queue()
-        made_by = Producer(held, Numbers(), alone(play), GROUP, first, start_over=start_over, max_rejected=max_rejected, most_s=most_s)
+        made_by = Producer(
+            held, Numbers(), Worker(alone(play), GROUP), GROUP, first, start_over=start_over, max_rejected=max_rejected, most_s=most_s
+        )
         producing = asyncio.create_task(made_by.run())
         following = asyncio.create_task(body(held))
         await asyncio.wait({producing, following}, return_when=asyncio.FIRST_COMPLETED)

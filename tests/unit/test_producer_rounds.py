@@ -22,6 +22,7 @@ from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Trajectory
 
 NEEDED = 2
@@ -44,7 +45,7 @@ def test_the_slowest_are_put_off_and_have_a_batch_of_their_own() -> None:
         return respond(prompt, place, held.version)
 
     async def body() -> list[set[int]]:
-        producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, rounds=Rounds(NEEDED, 1.5)).run())
+        producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, rounds=Rounds(NEEDED, 1.5)).run())
         trained = []
         for step in range(4):
             items = (await held.lease(step, "rl", BATCH, step, 10.0)).items
@@ -102,7 +103,9 @@ class Life:
         self.queue = BoundedQueue(capacity=3 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=max_staleness, log=self.notes)
 
     async def run(self, steps: int, rounds: Rounds[Start]) -> None:
-        producer = Producer(self.queue, Numbers(), alone(self._play), GROUP, rounds=rounds, queue_log=self.notes, **self.options)
+        producer = Producer(
+            self.queue, Numbers(), Worker(alone(self._play), GROUP), GROUP, rounds=rounds, queue_log=self.notes, **self.options
+        )
         producing = asyncio.create_task(producer.run())
         for step in range(steps):
             leased = asyncio.create_task(self.queue.lease(step, "rl", BATCH, step, 20.0))

@@ -221,7 +221,7 @@ def test_a_full_log_is_one_line_and_loses_nothing(home: Home, tmp_path: Path) ->
             for number in range(60):
                 held.started(SIZE)
                 full.begun(Start(number))
-                await held.put_group(make_group(number, SIZE, [0, 0]))
+                await full.put(held, make_group(number, SIZE, [0, 0]))
                 put.append(number)
 
         with pytest.raises(StorageError, match=r"^log\.max_bytes: [^\n]*$"):
@@ -238,7 +238,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
     async def fill(life: Life, put: list[int]) -> None:
         for number in range(4000):
             life.begin(number)
-            await life.queue.put_group(make_group(number, SIZE, [life.queue.version] * 2))
+            await life.put(make_group(number, SIZE, [life.queue.version] * 2))
             put.append(number)
             if number % 2:
                 await life.lease(number // 2)
@@ -282,7 +282,7 @@ def test_a_lost_trainer_gets_the_same_batches_while_groups_go_on_to_be_queued(ho
         leases.append(await life.lease(3))  # it was lost while it trained on this one
         life.begin(8)
         await back_to(life, 1)
-        await life.queue.put_group(make_group(8, SIZE, [3, 3]))
+        await life.put(make_group(8, SIZE, [3, 3]))
         assert (life.queue.trained_steps, life.queue.version, life.log.history) == (1, 3, 1)
         ledger = life.queue.ledger
         assert (ledger.trained, ledger.leased, ledger.queued, ledger.running) == (BATCH, 3 * BATCH, SIZE, 0)

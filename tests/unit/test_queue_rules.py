@@ -15,6 +15,7 @@ from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Trajectory
 
 
@@ -48,7 +49,7 @@ async def test_oversampling_keeps_the_first_and_counts_the_rest() -> None:
         return respond(prompt, place)
 
     held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, oversample=2).run())
+    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, oversample=2).run())
     await until(lambda: held.stats().depth == BATCH)
     leased = await held.lease(0, "rl", BATCH, 0, 1.0)
     assert [item.key for item in leased.items if item.group == 0] == [f"g0.e{e}.a0.t0" for e in (0, 3, 4, 5)]
@@ -65,7 +66,7 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
         return made
 
     held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, filter_equal=True).run())
+    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, filter_equal=True).run())
     await until(lambda: held.stats().depth == BATCH)
     assert held.stats().dropped == {"equal_rewards": GROUP}
     assert {item.group for item in (await held.lease(0, "rl", BATCH, 0, 1.0)).items} == {1, 2}
@@ -80,7 +81,7 @@ async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None
         return respond(prompt, place)
 
     held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP, unit="trajectory").run())
+    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, unit="trajectory").run())
     await until(lambda: held.stats().depth == BATCH)
     assert held.stats().rejected == {"engine_error": 1}
     items = (await held.lease(0, "rl", BATCH, 0, 1.0)).items
@@ -116,7 +117,7 @@ async def test_a_requeued_prompt_is_asked_again_and_trained_with_newer_tokens() 
         return respond(prompt, place, sampled_at)
 
     held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=1, rule="requeue")
-    producing = asyncio.create_task(Producer(held, Numbers(), alone(play), GROUP).run())
+    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP).run())
     trained: list[tuple[int, int, int]] = []
     for step in range(5):
         if step == 3:

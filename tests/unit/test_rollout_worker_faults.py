@@ -9,22 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncmoe.errors import ProtocolError, StorageError
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.scoring import stages
 from asyncmoe.rollout.scoring.tracebacks import Raised, Tracebacks
-from asyncmoe.rollout.workers import process, worker
-from asyncmoe.rollout.workers.news import UnheardOutcomes, size_of
+from asyncmoe.rollout.workers import process, service
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, EpisodeOutcome, WorkerBegin, WorkerPacked
-from tests.unit.example_counts import examples
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine
 
@@ -36,55 +31,8 @@ async def lost(cluster: Cluster, number: int) -> str:
     return why
 
 
-OUTCOMES = st.builds(
-    EpisodeOutcome,
-    group=st.integers(0, 1 << 53),
-    episode=st.integers(0, 1 << 53),
-    attempt=st.integers(0, 1 << 53),
-    rewards=st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(allow_nan=False)), max_size=9).map(tuple),
-    reason=st.text(max_size=9),
-    detail=st.text(max_size=60),
-    sampled=st.binary(max_size=900),
-)
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.lists(OUTCOMES, max_size=12), st.integers(1, 3000))
-def test_every_outcome_is_told_once_and_in_order_in_portions_that_fit(outcomes: list[EpisodeOutcome], most: int) -> None:
-    unheard, told, seen = UnheardOutcomes(most), list[EpisodeOutcome](), 0
-    for one in outcomes:
-        unheard.add(one)
-        assert len(msgspec.msgpack.encode(one)) <= size_of(one)
-    while len(unheard):
-        number, portion = unheard.portion()
-        assert unheard.portion() == (number, portion), "until it is heard"
-        assert number == seen + len(portion) > seen
-        assert len(portion) == 1 or sum(map(size_of, portion)) <= most
-        told += portion
-        unheard.heard(seen := number)
-    assert told == outcomes
-
-
-def test_more_news_than_a_message_has_room_for_does_not_lose_the_worker(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=1) as cluster:
-            unheard, server = cluster.lent[1].worker._news, cluster.lent[1].server
-            assert unheard._most <= server._max_frame_bytes // 4
-            unheard._most, server._max_frame_bytes = 1 << 18, 1 << 20
-            fat = EpisodeOutcome(1 << 20, 0, 0, sampled=bytes(1 << 18))  # of a group that nobody waits for
-            for _ in range(5):
-                unheard.add(fat)
-            for step in range(2):
-                await cluster.train(step)
-            while any(one is fat for _, one in unheard._kept):
-                await asyncio.sleep(0.01)
-            assert not cluster.fleet._workers[1].gone
-
-    asyncio.run(run())
-
-
 def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_MOST_SAMPLED", 8)
+    monkeypatch.setattr(service, "_MOST_SAMPLED", 8)
     left: list[object] = []
 
     async def run() -> None:
@@ -115,7 +63,7 @@ def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_first(tmp_
                 assert not still.gone
                 assert goes.engines is not None
                 assert not goes.engines.open
-                assert not cluster.lent[2].worker._pool._gate._open.is_set()
+                assert not cluster.lent[2].worker.pool._gate._open.is_set()
                 cluster.pool.release()
                 assert "WorkerEngines" in await lost(cluster, 1)
                 await cluster.train(1)
@@ -131,13 +79,13 @@ def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(tmp_path: Path) ->
             for handle in cluster.handles:
                 handle.client.hangs = True
             lent, gates = cluster.lent[1].worker, cluster.fleet._gates
-            while not all(member.in_flight for member in lent._pool.members):
+            while not all(member.in_flight for member in lent.pool.members):
                 await asyncio.sleep(0.01)
             leaves = cluster.pool.members[0]
             leaves.elsewhere, leaves.leaving = 0, True  # as the news before said
             gates.tell()
             assert await gates.late() == 0
-            (there,) = [member for member in lent._pool.members if member.engine.name == leaves.engine.name]
+            (there,) = [member for member in lent.pool.members if member.engine.name == leaves.engine.name]
             assert leaves.elsewhere == there.in_flight > 0
             assert there.leaving
             for handle in cluster.handles:
@@ -202,7 +150,7 @@ def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -
                     await asyncio.sleep(0.01)
                 await cluster.lose(1)
                 await lost(cluster, 1)
-                others = {place.group for place in cluster.fleet._workers[2]._running}
+                others = {place.group for place in cluster.fleet._workers[2].running}
                 await cluster.start(1)
                 for handle in cluster.handles:
                     handle.client.hangs = False

@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError, ProtocolError, TrajectoryRejected
+from asyncmoe.log.turns import EpisodeKey
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.workers import fleet
 from asyncmoe.rpc.messages import Fetch
-from asyncmoe.rpc.worker_messages import EpisodeMember, WorkerJoin, WorkerOver, WorkerPack
+from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerOver, WorkerPack
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
 from tests.unit.worker_fleet import BATCH, Cluster, Numbers
@@ -57,7 +58,7 @@ def test_a_group_is_held_by_its_worker_and_fetched_from_there(tmp_path: Path) ->
             await asyncio.sleep(0.1)
             trained = {one.key for made in cluster.trained.values() for one in made}
             for lent in cluster.lent.values():
-                assert not trained & set(lent.worker._held._frames)
+                assert not trained & set(lent.worker._worker._frames)
 
     asyncio.run(run())
 
@@ -81,7 +82,7 @@ def test_what_a_lost_worker_held_comes_from_the_log(tmp_path: Path) -> None:
         async with Cluster(tmp_path, workers=2, engines=4, seed=2) as cluster:
             leased = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
             lost = leased.items[0].holder
-            before = {number: dict(lent.worker._held._frames) for number, lent in cluster.lent.items()}
+            before = {number: dict(lent.worker._worker._frames) for number, lent in cluster.lent.items()}
             held = {key: [bytes(one) for one in frames] for own in before.values() for key, frames in own.items()}
             await cluster.lose(lost)
             keys = tuple(item.key for item in leased.items)
@@ -146,7 +147,7 @@ def test_a_worker_packs_only_what_has_ended_there(tmp_path: Path) -> None:
         async with Cluster(tmp_path, workers=1, engines=1, seed=4) as cluster:
             (worker,) = cluster.fleet._workers.values()
             with pytest.raises(ProtocolError, match="have ended here"):
-                await worker.ask(WorkerPack(99, (EpisodeMember(0, 0),), 0))
+                await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0))
             await worker.ask(WorkerOver((99,)))
             assert not worker.gone
 
@@ -161,7 +162,7 @@ def test_an_episode_of_a_lost_worker_is_rejected(tmp_path: Path) -> None:
             while not worker.gone:
                 await asyncio.sleep(0.01)
             with pytest.raises(TrajectoryRejected, match="worker_lost"):
-                worker.check()
+                await worker.episode(Numbers().prompt(99), EpisodeId(99, 0, 0))
             assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
 
     asyncio.run(run())
@@ -199,8 +200,8 @@ def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(tmp_path: Pa
                 handle.client.hangs = True
             while len(cluster.fleet._groups) < 80:
                 await asyncio.sleep(0.01)
-            lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
-            assert cluster.fleet._workers[lost].running > 2 * 32
+            lost = max(cluster.fleet._workers.values(), key=lambda worker: len(worker.running)).joined.number
+            assert len(cluster.fleet._workers[lost].running) > 2 * 32
             await cluster.lose(lost)
             for handle in cluster.handles:
                 handle.client.hangs = False

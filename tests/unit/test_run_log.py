@@ -29,6 +29,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemb
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 from asyncmoe.trajectory.native import crc32c
 from tests.redis_server import LocalRedis, needed
@@ -76,6 +77,7 @@ class Case:
         """Go on from step `self.step`; after `until` leave the files as a kill does, or without it end after `STEPS` steps."""
         held = RunLog.open(configured(folder), HF, NOTHING)
         resumed = await held.resume(self.step)
+        worker = Worker(self._episode, SIZE, kept=held.own)
         queue = self.queue = BoundedQueue(
             capacity=4 * BATCH,
             batch=BATCH,
@@ -84,11 +86,12 @@ class Case:
             trained_steps=self.step,
             log=held.queue_log,
             resumed=resumed,
+            on_freed=worker.over,
         )
         queue.set_version(self.step)
         options: Any = {"oversample": self.oversample, "unit": self.unit, "filter_equal": True, "queue_log": held.queue_log}
         options["rounds"] = Rounds(GROUPS, self.tail)
-        producer = Producer(queue, Numbers(), self._episode, SIZE, held.first_group, **options)
+        producer = Producer(queue, Numbers(), worker, SIZE, held.first_group, **options)
         tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
         await asyncio.wait(tasks, timeout=until, return_when=asyncio.FIRST_COMPLETED)
         if until is not None:

@@ -266,7 +266,7 @@ def produce(run: SampledRun, queue: BoundedQueue, texts: list[str], until: int, 
 
     async def body() -> None:
         run.pool.texts += texts
-        producer = Producer(queue, Questions(), run.play, SIZE, samples=run.samples, **options)  # type: ignore[arg-type]
+        producer = Producer(queue, Questions(), run.worker, SIZE, samples=run.samples, **options)  # type: ignore[arg-type]
         producing = asyncio.create_task(producer.run())
         async with asyncio.timeout(20):
             while len((run.config.run.dir / "samples" / "rollout.jsonl").read_bytes().splitlines()) <= until and not producing.done():

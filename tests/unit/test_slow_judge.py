@@ -12,6 +12,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring.types import Sample
 from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Trajectory
 from tests.unit.virtual_time import run
 
@@ -55,7 +56,7 @@ def test_a_slow_judge_lowers_throughput_to_its_own_rate_and_nothing_else() -> No
             idle_without_need += generating < SLOTS and held.can_start(GROUP)
 
     async def play_all() -> None:
-        tasks = [asyncio.create_task(part) for part in (Producer(held, Numbers(), play, GROUP).run(), train())]
+        tasks = [asyncio.create_task(part) for part in (Producer(held, Numbers(), Worker(play, GROUP), GROUP).run(), train())]
         await watch()
         for task in tasks:
             task.cancel()

@@ -24,7 +24,7 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.workers.fleet import WorkerFleet
-from asyncmoe.rollout.workers.worker import RolloutWorker
+from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Fetch, Leased
@@ -69,7 +69,7 @@ class Lent:
     """One worker and its server."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
-        self.worker = RolloutWorker(cluster.config, number, cluster.parts, NOTHING, cluster.connect)
+        self.worker = WorkerService(cluster.config, number, cluster.parts, NOTHING, cluster.connect)
         self.server = Server(self.worker.answer, here_only=True)
         self._serving: asyncio.Task[None] | None = None
         self.number = number
@@ -133,10 +133,9 @@ class Cluster:
         producer = Producer(
             self.queue,
             self.parts.task,
-            self.fleet.episode,
+            self.fleet,
             SIZE,
             queue_log=self.run_log.queue_log,
-            elsewhere=self.fleet,
             start_over=frozenset({"environment_error"}),
         )
         work = (self.server.serve(), self.fleet.run(), producer.run())

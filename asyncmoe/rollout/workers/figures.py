@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +13,8 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring.stages import stats
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring
+
+Summed = TypeVar("Summed", Scoring, Calls)
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,33 +42,21 @@ def read(sent: bytes) -> Figures:
 
 def added(several: Iterable[Figures]) -> Figures:
     """Return the sum of several processes' figures; a breaker that is not closed in one of them counts."""
-    scored: dict[str, list[Scoring]] = {}
-    called: dict[str, list[Calls]] = {}
+    scored, called = defaultdict[str, list[Scoring]](list), defaultdict[str, list[Calls]](list)
     for one in several:
         for name, stage in one.scoring.items():
-            scored.setdefault(name, []).append(stage)
+            scored[name].append(stage)
         for name, tool in one.tools.items():
-            called.setdefault(name, []).append(tool)
-    return Figures({name: _stage(all_) for name, all_ in scored.items()}, {name: _tool(all_) for name, all_ in called.items()})
+            called[name].append(tool)
+    return Figures({name: _sum(some) for name, some in scored.items()}, {name: _sum(some) for name, some in called.items()})
 
 
-def _stage(some: list[Scoring]) -> Scoring:
-    breaker = next((one.breaker for one in some if one.breaker != "closed"), "closed")
-    sums = _sums(some, ("in_flight", "waiting", "scored", "retried", "seconds", "wait_seconds"))
-    return Scoring(failed=_merged(one.failed for one in some), breaker=breaker, **sums)
+def _sum(some: Sequence[Summed]) -> Summed:
+    kind = type(some[0])
+    return kind(**{name: _total([getattr(one, name) for one in some]) for name in kind.__struct_fields__})
 
 
-def _tool(some: list[Calls]) -> Calls:
-    return Calls(failures=_merged(one.failures for one in some), **_sums(some, ("calls", "seconds")))
-
-
-def _sums(some: Iterable[object], names: Iterable[str]) -> dict[str, Any]:
-    every = list(some)
-    return {name: sum(getattr(one, name) for one in every) for name in names}
-
-
-def _merged(some: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
-    counts: Counter[str] = Counter()
-    for one in some:
-        counts.update(one)
-    return dict(counts)
+def _total(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], str):
+        return next((state for state in values if state != "closed"), "closed")
+    return dict(sum(map(Counter, values), Counter[str]())) if isinstance(values[0], Mapping) else sum(values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
@@ -18,19 +18,19 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.flights import LOST, RemoteTrajectory
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers import figures
 from asyncmoe.rollout.workers.figures import Figures, added
 from asyncmoe.rollout.workers.gates import WorkerGates
-from asyncmoe.rollout.workers.outcome import LOST
-from asyncmoe.rollout.workers.remote import RemoteWorker, Sampled, Told
+from asyncmoe.rollout.workers.remote import RemoteWorker
+from asyncmoe.rollout.workers.worker import Sampled
 from asyncmoe.rpc.messages import Done
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain, WorkerTotals
 
 log = logging.getLogger(__name__)
-_NEWS_S = 5.0
 _LOOK_S = 0.05
 _IDLE_S = 10.0
 """Seconds for which a worker may have no engine that serves before its groups start again elsewhere."""
@@ -55,7 +55,7 @@ class WorkerFleet:
         config: Config,
         pool: Pool,
         generated: Callable[[str, float, float], None],
-        first: Callable[[], Awaitable[WorkerBegin]],
+        first: Callable[[], WorkerBegin],
         address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
     ) -> None:
         self._config, self._pool, self._generated, self._first = config, pool, generated, first
@@ -63,7 +63,6 @@ class WorkerFleet:
         self._following: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, RemoteWorker] = {}
         self._began, self._told_missing, self._idle = time.monotonic(), False, dict[int, float]()
-        self._closing: set[asyncio.Future[None]] = set()
         self._totals: dict[int, WorkerTotals] = {}
         self._figures: dict[int, Figures] = {}
         self._ended_figures = Figures()
@@ -93,7 +92,7 @@ class WorkerFleet:
             raise ProtocolError(f"rollout worker {request.number} has joined already")
         worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left))
         try:
-            self._recorded |= dict.fromkeys(await worker.begin(await self._first()), request.number)
+            self._recorded |= dict.fromkeys(await worker.begin(self._first()), request.number)
         except BaseException:
             await worker.close()
             raise
@@ -140,44 +139,43 @@ class WorkerFleet:
             task.cancel()
         await asyncio.gather(*self._following.values(), self._gates.close(), return_exceptions=True)
         await asyncio.gather(*(worker.ask(WorkerEnd()) for worker in alive), return_exceptions=True)
-        await asyncio.gather(*(worker.close() for worker in alive), *self._closing)
+        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
 
     # ------------------------------------------------------------ groups, for the producer
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> Told:
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[RemoteTrajectory, ...]:
         """Run and score one episode on the worker of its group. Raises as `RemoteWorker.episode`."""
         while (worker := self._groups.get(place.group)) is None:
             if (free := [one for one in self._alive() if one.width]) and self._complete():
                 before = self._recorded.pop(place.group, 0)
-                worker = min(free, key=lambda one: (one.joined.number != before, one.running / one.width, one.joined.number))
+                worker = min(free, key=lambda one: (one.joined.number != before, len(one.running) / one.width, one.joined.number))
                 self._groups[place.group] = worker
-                worker.groups.add(place.group)
             else:
                 await asyncio.sleep(_LOOK_S)
         return await worker.episode(prompt, place)
 
-    async def pack(self, group: int, episodes: Sequence[EpisodeId], newest: int) -> Group:
+    async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Make a group of its episodes. Raises as `RemoteWorker.pack`."""
-        if (worker := self._groups.get(group)) is None:
-            raise TrajectoryRejected(LOST, f"the worker of group {group} is lost")
-        return await worker.pack(group, episodes, newest)
+        if (worker := self._groups.get(episodes[0].group)) is None:
+            raise TrajectoryRejected(LOST, f"the worker of group {episodes[0].group} is lost")
+        return await worker.pack(episodes, newest)
 
     def drop(self, episodes: Sequence[EpisodeId]) -> None:
         """Have the worker of a group end and forget its episodes."""
         if episodes and (worker := self._groups.pop(episodes[0].group, None)) is not None:
-            worker.drop(episodes)
-            worker.over(episodes[0].group)  # what was recorded of it, too
+            worker.stop(episodes)
+            worker.forget(episodes[0].group)  # what was recorded of it, too
 
     def over(self, groups: Sequence[Group]) -> None:
         """Have workers forget groups that the queue has deleted."""
         for group in groups:
             if group.holder and (worker := self._groups.pop(group.number, None)) is not None:
-                worker.over(group.number)
+                worker.forget(group.number)
 
-    def retain(self, needed: Mapping[int, int]) -> None:
-        """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by writer."""
+    async def retain(self, needed: Mapping[int, int]) -> None:
+        """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by number of the worker."""
         for worker in self._alive():
-            worker.tell(WorkerRetain(needed.get(worker.joined.number)))
+            worker.tell(WorkerRetain(dict(needed)))
 
     # ------------------------------------------------------------ internals
 
@@ -200,18 +198,16 @@ class WorkerFleet:
                 self._idle.pop(number, None)
             elif now - self._idle.setdefault(number, now) > _IDLE_S:
                 self._idle.pop(number)
-                worker.abandon(f"{worker.name} has no engine that serves")
+                log.warning("%s has no engine that serves: its groups start again elsewhere", worker.name)
+                worker.stop(list(worker.running))
 
     def _alive(self) -> list[RemoteWorker]:
         return [worker for worker in self._workers.values() if not worker.gone]
 
     async def _follow(self, worker: RemoteWorker) -> None:
-        seen = 0
         try:
             while True:
-                news = await worker.news(seen, _NEWS_S)
-                seen = news.number
-                self._take(worker, news)
+                self._take(worker, await worker.news())
         except AsyncmoeError as error:
             worker.lose(str(error))
 
@@ -231,10 +227,5 @@ class WorkerFleet:
     def _lost(self, worker: RemoteWorker) -> None:
         log.error("%s is lost: %s", worker.name, worker.gone)
         self.times_lost += 1
-        for number in worker.groups:
-            self._groups.pop(number, None)
-        worker.groups.clear()
-        closing = asyncio.ensure_future(worker.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._groups = {number: other for number, other in self._groups.items() if other is not worker}
         self._gates.lost(worker)

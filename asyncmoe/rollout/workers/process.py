@@ -17,7 +17,7 @@ from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring import stages
-from asyncmoe.rollout.workers.worker import RolloutWorker
+from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.peers import facts
@@ -63,7 +63,7 @@ def run(config: Config, run_dir: Path, number: int) -> None:
 async def _serve(config: Config, run_dir: Path, number: int) -> None:
     stop = asyncio.Event()
     loaded = parts.load(config)
-    worker = RolloutWorker(config, number, loaded, models.recording(config, models.hf_config_of(config)))
+    worker = WorkerService(config, number, loaded, models.recording(config, models.hf_config_of(config)))
     here_only = not address.several(config.cluster.network)
     host = address.reachable(config.cluster.network)
     try:
@@ -113,7 +113,7 @@ async def write_log(config: Config, number: int, loaded: RolloutParts) -> None:
             await asyncio.sleep(_LOOK_S)
 
 
-async def watch(config: Config, worker: RolloutWorker) -> None:
+async def watch(config: Config, worker: WorkerService) -> None:
     """Look for the controller, which asks for news all the time; never returns.
 
     Raises:
@@ -122,7 +122,7 @@ async def watch(config: Config, worker: RolloutWorker) -> None:
     limit, parent = config.cluster.heartbeat_timeout_s, os.getppid()
     while True:
         heartbeats.beat("runs episodes")
-        worker.look()
+        worker.pool.look()
         silent = time.monotonic() - worker.heard
         if silent > limit or os.getppid() != parent:
             raise WaitTimeout("the controller", "it asks for nothing any more", silent)

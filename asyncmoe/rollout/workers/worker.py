@@ -1,238 +1,170 @@
-"""A rollout worker: runs the episodes that the controller starts, and holds what they bring until the controller says that it is over."""
+"""Runs episodes, makes whole groups of them, and holds these until they are over: in the controller, or in a process of its own
+(`asyncmoe.rollout.workers.service`)."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-
-import msgspec
+from functools import partial
 
 from asyncmoe.config import Config
-from asyncmoe.engines import backend
-from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected
-from asyncmoe.rollout import parts, run_log
+from asyncmoe.engines.pool import Pool
+from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.log.log import Place
+from asyncmoe.queue import payload
+from asyncmoe.queue.group_buffer import Group, whole
+from asyncmoe.queue.queue_log import OWN
+from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
-from asyncmoe.rollout.sampled_episodes import EpisodeNotes, cleaned, to_bytes
-from asyncmoe.rollout.tasks.types import Prompt, from_bytes
-from asyncmoe.rollout.workers.engines import Connect, LentEngines
-from asyncmoe.rollout.workers.figures import figures_of
-from asyncmoe.rollout.workers.held import HeldGroups
-from asyncmoe.rollout.workers.news import UnheardOutcomes
-from asyncmoe.rollout.workers.outcome import RUN_FAILED
-from asyncmoe.rpc.codec import MAX_FRAME_BYTES
-from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
-from asyncmoe.rpc.worker_messages import (
-    EpisodeOutcome,
-    WorkerAsk,
-    WorkerBegin,
-    WorkerBegun,
-    WorkerEnd,
-    WorkerEngines,
-    WorkerFetch,
-    WorkerLoad,
-    WorkerNews,
-    WorkerOver,
-    WorkerPack,
-    WorkerPacked,
-    WorkerRetain,
-    WorkerStart,
-    WorkerStop,
-    WorkerTotals,
-)
+from asyncmoe.rollout.run_log import WorkerLog
+from asyncmoe.rollout.sampled_episodes import EpisodeNotes, SampledEpisode
+from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.telemetry.samples.choice import choice_of
-from asyncmoe.trajectory import Buffer, Recording, Trajectory
+from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part
 
-log = logging.getLogger(__name__)
-_MOST_SAMPLED = MAX_FRAME_BYTES // 2
-"""Bytes that an episode may leave for readers of samples, which are sent in one message."""
-_MOST_DETAIL = 2000
-"""Characters kept of why an episode was rejected."""
+Play = Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]
+Sampled = Callable[[EpisodeId, SampledEpisode], None]
+_LONG = 1 << 17
+"""Tokens of a group that is checked and encoded in a thread: for a smaller one the thread costs more than it spares the event loop."""
 
 
-class RolloutWorker:
-    """Answers the controller and the trainer's ranks. For one event loop.
+class Worker:
+    """An `asyncmoe.rollout.flights.Workers`. For one event loop.
 
     Args:
-        number: of the worker.
-        recording: what engines report of each token.
-        connect: as `asyncmoe.engines.backend.connect`.
+        play: runs and scores one episode; raises TrajectoryRejected.
+        group_size: number of episodes in a group.
+        recording: data that each trajectory must carry.
+        kept: where payloads and answers are kept; None: nowhere.
+        number: of the worker, and so of what it writes.
+        notes: of the episodes that are kept to be read.
 
     Attributes:
-        over: set when the run is over.
-        heard: monotonic time of the controller's last request.
+        sampled: called with what an episode leaves for readers of samples.
     """
 
-    def __init__(self, config: Config, number: int, loaded: RolloutParts, recording: Recording, connect: Connect = backend.connect) -> None:
-        self.over, self.heard = asyncio.Event(), time.monotonic()
-        self._loaded = loaded
-        self._config, self._number, self._begun = config, number, False
-        self._engines, self._held = LentEngines(connect), HeldGroups(config, number, recording)
-        self._pool = parts.pool_of(config, self._engines.record)
-        self._pool.returns = lambda _: True  # the controller knows when none will come
-        self._notes = EpisodeNotes(choice_of(config))
-        self._stage = replace(parts.context_of(config, loaded, self._pool, recording), opened=self._notes.opened)
-        self._running: dict[EpisodeId, asyncio.Task[None]] = {}
-        self._stopping: set[asyncio.Task[None]] = set()
-        self._ended: dict[EpisodeId, tuple[Trajectory, ...]] = {}
-        self._news, self._arrived = UnheardOutcomes(), asyncio.Event()
+    def __init__(
+        self,
+        play: Play,
+        group_size: int,
+        recording: Recording = NOTHING,
+        kept: WorkerLog | None = None,
+        number: int = OWN,
+        notes: EpisodeNotes | None = None,
+    ) -> None:
+        self._play, self._size, self._recording, self._kept, self._number = play, group_size, recording, kept, number
+        self._notes = notes
+        self.sampled: Sampled = lambda place, left: None
+        self._running: dict[EpisodeId, object] = {}
+        self._ended: dict[int, dict[EpisodeId, tuple[Trajectory, ...]]] = {}
+        """By the number of the group."""
+        self._groups: dict[int, Group] = {}
+        self._frames: dict[str, list[Buffer]] = {}
+        self._writing: list[int] = []
 
-    async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
-        """Answer one request.
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+        """Run and score one episode, and keep its trajectories for `pack`. Raises as `play`."""
+        mine = self._running[place] = object()
+        try:
+            made = await self._play(prompt, place)
+            self._note(place, made)
+            if self._running.get(place) is mine:  # else it was dropped while it ended
+                self._ended.setdefault(place.group, {})[place] = made
+            return made
+        except TrajectoryRejected as rejected:
+            self._note(place, rejected)
+            raise
+        finally:
+            if self._running.get(place) is mine:
+                self._note(place, None)  # if it was cancelled
+                del self._running[place]
+
+    async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
+        """Make a group of episodes that have ended; return once its payload is in the log.
 
         Raises:
-            ProtocolError: it is out of turn, not for a worker, or about what this worker does not hold.
-            TrajectoryRejected: a group to pack is unfit for training.
+            ProtocolError: one of them has not ended here.
+            TrajectoryRejected: the group is unfit for training.
             StorageError: the log cannot be written.
         """
-        if isinstance(request, WorkerFetch):  # a trainer's rank asks
-            return Fetched(request.keys), self._held.fetch(request)
-        self.heard = time.monotonic()
-        if isinstance(request, WorkerBegin):
-            begun = WorkerBegun(await asyncio.to_thread(self._begin, request))  # reads all that was recorded
-            self.heard = time.monotonic()
-            return begun
-        if not self._begun:
-            raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
-        match request:
-            case WorkerEngines():
-                await self._engines.use(self._pool, request)
-                return WorkerLoad(self._engines.uses(self._pool))
-            case WorkerPack():
-                return await self._pack(request)
-            case WorkerAsk():
-                return await self._tell(request)
-        await self._do(request)
-        return Done()
+        ended = self._ended.get(episodes[0].group, {})
+        if missing := [place.key() for place in episodes if place not in ended]:
+            raise ProtocolError(f"pack: got {missing[0]}, expected episodes that have ended here")
+        group = await self.hold([one for place in episodes for one in ended[place]], newest)
+        self._forget_episodes(group.number)
+        return group
 
-    async def _do(self, request: Request) -> None:
-        match request:
-            case WorkerStart():
-                self._start(request)
-            case WorkerStop():
-                for member in request.members:
-                    self._stop(EpisodeId(request.group, member.episode, member.attempt))
-            case WorkerOver():
-                for group in request.groups:
-                    self._forget(group)
-            case WorkerRetain():
-                await self._held.retain(request.below)
-            case WorkerEnd():
-                self.over.set()
-            case _:
-                raise ProtocolError(f"{type(request).__name__}: got it at a rollout worker, expected it at the controller")
+    async def hold(self, trajectories: Sequence[Trajectory], newest: int) -> Group:
+        """Check, write and hold a group. Raises as `pack`."""
+        made = partial(whole, trajectories, self._size, self._recording, newest)
+        group = await asyncio.to_thread(made) if sum(map(len, trajectories)) > _LONG else made()
+        if self._kept is not None:
+            position = await payload.write(self._kept.payloads, group, self._writing)
+            group = replace(group, place=Place(self._number, position))
+        self._groups[group.number] = group
+        self._frames.update(group.frames)
+        return group
 
-    def look(self) -> None:
-        """Notice whether this process stands still (`asyncmoe.engines.standstill`); call it twice a second."""
-        self._pool.look()
+    def fetch(self, keys: Sequence[str], layers: Sequence[int] | None, masks: bool) -> list[Buffer]:
+        """Return encoded frames of held trajectories, as `asyncmoe.queue.bounded.BoundedQueue.fetch`. Raises ProtocolError."""
+        if unknown := [key for key in keys if key not in self._frames]:
+            raise ProtocolError(f"fetch: rollout worker {self._number} does not hold {unknown[0]}")
+        return [frame for key in keys for frame in part(self._frames[key], layers, masks)]
 
-    async def close(self) -> None:
-        """End all episodes, and close what is open."""
-        running = [*self._running.values(), *self._stopping]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await self._engines.close(self._pool)
-        await asyncio.to_thread(self._held.close)
-        if self._stage.turns is not None:
-            await asyncio.to_thread(self._stage.turns.close)
+    def stop(self, place: EpisodeId) -> None:
+        """Forget an episode at once, whether it runs or has ended: the next attempt of its group may have one of the same name."""
+        self._running.pop(place, None)
+        self._ended.get(place.group, {}).pop(place, None)
+        self._note(place, None)
 
-    def _begin(self, request: WorkerBegin) -> tuple[int, ...]:
-        if self._begun:
-            raise ProtocolError("WorkerBegin: got it twice; a worker serves one controller")
-        section = self._config.log
-        if request.log:
-            opened = run_log.opener(section, self._config.run.dir, request.log)
-            self._held.log = opened(str(self._number), section.max_bytes)
-            turns = run_log.turns_of(opened, section, self._number, request.under_way)
-            self._stage = replace(self._stage, turns=turns, piece=section.piece_tokens)
-        self._begun = True
-        return () if self._stage.turns is None else tuple(sorted(self._stage.turns.groups))
+    def drop(self, episodes: Sequence[EpisodeId]) -> None:
+        """Forget the episodes of a group that is given up or starts again, and what was recorded of it."""
+        for place in episodes:
+            self.stop(place)
+        for number in {place.group for place in episodes}:
+            self.forget(number)
 
-    def _start(self, request: WorkerStart) -> None:
-        try:
-            prompt = from_bytes(request.prompt)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"WorkerStart: malformed prompt: {error}") from error
-        for member in request.members:
-            place = EpisodeId(request.group, member.episode, member.attempt)
-            if place in self._running or place in self._ended:
-                raise ProtocolError(f"WorkerStart: got {place.key()} twice")
-            self._running[place] = asyncio.create_task(self._episode(prompt, place))
+    def over(self, groups: Sequence[Group]) -> None:
+        """Forget groups that the queue has deleted."""
+        for group in groups:
+            self.forget(group.number)
 
-    async def _episode(self, prompt: Prompt, place: EpisodeId) -> None:
-        ended, made = EpisodeOutcome(place.group, place.episode, place.attempt), tuple[Trajectory, ...]()
-        try:
-            made = await episode.run(self._stage, prompt, place)
-            sampled = self._sampled(place, made)
-            ended = msgspec.structs.replace(ended, rewards=tuple((one.agent, one.reward) for one in made), sampled=sampled)
-        except TrajectoryRejected as rejected:
-            detail = str(rejected).removeprefix(f"{rejected.reason}: ")
-            sampled = self._sampled(place, rejected)
-            ended = msgspec.structs.replace(ended, reason=rejected.reason, detail=cleaned(detail[:_MOST_DETAIL]), sampled=sampled)
-        except Exception as error:  # noqa: BLE001  the controller raises it, and ends the run
-            text = str(error) if isinstance(error, AsyncmoeError) else f"{type(error).__name__}: {error}"
-            ended = EpisodeOutcome(place.group, place.episode, place.attempt, reason=RUN_FAILED, detail=cleaned(text[:_MOST_DETAIL]))
-        if self._running.get(place) is not asyncio.current_task():
-            return  # it was stopped while it ended
-        del self._running[place]
-        if ended.rewards:
-            self._ended[place] = made
-        self._news.add(ended)
-        self._arrived.set()
+    def forget(self, number: int) -> None:
+        """Forget all of a group."""
+        if (group := self._groups.pop(number, None)) is not None:
+            for key in group.keys:
+                del self._frames[key]
+        self._forget_episodes(number)
 
-    def _stop(self, place: EpisodeId) -> None:
-        # At once: the next attempt of its group may have an episode of the same name.
-        self._notes.cancelled(place)
-        self._ended.pop(place, None)
-        if (task := self._running.pop(place, None)) is not None:
-            self._stopping.add(task)
-            task.add_done_callback(self._stopping.discard)
-            task.cancel()
+    async def retain(self, needed: Mapping[int, int]) -> None:
+        """Let go of payloads that neither a record names nor this worker holds. Raises StorageError.
 
-    def _sampled(self, place: EpisodeId, outcome: tuple[Trajectory, ...] | TrajectoryRejected) -> bytes:
-        left = self._notes.ended(place, outcome)
-        made = b"" if left is None else to_bytes(left)
-        if len(made) > _MOST_SAMPLED:
-            log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
-            return b""
-        return made
+        Args:
+            needed: position of the oldest payload that a record names, by number of the worker.
+        """
+        if self._kept is not None:
+            held = [group.place.position for group in self._groups.values() if group.place is not None]
+            below = min((*held, *self._writing), default=self._kept.payloads.end)  # those that are written have no place yet
+            await asyncio.to_thread(self._kept.payloads.forget, min(needed.get(self._number, below), below))
 
-    async def _pack(self, request: WorkerPack) -> WorkerPacked:
-        places = [EpisodeId(request.group, member.episode, member.attempt) for member in request.members]
-        if missing := [place.key() for place in places if place not in self._ended]:
-            raise ProtocolError(f"WorkerPack: got {missing[0]}, expected episodes that have ended here")
-        packed = await self._held.add(request.group, [one for place in places for one in self._ended[place]], request.newest)
-        self._forget_episodes(request.group)
-        if self._stage.turns is not None:
-            self._stage.turns.over(request.group)
-        return packed
+    def _forget_episodes(self, number: int) -> None:
+        self._ended.pop(number, None)
+        if self._kept is not None:
+            self._kept.turns.over(number)
 
-    def _forget(self, group: int) -> None:
-        self._held.over(group)
-        self._forget_episodes(group)
-        if self._stage.turns is not None:
-            self._stage.turns.over(group)
+    def _note(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected | None) -> None:
+        left = None if self._notes is None else self._notes.ended(place, outcome)
+        if left is not None:
+            self.sampled(place, left)
 
-    def _forget_episodes(self, group: int) -> None:
-        for place in [place for place in self._ended if place.group == group]:
-            del self._ended[place]
 
-    async def _tell(self, asked: WorkerAsk) -> WorkerNews:
-        self._news.heard(asked.seen)
-        if not self._news:
-            self._arrived.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(asked.wait_s):
-                    await self._arrived.wait()
-        pool, engines = self._pool, self._engines
-        pool.note_busy()
-        busy = tuple(engines.busy)
-        engines.busy.clear()
-        totals = WorkerTotals(pool.generated_tokens, pool.lost_tokens, pool.recomputed_tokens, pool.recalled_tokens)
-        (number, ended), figures = self._news.portion(), msgspec.msgpack.encode(figures_of(self._loaded))
-        return WorkerNews(number, ended, engines.uses(pool), busy, totals, figures)
+def worker_of(config: Config, loaded: RolloutParts, pool: Pool, recording: Recording, number: int, kept: WorkerLog | None) -> Worker:
+    """Return a worker whose episodes sample from the engines of `pool`."""
+    notes, turns = EpisodeNotes(choice_of(config)), None if kept is None else kept.turns
+    stage = parts.context_of(config, loaded, pool, recording)
+    stage = replace(stage, opened=notes.opened, turns=turns, piece=0 if turns is None else config.log.piece_tokens)
+    size = config.rollout.group_size
+    return Worker(lambda prompt, place: episode.run(stage, prompt, place), size, recording, kept, number, notes)

@@ -1,0 +1,196 @@
+"""What a rollout worker in a process of its own answers: to the controller, which starts episodes, and to the trainer's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+
+from asyncmoe.config import Config
+from asyncmoe.engines import backend
+from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected
+from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.rollout import parts
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.flights import LOST
+from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.run_log import WorkerLog
+from asyncmoe.rollout.sampled_episodes import SampledEpisode, cleaned, to_bytes
+from asyncmoe.rollout.tasks.types import from_bytes
+from asyncmoe.rollout.workers.engines import Connect, LentEngines
+from asyncmoe.rollout.workers.figures import figures_of
+from asyncmoe.rollout.workers.worker import Worker, worker_of
+from asyncmoe.rpc.codec import MAX_FRAME_BYTES
+from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
+from asyncmoe.rpc.worker_messages import (
+    WorkerAsk,
+    WorkerBegin,
+    WorkerBegun,
+    WorkerEnd,
+    WorkerEngines,
+    WorkerFetch,
+    WorkerLoad,
+    WorkerNews,
+    WorkerOver,
+    WorkerPack,
+    WorkerPacked,
+    WorkerRan,
+    WorkerRetain,
+    WorkerRun,
+    WorkerStop,
+    WorkerTotals,
+)
+from asyncmoe.trajectory import Buffer, Recording
+
+log = logging.getLogger(__name__)
+_MOST_SAMPLED = MAX_FRAME_BYTES // 2
+"""Bytes that an episode may leave for readers of samples, which are sent in one message."""
+_NEWS_S, _MOST_DETAIL = 0.25, 2000
+"""Seconds between two news, and characters kept of why an episode was rejected."""
+
+
+class WorkerService:
+    """Answers requests with a worker. For one event loop.
+
+    Args:
+        number: of the worker.
+        recording: what engines report of each token.
+        connect: as `asyncmoe.engines.backend.connect`.
+
+    Attributes:
+        over: set when the run is over.
+        heard: monotonic time of the controller's last request.
+        pool: the worker's engines.
+    """
+
+    def __init__(self, config: Config, number: int, loaded: RolloutParts, recording: Recording, connect: Connect = backend.connect) -> None:
+        self.over, self.heard = asyncio.Event(), time.monotonic()
+        self._config, self._number, self._loaded, self._recording = config, number, loaded, recording
+        self._engines = LentEngines(connect)
+        self.pool = parts.pool_of(config, self._engines.record)
+        self.pool.returns = lambda _: True  # the controller knows when none will come
+        self._worker: Worker | None = None
+        self._kept: WorkerLog | None = None
+        self._running: dict[EpisodeId, asyncio.Task[WorkerRan]] = {}
+        self._sampled: dict[EpisodeId, bytes] = {}
+
+    async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
+        """Answer one request.
+
+        Raises:
+            ProtocolError: it is out of turn, not for a worker, or about what this worker does not hold.
+            TrajectoryRejected: a group to pack is unfit for training.
+            StorageError: the log cannot be written.
+            AsyncmoeError: the run cannot go on without what an episode has met.
+        """
+        if not isinstance(request, WorkerFetch):  # which a trainer's rank sends
+            self.heard = time.monotonic()
+        if isinstance(request, WorkerBegin):
+            begun = await asyncio.to_thread(self._begin, request)  # reads all that was recorded
+            self.heard = time.monotonic()
+            return begun
+        if (worker := self._worker) is None:
+            raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
+        match request:
+            case WorkerFetch():
+                return Fetched(request.keys), worker.fetch(request.keys, request.layers, request.masks)
+            case WorkerEngines():
+                await self._engines.use(self.pool, request)
+                return WorkerLoad(self._engines.uses(self.pool))
+            case WorkerRun():
+                return await self._run(worker, request)
+            case WorkerPack():
+                group = await worker.pack([_place(one) for one in request.episodes], request.newest)
+                items = tuple(msgspec.structs.replace(item, holder=self._number) for item in group.items)
+                return WorkerPacked(items, group.attempt, group.place)
+            case WorkerAsk():  # waits here, so that the controller always has a request that fails with the connection
+                await asyncio.sleep(_NEWS_S)
+                return self._news()
+        await self._do(worker, request)
+        return Done()
+
+    async def _do(self, worker: Worker, request: Request) -> None:
+        match request:
+            case WorkerStop():
+                self._stop(worker, request)
+            case WorkerOver():
+                for number in request.groups:
+                    worker.forget(number)
+            case WorkerRetain():
+                await worker.retain(request.needed)
+            case WorkerEnd():
+                self.over.set()
+            case _:
+                raise ProtocolError(f"{type(request).__name__}: got it at a rollout worker, expected it at the controller")
+
+    async def close(self) -> None:
+        """Close what is open, after all episodes have ended."""
+        await self._engines.close(self.pool)
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.close)
+
+    def _begin(self, request: WorkerBegin) -> WorkerBegun:
+        if self._worker is not None:
+            raise ProtocolError("WorkerBegin: got it twice; a worker serves one controller")
+        config = self._config
+        if request.log:
+            self._kept = WorkerLog.open(config.log, config.run.dir, request.log, self._number, request.under_way)
+        worker = worker_of(config, self._loaded, self.pool, self._recording, self._number, self._kept)
+        worker.sampled = self._note
+        self._worker = worker
+        return WorkerBegun(() if self._kept is None else tuple(sorted(self._kept.turns.groups)))
+
+    async def _run(self, worker: Worker, request: WorkerRun) -> WorkerRan:
+        place = _place(request.episode)
+        if place in self._running:
+            raise ProtocolError(f"WorkerRun: got {place.key()} twice")
+        task = self._running[place] = asyncio.create_task(self._ran(worker, request.prompt, place))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return WorkerRan(reason=LOST, detail="it was stopped")
+        finally:
+            if self._running.get(place) is task:
+                del self._running[place]
+
+    async def _ran(self, worker: Worker, prompt: bytes, place: EpisodeId) -> WorkerRan:
+        try:
+            asked = from_bytes(prompt)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"WorkerRun: malformed prompt: {error}") from error
+        try:
+            made = await worker.episode(asked, place)
+            return WorkerRan(tuple((one.agent, one.reward) for one in made), sampled=self._sampled.pop(place, b""))
+        except TrajectoryRejected as rejected:
+            detail = cleaned(str(rejected).removeprefix(f"{rejected.reason}: ")[:_MOST_DETAIL])
+            return WorkerRan((), rejected.reason, detail, self._sampled.pop(place, b""))
+        except Exception as error:  # the controller raises it, and ends the run
+            text = str(error) if isinstance(error, AsyncmoeError) else f"{type(error).__name__}: {error}"
+            raise AsyncmoeError(cleaned(text[:_MOST_DETAIL])) from error
+
+    def _stop(self, worker: Worker, request: WorkerStop) -> None:
+        for place in map(_place, request.episodes):
+            worker.stop(place)
+            self._sampled.pop(place, None)
+            if (task := self._running.pop(place, None)) is not None:
+                task.cancel()
+
+    def _note(self, place: EpisodeId, left: SampledEpisode) -> None:
+        if len(made := to_bytes(left)) <= _MOST_SAMPLED:
+            self._sampled[place] = made
+        else:
+            log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
+
+    def _news(self) -> WorkerNews:
+        pool, engines = self.pool, self._engines
+        pool.note_busy()
+        busy = tuple(engines.busy)
+        engines.busy.clear()
+        totals = WorkerTotals(pool.generated_tokens, pool.lost_tokens, pool.recomputed_tokens, pool.recalled_tokens)
+        return WorkerNews(engines.uses(pool), busy, totals, msgspec.msgpack.encode(figures_of(self._loaded)))
+
+
+def _place(told: EpisodeKey) -> EpisodeId:
+    return EpisodeId(told.group, told.episode, told.attempt)

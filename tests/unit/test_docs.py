@@ -165,7 +165,7 @@ def test_commands_are_those_of_the_command_line(page: Path) -> None:
 def test_the_check_of_commands_finds_what_is_wrong() -> None:
     for wrong in (
         ["no-such"],
-        ["simulate", "--eta", "4"],
+        ["simulate", "max_stalenes=4"],
         ["simulate", "engines.tp=4"],
         ["plan", "--no-such", "1"],
         ["run", "examples/demo.yaml", "run.stepz=3"],

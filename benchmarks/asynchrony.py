@@ -115,7 +115,7 @@ def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: f
         }
     )
     drawn = parse(WORKLOADS[name])
-    scaled = replace(drawn, tokens=_scaled(drawn.tokens, name), last=drawn.last and _scaled(drawn.last, name))
+    scaled = replace(drawn, tokens=_scaled(drawn.tokens, name))
     return simulate(plant, scaled, mode, sizes.skip).step_s
 
 

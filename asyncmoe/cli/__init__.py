@@ -54,7 +54,7 @@ for _command in (
     planning.plan,
 ):
     app.command()(_command)
-app.command("simulate", context_settings={"ignore_unknown_options": True})(planning.simulate_command)  # `read_plant` refuses them
+app.command("simulate")(planning.simulate_command)
 app.command()(report.report)
 app.command()(records.resend)
 app.command()(checkpoints.checkpoints)

@@ -112,7 +112,6 @@ def simulate_command(
     ] = None,
     mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all. sync is always simulated, as the baseline.")] = "all",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also plot the figures to this .svg or .png file.")] = None,
 ) -> None:
     """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
 
@@ -136,7 +135,6 @@ def simulate_command(
     from asyncmoe.simulate import cautions, command, show
     from asyncmoe.simulate.recorded import read_recorded
 
-    show.check_plot(plot)
     bounds = command.staleness_bounds(staleness, sweep)
     words = arguments or ()
     recorded = None if trace is None else read_recorded(trace)
@@ -145,6 +143,4 @@ def simulate_command(
     found = command.run(plant, mode, bounds, known)
     if json_file is not None:
         show.write(found, json_file)
-    if plot is not None:
-        show.plot(found, plot)
     show.table(found, tables.console())

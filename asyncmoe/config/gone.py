@@ -68,6 +68,35 @@ KEYS: Mapping[str, Gone] = {
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
 }
+_CONTEXTS = (
+    "nothing: measure engines.step_s and step_batch with contexts of the usual length; engines.max_running is what has room for them"
+)
+_STEADY = "nothing: engines, trainer and scoring are simulated without failures, and as fast as they are on average"
+
+PLANT: Mapping[str, Gone] = {
+    **dict.fromkeys(("prompt_tokens", "tool_tokens"), Gone(_CONTEXTS, (0,))),
+    **{
+        f"engines.{key}": Gone(_CONTEXTS, (0, None))
+        for key in ("context_s", "prefill_token_s", "prefill_chunk", "prefix_hits", "kv_tokens")
+    },
+    "engines.balance": Gone("nothing: a request goes to the engine with the fewest", ("least_loaded",)),
+    "engines.affinity_slack": Gone("nothing: a request goes to the engine with the fewest", None),
+    **{f"engines.{key}": Gone(_STEADY, None) for key in ("slow_share", "slow_factor", "per_node")},
+    **{
+        f"trainer.{key}": Gone("trainer.step_s", (0, None))
+        for key in ("token_s", "attention_width", "bytes_per_token", "fetch_bytes_per_s")
+    },
+    "sync.plan": Gone("sync.seconds, as asyncmoe plan prints them", (None,)),
+    "sync.recompute": Gone(_CONTEXTS, (False,)),
+    "scaling.first": Gone("engines.count: try several", (None,)),
+    **{f"scaling.{key}": Gone("engines.count: try several", None) for key in ("least", "low", "high", "patience_s", "start_s")},
+    "workers.count": Gone(_STEADY, None),
+    "workers.tokens_per_s": Gone(_STEADY, (None,)),
+    **{f"failures.{key}": Gone(_STEADY, (0, None)) for key in ("scoring", "engine_mtbf_s", "node_mtbf_s", "trainer", "jitter")},
+    **{f"failures.{key}": Gone(_STEADY, None) for key in ("engine_restart_s", "trainer_restart_s")},
+}
+"""Removed keys of the plant of `asyncmoe simulate`."""
+
 VALUES: Mapping[tuple[str, str], str] = {
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
 }
@@ -95,7 +124,7 @@ COMMANDS: Mapping[str, str] = {
 """Removed command of `asyncmoe` -> what to do instead."""
 
 
-def take(values: dict[str, Any]) -> dict[tuple[str, ...], tuple[Any, str]]:
+def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[str, ...], tuple[Any, str]]:
     """Remove what is gone from the values of a configuration.
 
     Returns:
@@ -104,7 +133,7 @@ def take(values: dict[str, Any]) -> dict[tuple[str, ...], tuple[Any, str]]:
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):
         key = ".".join(path)
-        gone = KEYS.get(key) or _section(key)
+        gone = keys.get(key) or _section(key, keys)
         if isinstance(value, str) and (key, value) in VALUES:
             found[path] = value, VALUES[key, value]
         elif gone is None:
@@ -115,9 +144,9 @@ def take(values: dict[str, Any]) -> dict[tuple[str, ...], tuple[Any, str]]:
     return found
 
 
-def _section(name: str) -> Gone | None:
+def _section(name: str, keys: Mapping[str, Gone]) -> Gone | None:
     """Return a section of removed keys, which asks for nothing if it is empty; None: it is none."""
-    return next((Gone(one.instead, (None, False, {})) for key, one in KEYS.items() if key.startswith(f"{name}.")), None)
+    return next((Gone(one.instead, (None, False, {})) for key, one in keys.items() if key.startswith(f"{name}.")), None)
 
 
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

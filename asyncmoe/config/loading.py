@@ -39,7 +39,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
         _override(values, override)
         given[tuple(override.partition("=")[0].split("."))] = " ".join(override.split())
     source = Source(str(path or COMMAND_LINE), lines, given)
-    removed = gone.take(values) if schema is Config else {}
+    removed = gone.take(values, gone.KEYS if schema is Config else gone.PLANT)
     refused = [] if idle else [_removed(source, key, *one) for key, one in removed.items()]
     if refused:
         refused[-1].args = (f"{refused[-1]}; asyncmoe at commit {gone.LAST} still has it",)

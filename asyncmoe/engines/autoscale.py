@@ -1,4 +1,4 @@
-"""How many engines a run should have: pure. The controller reports it (`engines_advised`), the simulator acts on it.
+"""How many engines a run should have: pure. The controller reports it (`engines_advised`).
 
 Two queues say who waits for whom, on average over the last `patience_s`. While the trainer waits for engines, the queue between them grows
 from nothing to a batch and is taken at once: half a batch on average. With less than `low` batches there, and requests that fill the

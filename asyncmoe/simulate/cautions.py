@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.recorded import RecordedRun
@@ -18,7 +17,7 @@ def cautions(plant: Plant, t_gen: float, outcomes: Mapping[str, SimulatedRun]) -
         t_gen: seconds in which the same engines generate a batch in a synchronous step.
         outcomes: the simulated modes by name.
     """
-    found = [_slots(plant), _long(plant, t_gen, outcomes), _contexts(plant), _policies(plant), *map(_lost, outcomes.values())]
+    found = [_slots(plant), _long(plant, t_gen, outcomes), *map(_lost, outcomes.values())]
     return tuple(sentence for sentence in found if sentence)
 
 
@@ -41,35 +40,14 @@ def _long(plant: Plant, t_gen: float, outcomes: Mapping[str, SimulatedRun]) -> s
     )
 
 
-def _contexts(plant: Plant) -> str:
-    if plant.context_costs is None and not plant.sync.recompute:
-        return ""
-    return "the laws count neither contexts, nor prefills, nor preemptions: engines never reach the rate that the bounds assume"
-
-
-def _policies(plant: Plant) -> str:
-    engines = plant.engines
-    if plant.scaling.first is not None:
-        return "engines come and go (scaling): the laws and the synchronous baselines take engines.count of them, or what is left of them"
-    policies = {
-        "tail_batching": plant.tail_batching > 1,
-        "engines.order": engines.order not in ("arrival", "fifo"),
-        "engines.balance": engines.balance != "least_loaded",
-    }
-    if not (asked := [f"{key}={value_of(plant, key)}" for key, is_on in policies.items() if is_on]):
-        return ""
-    verb = "hold" if len(asked) > 1 else "holds"
-    return f"{listed(asked)} {verb} for the synchronous baseline too; without a policy of scheduling it is slower, and speed-ups are larger"
-
-
 def _lost(run: SimulatedRun) -> str:
     if not run.lost:
         return ""
-    return f"{run.mode} lost {percent(run.lost)} of what it started (dropped or rejected); its speed-up counts only what was trained"
+    return f"{run.mode} lost {percent(run.lost)} of what it started; its speed-up counts only what was trained"
 
 
 _OF_STEPS = ("trainer.step_s", "sync.seconds", "sync.pause_s")
-_OF_GROUPS = ("scoring.seconds", "scoring.sigma", "prompt_tokens")
+_OF_GROUPS = ("scoring.seconds", "scoring.sigma")
 """Keys whose values a run's steps tell, and its kept groups."""
 
 
@@ -86,20 +64,9 @@ def of_trace(run: RecordedRun, plant: Plant, given: Sequence[str]) -> tuple[str,
     }
     found = []
     for why, keys in missing.items():
-        if lacking := [f"{key}={value_of(plant, key)}" for key in keys if key not in run.keys and key not in given]:
-            verb, they = ("are", "measure them, and give them") if len(lacking) > 1 else ("is", "measure it, and give it")
-            found.append(f"{listed(lacking)} {verb} the plant's, not the run's: {run.path} has {why}; {they} as KEY=VALUE")
+        lacking = [f"{key}={plant.value(key):g}" for key in keys if key not in run.keys and key not in given]
+        if lacking:
+            found.append(
+                f"of the plant, not of the run: {', '.join(lacking)}, as {run.path} has {why}; measure, and give each as KEY=VALUE"
+            )
     return (*run.notes, *found)
-
-
-def listed(words: Sequence[str]) -> str:
-    """Return words as a list for people: "a, b and c"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def value_of(plant: Plant, key: str) -> Any:
-    """Return the value of a key such as `engines.count`; numbers as short as they can be written."""
-    value: Any = plant
-    for name in key.split("."):
-        value = getattr(value, name)
-    return format(value, "g") if isinstance(value, float) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from asyncmoe.simulate import laws
@@ -69,24 +69,6 @@ class Comparison:
     best_engine_gpus: int
     rows: dict[str, ModeComparison]
     cautions: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the baselines and the figures of each mode, under the names of `asyncmoe.simulate.laws`."""
-        return {
-            "workload": self.workload,
-            "plant": self.plant,
-            "gpus": self.gpus,
-            "baseline_pools": asdict(self.pools),
-            "baseline_one_pool": asdict(self.one_pool),
-            "best_engine_gpus": self.best_engine_gpus,
-            "cautions": list(self.cautions),
-            "modes": {mode: self._mode(row) for mode, row in self.rows.items()},
-        }
-
-    def _mode(self, row: ModeComparison) -> dict[str, Any]:
-        base = {name: getattr(self.pools, name) for name in ("t_gen", "t_train", "g", "e")}
-        gains = {key: value for key, value in asdict(row).items() if key != "outcome"}
-        return {**base, "s_pools": self.s_pools, "s_max": self.s_max, **gains, **asdict(row.outcome)}
 
 
 def one_pool(plant: Plant, workload: Workload) -> Baseline:

@@ -5,7 +5,7 @@ engine share one clock that counts steps. A request finishes when the clock has 
 arrival or departure changes only the speed of the clock. The engine has a heap of clock readings at which its requests finish.
 
 Between two steps, one pass prefills all prompts that have arrived; the clock stands still meanwhile. This models SGLang's scheduler without
-mixed chunks. `asyncmoe.simulate.contexts` adds what depends on the length of contexts.
+mixed chunks. Contexts cost nothing: `t0` and `b0` are measured at the usual length of one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
-Spans = tuple[tuple[float, float], ...]
-"""Clock readings between which a request was sampled: start and end of each stretch."""
+Span = tuple[float, float]
+"""Clock readings between which a request was sampled: start and end."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,9 @@ class DecodingEngine(Generic[R]):
         clock: steps done, at time `since`. During a prefill `since` lies in the future.
         load: requests that hold a slot.
         tokens, busy: tokens sampled, and seconds with a request, until `since`.
-        preemptions, recomputed: requests preempted, and tokens prefilled again because of it; never here.
     """
 
     __slots__ = ("_heap", "_live", "_prefill_s", "_prefilled", "_step_s", "busy", "clock", "load", "since", "tokens")
-    preemptions, recomputed = 0, 0.0
 
     def __init__(self, step_s: Sequence[float], prefill_s: float, live: Container[R]) -> None:
         self.clock = self.since = self.tokens = self.busy = 0.0
@@ -62,8 +60,8 @@ class DecodingEngine(Generic[R]):
         self._prefilled = -1.0
         self._heap: list[tuple[float, int, R, float]] = []
 
-    def add(self, request: R, tokens: int, now: float, number: int, context: float = 0.0, fresh: float = 0.0) -> None:
-        """Take a request with `tokens` to sample; later requests have higher numbers. Contexts cost nothing here."""
+    def add(self, request: R, tokens: int, now: float, number: int) -> None:
+        """Take a request with `tokens` to sample; later requests have higher numbers."""
         if now > self.since:
             self.advance(now)
         self.load += 1
@@ -86,7 +84,7 @@ class DecodingEngine(Generic[R]):
         left = heap[0][0] - self.clock
         return self.since + (left if left > 0.0 else 0.0) * self._step_s[self.load]
 
-    def happen(self, now: float) -> tuple[R, Spans] | None:
+    def happen(self, now: float) -> tuple[R, Span]:
         """Do what `next_event` announced: finish a request and return it."""
         if now > self.since:
             self.advance(now)
@@ -94,27 +92,16 @@ class DecodingEngine(Generic[R]):
         if end > self.clock:
             self.clock = end
         self.load -= 1
-        return request, ((start, end),)
+        return request, (start, end)
 
     def remove(self, request: R, now: float) -> None:
         """Give up a request, which is not live any more."""
         self.advance(now)
         self.load -= 1
 
-    def clear(self, now: float) -> list[R]:
-        """Give up all requests and return the live ones."""
-        self.advance(now)
-        lost = [entry[2] for entry in self._heap if entry[2] in self._live]
-        self._heap.clear()
-        self.load = 0
-        return lost
-
     def read_clock(self, now: float) -> float:
         """Return the steps done until now."""
         return self.clock + (max(0.0, now - self.since) * (1 / self._step_s[self.load]) if self.load else 0.0)
-
-    def recompute(self, now: float) -> None:
-        """Prefill the contexts of all requests again; costs nothing here."""
 
     def advance(self, now: float) -> None:
         """Bring the engine up to now."""

@@ -5,23 +5,75 @@ The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as 
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import reduce
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, Positive, Section
+from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from asyncmoe.errors import ConfigError
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
-from asyncmoe.simulate.contexts import ContextCosts
 from asyncmoe.simulate.decoding import StepTime
-from asyncmoe.simulate.plant_parts import PlantEngines, PlantFailures, PlantScaling, PlantScoring, PlantSync, PlantTrainer, PlantWorkers
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+Landing = Literal["pause", "drain"]
+Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
+
+
+class PlantEngines(Section):
+    """The GPUs that generate. A decoding step with B requests takes step_s * (1 + B / step_batch) seconds and gives each of them a token.
+
+    Measure an engine's step at two batch sizes and solve for `step_s` and `step_batch`, with contexts as long as they usually are: steps do
+    not grow with contexts here, and there is room for any. Let `max_running` be what has room.
+    """
+
+    count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = Field(48, description="Number of SGLang servers.")
+    gpus: Positive = Field(1, description="GPUs of one engine.")
+    max_running: Annotated[int, Field(gt=0, le=65_536), NUMBER] = Field(
+        64, description="Requests an engine decodes at once; further requests wait. A larger batch makes steps slower and tokens cheaper."
+    )
+    step_s: PositiveFloat = Field(0.008, description="Seconds of a decoding step with an empty batch: the time to read the weights.")
+    step_batch: PositiveFloat = Field(128.0, description="Batch size at which a decoding step takes twice as long as an empty one.")
+    order: Literal["arrival", "fifo", "longest_first", "probes_first"] = Field(
+        "arrival",
+        description="Which request gets a free slot: the first that came, or the order of that name of the live pool (`rollout.order`), in "
+        "which continued episodes precede new ones.",
+    )
+    prefill_s: NonNegativeFloat = Field(
+        0.0, description="Seconds to prefill the prompts that arrived since the last step; the engine's other requests wait meanwhile."
+    )
+
+
+class PlantTrainer(Section):
+    """The GPUs that train."""
+
+    gpus: Positive = Field(16, description="GPUs of the trainer.")
+    step_s: PositiveFloat = Field(
+        60.0, description="Seconds of a training step on these GPUs. --sweep takes it to fall in proportion to their number."
+    )
+
+
+class PlantSync(Section):
+    """The weight update after each training step."""
+
+    seconds: NonNegativeFloat = Field(0.0, description="Seconds of an update during which engines generate with the previous version.")
+    pause_s: NonNegativeFloat = Field(0.0, description="Seconds after that during which the engines pause, to swap the weights.")
+    landing: Landing = Field(
+        "pause",
+        description="How a version lands. pause: running requests pause and continue with it. drain: no request starts until all running "
+        "ones are complete, so every version waits for the longest response.",
+    )
+
+
+class PlantScoring(Section):
+    """The scoring of responses, which no engine waits for."""
+
+    seconds: NonNegativeFloat = Field(0.0, description="Median seconds to score a response.")
+    sigma: Spread = Field(0.0, description="Standard deviation of the logarithm of the scoring time; 0: always the median.")
+    concurrency: Positive | None = Field(None, description="Responses scored at once; null: no limit.")
 
 
 class Plant(Section):
@@ -29,14 +81,12 @@ class Plant(Section):
 
     workload: str = Field(
         "lognormal",
-        description="Distribution of response lengths: lognormal, gamma, fixed, math, kimi-k2, moonlight, qwen2-vl, search or tools, with "
+        description="Distribution of response lengths: lognormal, fixed, math or search, with "
         "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3 (icc: how alike the responses of a group are); a file with one length "
         "in tokens per line; or the directory of a run, whose recorded groups are drawn from.",
     )
     groups_per_step: Positive = Field(384, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
     group_size: Positive = Field(8, description="Responses to each prompt.")
-    prompt_tokens: NonNegative = Field(0, description="Tokens of a prompt.")
-    tool_tokens: NonNegative = Field(0, description="Tokens of a tool's answer, which the next turn's context has.")
     max_staleness: NonNegative = Field(
         4,
         description="Versions a trained token may be behind the trainer, in mode async. Raise it until engines and trainer no longer wait "
@@ -47,8 +97,7 @@ class Plant(Section):
     )
     max_concurrent: Positive | None = Field(
         None,
-        description="Requests in flight over all engines, as `rollout.max_concurrent`; those that find no slot wait at their engine. "
-        "null: as many as the engines have slots.",
+        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most as many as there are slots. null: so many.",
     )
     tail_batching: Annotated[float, Field(ge=1, le=4), FINITE, NUMBER] = Field(
         1.0,
@@ -60,10 +109,7 @@ class Plant(Section):
     engines: PlantEngines = PlantEngines()
     trainer: PlantTrainer = PlantTrainer()
     sync: PlantSync = PlantSync()
-    scaling: PlantScaling = PlantScaling()
-    workers: PlantWorkers = PlantWorkers()
     scoring: PlantScoring = PlantScoring()
-    failures: PlantFailures = PlantFailures()
 
     @field_validator("workload")
     @classmethod
@@ -80,10 +126,6 @@ class Plant(Section):
             raise ValueError(
                 f"queue_capacity: got {self.queue_capacity}, expected at least a step's batch of groups_per_step * group_size = "
                 f"{self.batch}; leave it out or raise it"
-            )
-        if self.scaling.first is not None and self.scaling.first > self.engines.count:
-            raise ValueError(
-                f"scaling.first: got {self.scaling.first}, expected at most engines.count = {self.engines.count}; lower it, or raise that"
             )
         return self
 
@@ -109,40 +151,14 @@ class Plant(Section):
 
     @property
     def full_rate(self) -> float:
-        """Tokens per second of all engines with every slot taken, nothing to prefill and contexts that cost nothing."""
-        slow, slots = self.slow_engines, self.engines.max_running
-        return (self.engines.count - len(slow) + len(slow) / self.engines.slow_factor) * slots / self.step(slots)
-
-    @property
-    def slow_engines(self) -> dict[int, float]:
-        """The factor of each slow engine, by its number."""
-        count = round(self.engines.count * self.engines.slow_share) if self.engines.slow_factor > 1 else 0
-        return dict.fromkeys(random.Random(self.seed).sample(range(self.engines.count), count), self.engines.slow_factor)
-
-    @property
-    def context_costs(self) -> ContextCosts | None:
-        """What contexts cost an engine; None: nothing."""
-        e = self.engines
-        costs = ContextCosts(e.context_s, e.prefill_token_s, e.prefill_chunk or math.inf, e.kv_tokens or math.inf)
-        return None if costs == ContextCosts() else costs
-
-    def train_s(self, lengths: Iterable[int]) -> float:
-        """Return the seconds of a training step on sequences of these lengths, in tokens."""
-        t = self.trainer
-        if not t.token_s:
-            return t.step_s
-        w = t.attention_width
-        return t.step_s + t.token_s * sum(s * (s + w) / w if w else s for s in lengths)
-
-    def fetch_s(self, tokens: int) -> float:
-        """Return the seconds in which a batch of so many tokens reaches the trainer."""
-        t = self.trainer
-        return tokens * t.bytes_per_token / t.fetch_bytes_per_s if t.fetch_bytes_per_s else 0.0
+        """Tokens per second of all engines with every slot taken and nothing to prefill."""
+        slots = self.engines.max_running
+        return self.engines.count * slots / self.step(slots)
 
     def with_trainer(self, gpus: int) -> dict[str, Any]:
         """Return the changes that give a step of the trainer to `gpus` GPUs: it takes less time in proportion to their number."""
         factor = self.trainer.gpus / gpus
-        return {"trainer.step_s": self.trainer.step_s * factor, "trainer.token_s": self.trainer.token_s * factor}
+        return {"trainer.step_s": self.trainer.step_s * factor}
 
     def admission(self, mode: Mode) -> Admission:
         """Return the live system's admission policy.
@@ -163,6 +179,10 @@ class Plant(Section):
             *section, name = key.split(".")
             (values[section[0]] if section else values)[name] = value
         return Plant.model_validate(values)
+
+    def value(self, key: str) -> Any:
+        """Return the value at a key such as `engines.count`."""
+        return reduce(getattr, key.split("."), self)
 
     def described(self) -> dict[str, Any]:
         """Return all values for JSON; a plant file may have the same."""

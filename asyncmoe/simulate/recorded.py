@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -67,7 +66,7 @@ def read_recorded(run_dir: Path) -> RecordedRun:
     if not groups and not quantiles:
         got = "; ".join(["a run without groups or steps of reinforcement learning", *notes])
         raise DataError(str(run_dir), got=got, expected="one that has trained")
-    keys = {**_sizes(config), **_step_seconds(steps), **_lengths(members), **_scoring(members)}
+    keys = {**_sizes(config), **_step_seconds(steps), **_scoring(members)}
     return RecordedRun(run_dir, groups, quantiles, keys, len(steps), tuple(notes))
 
 
@@ -101,12 +100,6 @@ def _sampled(member: SampledMember) -> list[int]:
     return [count for role, count in member.roles if role == "response" and count]
 
 
-def _observed(member: SampledMember) -> list[int]:
-    """Tokens between each two responses."""
-    at = [number for number, (role, count) in enumerate(member.roles) if role == "response" and count]
-    return [sum(count for _, count in member.roles[one + 1 : other]) for one, other in pairwise(at)]
-
-
 def _episode(member: SampledMember) -> Episode:
     """Turns of a trajectory; the seconds of its tool calls are divided evenly over the gaps between them."""
     turns = tuple(_sampled(member))
@@ -133,15 +126,11 @@ def _sizes(config: Config) -> dict[str, Any]:
         "max_concurrent": config.rollout.max_concurrent,
         "engines.count": config.engines.count,
         "engines.gpus": config.engines.tp,
-        "engines.kv_tokens": config.engines.max_total_tokens,
         "engines.max_running": config.engines.max_running,
         "tail_batching": config.rollout.tail_batching,
-        "engines.balance": config.rollout.balance,
-        "engines.affinity_slack": config.rollout.affinity_slack,
         "engines.order": config.rollout.order,
         "trainer.gpus": config.trainer.ranks,
         "sync.landing": "drain" if config.rollout.interruption == "drain" else None,
-        "sync.recompute": True if config.rollout.interruption == "retract" else None,
         "scoring.concurrency": config.scoring.concurrency,
     }
     return {key: value for key, value in keys.items() if value is not None}
@@ -154,14 +143,6 @@ def _step_seconds(steps: Sequence[Step]) -> dict[str, Any]:
     pause = median(pauses) / 1000 if pauses else 0.0
     keys: dict[str, Any] = {"trainer.step_s": median(train)} if train and median(train) else {}
     return keys | ({"sync.seconds": max(0.0, median(sync) - pause), "sync.pause_s": pause} if sync else {})
-
-
-def _lengths(members: Sequence[SampledMember]) -> dict[str, Any]:
-    if not members:
-        return {}
-    prompts = [sum(count for _, count in member.roles[: [role for role, _ in member.roles].index("response")]) for member in members]
-    observed = [tokens for member in members for tokens in _observed(member)]
-    return {"prompt_tokens": round(fmean(prompts))} | ({"tool_tokens": round(fmean(observed))} if observed else {})
 
 
 def _scoring(members: Sequence[SampledMember]) -> dict[str, Any]:

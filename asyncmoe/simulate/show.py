@@ -1,38 +1,24 @@
-"""Output of comparisons and sweeps: tables and JSON; `plots` draws them."""
+"""Output of comparisons and sweeps: tables and JSON."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from asyncmoe import installed
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import DataError
 from asyncmoe.simulate.compare import Baseline, Comparison
 from asyncmoe.simulate.sweep import Sweep
 from asyncmoe.telemetry.format import number, percent
 
-_FORMATS = (".svg", ".png")
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuse a plot before the simulation begins.
-
-    Raises:
-        ConfigError: the path has a suffix that cannot be plotted to.
-        UserError: matplotlib is not installed.
-    """
-    if path is None:
-        return
-    if path.suffix not in _FORMATS:
-        raise ConfigError("--plot", got=str(path), expected=f"a file that ends in {' or '.join(_FORMATS)}")
-    installed.need("matplotlib", "asyncmoe simulate --plot")
-
 
 def table(found: Comparison | Sweep, console: Console) -> None:
     """Print a result as a table."""
+    batch = f"{found.plant['groups_per_step']} x {found.plant['group_size']}"
+    console.print(f"{found.gpus} GPUs, workload {found.workload}, batch {batch}", highlight=False)
     if isinstance(found, Sweep):
         _sweep_table(found, console)
     else:
@@ -44,16 +30,9 @@ def table(found: Comparison | Sweep, console: Console) -> None:
 def write(found: Comparison | Sweep, path: Path) -> None:
     """Write a result as JSON. Raises DataError if the file cannot be written."""
     try:
-        path.write_text(json.dumps(found.as_json(), indent=1) + "\n")
+        path.write_text(json.dumps(asdict(found), indent=1) + "\n")
     except OSError as error:
         raise DataError(str(path), got=error.strerror, expected="a file that can be written") from error
-
-
-def plot(found: Comparison | Sweep, path: Path) -> None:
-    """Plot a result to an .svg or .png file. Raises DataError if the file cannot be written."""
-    from asyncmoe.simulate import plots  # matplotlib comes with an extra of its own
-
-    plots.plot(found, path)
 
 
 # ---------------------------------------------------------------- tables
@@ -61,10 +40,6 @@ def plot(found: Comparison | Sweep, path: Path) -> None:
 
 def _comparison_table(found: Comparison, console: Console) -> None:
     pools, whole = found.pools, found.one_pool
-    console.print(
-        f"{found.gpus} GPUs, workload {found.workload}, batch {found.plant['groups_per_step']} x {found.plant['group_size']}",
-        highlight=False,
-    )
     console.print(_line("sync, these pools", pools), highlight=False)
     console.print(_line("sync, one pool", whole), highlight=False)
     console.print(
@@ -76,7 +51,6 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     for mode, row in found.rows.items():
         grid.add_column(f"{mode}, max_staleness {row.outcome.max_staleness}", justify="right")
     rows = [(row, row.outcome) for row in found.rows.values()]
-    present = [f"{o.engines_present:.1f}" for _, o in rows] if found.plant["scaling"]["first"] is not None else []
     for label, values in (
         ("step", [number(o.step_s, "s") for _, o in rows]),
         ("speed-up, same pools", [_gain(r.speedup, o.lost) for r, o in rows]),
@@ -84,14 +58,10 @@ def _comparison_table(found: Comparison, console: Console) -> None:
         ("speed-up, one pool", [_gain(r.speedup_one_pool, o.lost) for r, o in rows]),
         ("trainer idle", [percent(o.trainer_idle) for _, o in rows]),
         ("engines idle", [percent(o.engine_idle) for _, o in rows]),
-        *([("engines present", present)] if present else []),
         ("engines' rate, of the most", [percent(o.engine_rate) for _, o in rows]),
         ("mean age of a token", [f"{sum(a * s for a, s in o.ages.items()):.2f}" for _, o in rows]),
         ("oldest", [str(o.oldest_age) for _, o in rows]),
-        ("preempted in a step", [f"{o.preemptions:,.0f}" for _, o in rows]),
-        ("trained", [f"{o.ledger['trained']:,}" for _, o in rows]),
-        ("dropped or rejected", [percent(o.lost) for _, o in rows]),
-        ("simulated time", [number(o.wall, "s") for _, o in rows]),
+        ("dropped", [percent(o.lost) for _, o in rows]),
     ):
         grid.add_row(label, *values)
     console.print(grid)
@@ -110,10 +80,6 @@ def _line(what: str, base: Baseline) -> str:
 
 
 def _sweep_table(found: Sweep, console: Console) -> None:
-    console.print(
-        f"{found.gpus} GPUs, workload {found.workload}, batch {found.plant['groups_per_step']} x {found.plant['group_size']}",
-        highlight=False,
-    )
     console.print(_line("sync, one pool", found.one_pool), highlight=False)
     console.print(f"the law allows {found.s_max:.2f}x, with {found.law_engine_gpus:.0f} GPUs generating", highlight=False)
     grid = Table(show_edge=False, pad_edge=False, collapse_padding=True)
@@ -132,20 +98,11 @@ def _sweep_table(found: Sweep, console: Console) -> None:
     for head in heads:
         grid.add_column(head, justify="right", overflow="fold")
     for p in found.points:
+        speedups = (f"{gain:.2f}x" for gain in (p.speedup_one_pool, p.speedup, p.s_pools))
+        sizes = (str(size) for size in (p.engine_gpus, p.trainer_gpus, p.max_staleness))
         mark = "bold" if p == found.advised else None
-        grid.add_row(
-            str(p.engine_gpus),
-            str(p.trainer_gpus),
-            str(p.max_staleness),
-            number(p.step_s, "s"),
-            f"{p.speedup_one_pool:.2f}x",
-            f"{p.speedup:.2f}x",
-            f"{p.s_pools:.2f}x",
-            percent(p.trainer_idle),
-            f"{p.mean_age:.2f}",
-            percent(p.lost),
-            style=mark,
-        )
+        last = (percent(p.trainer_idle), f"{p.mean_age:.2f}", percent(p.lost))
+        grid.add_row(*sizes, number(p.step_s, "s"), *speedups, *last, style=mark)
     console.print(grid)
     for what, p in (("fastest", found.fastest), ("advised: the smallest max_staleness within 3 % of it", found.advised)):
         console.print(

@@ -3,10 +3,9 @@
 The live system's own policy decides (`asyncmoe.queue.admission`): groups start when `Admission.may_start` allows it, the trainer leases the
 groups with the oldest first-sampled token and drops groups that `Admission.is_stale` reports, and `Ledger` counts every trajectory. The
 rest follows the live system too. Versions are published one at a time, while the next step trains: a trainer that finishes a step before
-engines serve the previous version waits for it. A group with a failed response is rejected as a whole; if an engine failure was the cause,
-the group starts over with the same episodes, at most twice.
+engines serve the previous version waits for it. Nothing fails.
 
-The actors are in `asyncmoe.simulate.actors`, a file each. This file connects them: what follows when one has acted.
+The actors are in `generating` and `training`. This file connects them: what follows when one has acted.
 """
 
 from __future__ import annotations
@@ -17,15 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.simulate.actors.engines import SimulatedEngines
-from asyncmoe.simulate.actors.queue import SimulatedQueue
-from asyncmoe.simulate.actors.scaling import SimulatedScaling
-from asyncmoe.simulate.actors.scorer import SimulatedScorer
-from asyncmoe.simulate.actors.sync import SimulatedSync
-from asyncmoe.simulate.actors.trainer import SimulatedTrainer
+from asyncmoe.simulate.generating import SimulatedEngines
 from asyncmoe.simulate.plant import Mode, Plant
 from asyncmoe.simulate.state import RunState, SimulatedGroup
 from asyncmoe.simulate.trace import Reading, SimulatedRun, summarise
+from asyncmoe.simulate.training import SimulatedQueue, SimulatedScorer, SimulatedSync, SimulatedTrainer
 from asyncmoe.simulate.workload import Workload
 
 
@@ -61,11 +56,10 @@ class Simulation:
     def __init__(self, plant: Plant, workload: Workload, mode: Mode, skip: int | None = None) -> None:
         self._state = state = RunState(plant, mode)
         self._engines = SimulatedEngines(state, workload.groups(plant.group_size, plant.seed), lambda response: self._scorer.add(response))
-        self._scorer = SimulatedScorer(state, self._engines.reject, self._scored)
+        self._scorer = SimulatedScorer(state, self._scored)
         self._queue = SimulatedQueue(state)
         self._trainer = SimulatedTrainer(state, self._queue, self._stepped, self._dropped)
         self._sync = SimulatedSync(state, self._engines, self._served)
-        self._scaling = SimulatedScaling(state, self._engines)
         self._warm = min(2 * (state.law.max_staleness + 1), plant.steps // 2) if skip is None else skip
         self._since = Reading()
 
@@ -127,5 +121,4 @@ class Simulation:
         now = self._state.trace.now
         now.seconds = self._state.clock.now
         self._engines.read(now)
-        now.engine_seconds = self._scaling.engine_seconds()
         return Reading(**vars(now))

@@ -21,22 +21,20 @@ class SimulatedGroup:
         left: members not scored yet.
         oldest: version of the group's first sampled token.
         tokens: tokens of complete turns, by version.
-        lost: the group has been rejected.
-        caches: engines that have had the prompt (`Fleet.cache`).
+        lost: the group has been put off.
     """
 
-    __slots__ = ("attempt", "caches", "episodes", "left", "lost", "members", "number", "oldest", "tokens")
+    __slots__ = ("episodes", "left", "lost", "members", "number", "oldest", "tokens")
 
-    def __init__(self, episodes: list[Episode], attempt: int, number: int) -> None:
-        self.episodes, self.attempt, self.number = episodes, attempt, number
+    def __init__(self, episodes: list[Episode], number: int) -> None:
+        self.episodes, self.number = episodes, number
         self.members = [SimulatedResponse(self, episode) for episode in episodes]
         self.left, self.lost = len(episodes), False
-        self.caches: frozenset[int] = frozenset()
         self.oldest: float = math.inf
         self.tokens: dict[int, float] = {}
 
     def end(self) -> None:
-        """Forget the members: the group is trained, dropped or rejected. Without the cycle, both are freed at once."""
+        """Forget the members: the group is trained, dropped or put off. Without the cycle, both are freed at once."""
         self.members = []
 
 
@@ -45,15 +43,12 @@ class SimulatedResponse:
 
     Attributes:
         version: version served when its current turn was sent.
-        sampled: tokens of its complete turns.
-        engine, cache: engine of its last turn, and its `Fleet.cache` then; -1: none.
     """
 
-    __slots__ = ("cache", "engine", "group", "sampled", "tools", "turn", "turns", "version")
+    __slots__ = ("group", "tools", "turn", "turns", "version")
 
     def __init__(self, group: SimulatedGroup, episode: Episode) -> None:
-        self.group, self.turn, self.version, self.sampled = group, 0, 0, 0
-        self.engine = self.cache = -1
+        self.group, self.turn, self.version = group, 0, 0
         self.turns, self.tools = episode
 
 
@@ -120,8 +115,3 @@ class RunState:
         self.clock, self.rng = EventClock(), random.Random(plant.seed)
         self.trace, self.ledger = Trace(), Ledger()
         self.version, self.steps = 0, 0
-
-    def varied(self, seconds: float) -> float:
-        """Return `seconds` with the plant's random variation."""
-        jitter = self.plant.failures.jitter
-        return seconds * self.rng.lognormvariate(0.0, jitter) if jitter and seconds else seconds

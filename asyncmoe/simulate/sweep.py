@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from asyncmoe.simulate import laws
@@ -55,10 +55,6 @@ class Sweep:
     fastest: Point
     advised: Point
     cautions: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the whole sweep as plain values."""
-        return asdict(self)
 
 
 def sweep(plant: Plant, workload: Workload, bounds: Sequence[int]) -> Sweep:

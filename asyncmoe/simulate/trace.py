@@ -20,10 +20,7 @@ class Reading:
     syncing: float = 0.0
     busy: float = 0.0
     sampled: float = 0.0
-    preemptions: int = 0
-    recomputed: float = 0.0
     trained_tokens: int = 0
-    engine_seconds: float = 0.0
 
 
 @dataclass
@@ -32,17 +29,14 @@ class Trace:
 
     Attributes:
         ages: trained tokens by age, the number of versions they were behind the trainer.
-        oldest: trained groups by the age of their oldest token.
-        rejected, dropped: trajectories by reason.
-        releases: leases returned to the queue because the trainer died.
+        oldest_age: largest age of a trained group's oldest token.
+        dropped: trajectories by reason.
     """
 
     now: Reading = field(default_factory=Reading)
     ages: Counter[int] = field(default_factory=Counter)
-    oldest: Counter[int] = field(default_factory=Counter)
-    rejected: Counter[str] = field(default_factory=Counter)
+    oldest_age: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    releases: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,14 +51,11 @@ class SimulatedRun:
         wait_s: seconds per step in which the trainer had nothing to train on.
         tokens: tokens trained per step.
         trainer_idle: share of the time in which the trainer did not train.
-        engine_idle: share of the present engines' time in which they had no request or were paused.
-        engines_present: engines that served or started, on average.
+        engine_idle: share of the engines' time in which they had no request or were paused.
         engine_rate: tokens sampled, as a share of the tokens that engines sample with every slot taken.
         ages: share of the trained tokens by age in versions.
         oldest_age: largest age of a trained token.
-        preemptions: requests preempted per step, because an engine had no room for their contexts.
-        recomputed: tokens per step that were prefilled again, because of preemptions or of `sync.recompute`.
-        lost: share of the started trajectories that were rejected or dropped.
+        lost: share of the started trajectories that were dropped.
         ledger: counts of trajectories by final state.
     """
 
@@ -82,16 +73,11 @@ class SimulatedRun:
     tokens: float
     trainer_idle: float
     engine_idle: float
-    engines_present: float
     engine_rate: float
-    preemptions: float
-    recomputed: float
     ages: dict[int, float]
     oldest_age: int
     lost: float
     dropped: dict[str, int]
-    rejected: dict[str, int]
-    releases: int
     ledger: dict[str, int]
 
 
@@ -99,9 +85,7 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
     """Summarise a run whose steady state began at the reading `since`, after `warm` steps."""
     now, steps = trace.now, plant.steps - warm
     window = now.seconds - since.seconds
-    counts: dict[str, Any] = {
-        name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped", "rejected")
-    }
+    counts: dict[str, Any] = {name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped")}
     counts["running"] += ledger.spare
     tokens = sum(trace.ages.values())
     return SimulatedRun(
@@ -118,16 +102,11 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
         wait_s=(now.waiting - since.waiting) / steps,
         tokens=(now.trained_tokens - since.trained_tokens) / steps,
         trainer_idle=max(0.0, 1 - (now.training - since.training) / window),
-        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (now.engine_seconds - since.engine_seconds)),
-        engines_present=(now.engine_seconds - since.engine_seconds) / window,
+        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines.count)),
         engine_rate=(now.sampled - since.sampled) / (window * plant.full_rate),
-        preemptions=(now.preemptions - since.preemptions) / steps,
-        recomputed=(now.recomputed - since.recomputed) / steps,
         ages={age: trace.ages[age] / tokens for age in sorted(trace.ages)},
-        oldest_age=max(trace.oldest),
-        lost=(ledger.dropped + ledger.rejected) / ledger.started,
+        oldest_age=trace.oldest_age,
+        lost=ledger.dropped / ledger.started,
         dropped=dict(trace.dropped),
-        rejected=dict(trace.rejected),
-        releases=trace.releases,
         ledger=counts,
     )

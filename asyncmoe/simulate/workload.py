@@ -3,9 +3,8 @@
 A distribution is a function from a standard normal z to tokens, F^-1(Phi(z)). The members of a group share a part of their z, so that
 responses to one prompt have similar lengths (`icc`, the intra-class correlation of z: 0 independent, 1 equal).
 
-Sources. Traces and fits: PolyTrace, "RL in the Wild" (arXiv 2509.25279), the mixture of Intern-S1 math, the call counts of
-Intern-S1 tool use, the turns and tool latencies of Search-R1. Gammas: means and length limits of Seer (arXiv 2511.14617), table 3;
-their shapes are fitted to its shares of the last tenth of requests.
+Sources. Traces and fits: PolyTrace, "RL in the Wild" (arXiv 2509.25279), the mixture of Intern-S1 math, the turns
+and tool latencies of Search-R1.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Workload:
         tokens: tokens sampled in a turn, by z.
         icc: intra-class correlation of a group's z.
         turns: weights of 1, 2, ... turns.
-        last: tokens sampled in the last turn, by z; None: as in other turns.
         tool: seconds of a tool call, by z; None: 0.
         recorded: groups of a run, drawn from at random instead; all else is then without effect.
         notes: which records of the run were left out, a sentence each.
@@ -52,7 +50,6 @@ class Workload:
     tokens: Quantile
     icc: float = 0.0
     turns: tuple[float, ...] = (1.0,)
-    last: Quantile | None = None
     tool: Quantile | None = None
     recorded: Sequence[Sequence[Episode]] = ()
     notes: tuple[str, ...] = ()
@@ -74,9 +71,6 @@ class Workload:
         if len(self.turns) == 1:
             return [[((n,), ()) for n in group] for group in tokens[:, :, 0].tolist()]
         count = 1 + rng.choice(len(self.turns), size=shape[:2], p=np.array(self.turns) / sum(self.turns))
-        if self.last is not None:
-            at = (count - 1)[:, :, None]
-            np.put_along_axis(tokens, at, _whole(self.last(np.take_along_axis(z, at, 2))), 2)
         tools = np.zeros(shape) if self.tool is None else self.tool(rng.standard_normal(shape))
         return [
             [(tuple(n[:turns]), tuple(s[: turns - 1])) for n, s, turns in zip(*members, strict=True)]
@@ -104,15 +98,6 @@ def fixed(tokens: float) -> Quantile:
 def lognormal(median: float, sigma: float, cap: float) -> Quantile:
     """`median` times exp of a normal with standard deviation `sigma`, capped at `cap`."""
     return lambda z: np.minimum(cap, median * np.exp(sigma * z))
-
-
-def gamma(mean: float, shape: float, cap: float) -> Quantile:
-    """A gamma distribution, capped at `cap`."""
-    # The grid is denser near 0, so that the pole of the density there (shape < 1) does no harm.
-    x = 20 * mean * np.linspace(0, 1, 16 * _GRID)[1:] ** 4
-    density = np.exp((shape - 1) * np.log(x) - x * shape / mean)
-    mass = np.concatenate([[0.0], np.cumsum(0.5 * (density[1:] + density[:-1]) * np.diff(x))])
-    return _tabulated(x, mass / mass[-1], cap)
 
 
 def mixture(parts: Sequence[tuple[float, float, float]], cap: float) -> Quantile:
@@ -147,19 +132,12 @@ def _tabulated(x: Floats, below: Floats, cap: float) -> Quantile:
 # ---------------------------------------------------------------- named workloads
 
 _MATH = ((0.359, 4959, 2192), (0.074, 12720, 6067), (0.373, 9175, 3416), (0.194, 17655, 5267))
-_TOOL_CALLS = (4640.0, 18785.0, 104344.0, 17533.0, 48933.0, 34629.0, 9189.0, 1820.0, 652.0, 1021.0)
-_TOOL_S = {"median_s": 0.16, "sigma_s": 1.5, "cap_s": 3.8}
 
 _DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "lognormal": {"median": 4096, "sigma": 1, "cap": 32768, "icc": 0},
-    "gamma": {"mean": 7615, "shape": 1, "cap": 40960, "icc": 0},
     "fixed": {"tokens": 1024},
     "math": {"cap": 32768, "icc": 0},
-    "kimi-k2": {"icc": 0},
-    "moonlight": {"icc": 0},
-    "qwen2-vl": {"icc": 0},
-    "search": {"icc": 0.28, **_TOOL_S},
-    "tools": {"icc": 0, **_TOOL_S},
+    "search": {"icc": 0.28, "median_s": 0.16, "sigma_s": 1.5, "cap_s": 3.8},
 }
 NAMES = tuple(_DEFAULTS)
 
@@ -167,9 +145,8 @@ NAMES = tuple(_DEFAULTS)
 def parse(text: str) -> Workload:
     """Parse `name`, `name:key=value,...`, the path of a file with one length in tokens per line, or of a run's directory.
 
-    Names: lognormal (median, sigma, cap), gamma (mean, shape, cap), fixed (tokens), math (Intern-S1's mixture; cap), kimi-k2, moonlight and
-    qwen2-vl (Seer's), search (Search-R1: 2 to 5 turns), tools (Intern-S1: 1 to 10 calls); the last two have
-    tool calls with lognormal durations (median_s, sigma_s, cap_s). All but fixed take icc.
+    Names: lognormal (median, sigma, cap), fixed (tokens), math (Intern-S1's mixture; cap), and search (Search-R1: 2 to 5 turns, and between
+    them tool calls with lognormal durations: median_s, sigma_s, cap_s). All but fixed take icc.
 
     Raises:
         ConfigError: an unknown name or key, an invalid value, or a file that is not such a list.
@@ -221,22 +198,12 @@ def _build(name: str, v: Mapping[str, float]) -> Workload:
     match name:
         case "lognormal":
             return Workload(name, lognormal(v["median"], v["sigma"], v["cap"]))
-        case "gamma":
-            return Workload(name, gamma(v["mean"], v["shape"], v["cap"]))
         case "fixed":
             return Workload(name, fixed(v["tokens"]))
         case "math":
             return Workload(name, mixture(_MATH, v["cap"]))
-        case "kimi-k2":
-            return Workload(name, gamma(38_959, 2, 98_304))
-        case "moonlight":
-            return Workload(name, gamma(22_386, 1.6, 65_536))
-        case "qwen2-vl":
-            return Workload(name, gamma(7_615, 1, 40_960))
     tool = lognormal(v["median_s"], v["sigma_s"], v["cap_s"])
-    if name == "search":
-        return Workload(name, lognormal(60, 0.7, 4096), turns=(0, 0.6, 0.25, 0.1, 0.05), tool=tool)
-    return Workload(name, lognormal(140, 0.5, 4096), turns=(0, *_TOOL_CALLS), last=lognormal(950, 0.4, 8192), tool=tool)
+    return Workload(name, lognormal(60, 0.7, 4096), turns=(0, 0.6, 0.25, 0.1, 0.05), tool=tool)
 
 
 def _read(path: Path) -> list[float]:

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from asyncmoe import config as configuration
 from asyncmoe.errors import UserError
 from asyncmoe.reshard.float8 import BLOCK
-from asyncmoe.simulate.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.learning import arms, runner
 from benchmarks.learning.runner import RUNS
+from benchmarks.learning.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.provenance import here
 
 KINDS: Mapping[str, str] = {

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from asyncmoe.simulate.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.learning.arms import ARMS
 from benchmarks.learning.curves import Point, against_seconds, together
+from benchmarks.learning.style import BLUE, GREEN, INK, ORANGE, PURPLE, RED, style
 from benchmarks.learning.summary import Runs
 
 Axis = Literal["samples", "seconds"]

@@ -22,7 +22,6 @@ from asyncmoe.plan.render_plan import show, write
 from asyncmoe.plan.sizes import engines_text, parse_adapter, parse_engines, parse_trainer, trainer_text
 from asyncmoe.plan.traffic import Forecast, Speeds, foresee
 from asyncmoe.reshard import PADDING, plan
-from asyncmoe.simulate.command import sync_seconds
 from benchmarks.published import REAL
 
 
@@ -266,16 +265,6 @@ def test_an_adapter_of_a_real_model(tmp_path: Path, experts: str, billions: floa
     console = Console(record=True, width=200)
     show(found, console, 1)
     assert f"an adapter of rank 32 ({experts}: q_proj, k_proj" in console.export_text()
-
-
-def test_the_simulator_takes_its_seconds_from_a_plan(tmp_path: Path) -> None:
-    file, plan_file = config(tmp_path), tmp_path / "plan.json"
-    found = of(file, "tp=2,pp=2,ep=2,dp=2", "2xtp2", lora="rank=4,targets=q_proj+down_proj")
-    write(asdict(found), plan_file)
-    assert sync_seconds(plan_file) == found.way.nic_seconds
-    plan_file.write_text("[]")
-    with pytest.raises(DataError, match="what asyncmoe plan --json has written"):
-        sync_seconds(plan_file)
 
 
 ODD = ["", "32", "rank=x", "rank=4,alpha=3", "rank=4,targets=lm_head", "rank=4,experts=all", "rank=4096", "rank=0", "rank=2,rank=4"]

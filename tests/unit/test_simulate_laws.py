@@ -40,13 +40,12 @@ def balanced(plant: Plant, workload: Workload) -> Plant:
 @pytest.mark.parametrize(
     ("workload", "ratio"),
     [
-        pytest.param(workload, ratio, marks=[] if workload == {1.0: "kimi-k2"}.get(ratio, "lognormal") else pytest.mark.thorough)
+        pytest.param(workload, ratio, marks=[] if workload == {1.0: "math"}.get(ratio, "lognormal") else pytest.mark.thorough)
         for ratio in (0.4, 1.0, 1.6)
         for workload in (
             "lognormal",
             "lognormal:median=2048,sigma=1.25,cap=65536",
             "math",
-            "kimi-k2",
             "lognormal:icc=0.9",
             "fixed:tokens=3000",
         )
@@ -95,9 +94,6 @@ def test_the_laws_meet() -> None:
         pytest.param("lognormal", (0.21, 0.26, 0.32), marks=pytest.mark.thorough),
         ("math", (0.32, 0.38, 0.44)),
         pytest.param("lognormal:median=2048,sigma=1.25,cap=65536", (0.08, 0.10, 0.12), marks=pytest.mark.thorough),
-        pytest.param("kimi-k2", (0.41, 0.47, 0.54), marks=pytest.mark.thorough),
-        pytest.param("moonlight", (0.35, 0.42, 0.49), marks=pytest.mark.thorough),
-        ("qwen2-vl", (0.20, 0.25, 0.30)),
     ],
 )
 def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, expected: tuple[float, float, float]) -> None:
@@ -114,9 +110,6 @@ def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, e
     ("workload", "mean"),
     [
         ("math", 9_575),
-        ("kimi-k2", 38_959),
-        ("moonlight", 22_386),
-        ("qwen2-vl", 7_615),
         ("lognormal:sigma=0.5,cap=1e6", 4096 * math.exp(0.125)),
     ],
 )
@@ -147,9 +140,7 @@ def test_tool_calls_are_those_of_the_trace() -> None:
 
 def finished(fleet: Fleet[str]) -> str:
     """The request that finishes next."""
-    found = fleet.happen()
-    assert found is not None
-    return found[0]
+    return fleet.happen()[0]
 
 
 def test_an_engine_slows_down_as_it_fills() -> None:
@@ -183,10 +174,8 @@ def test_requests_go_where_the_fewest_are() -> None:
     fleet: Fleet[int] = Fleet(3, 4, StepTime(1.0, 1e9))
     for request in range(6):
         fleet.place(request, 10, now=0.0)
-    assert [len(fleet.kill(engine, 1.0)) for engine in range(3)] == [2, 2, 2]
-    assert fleet.in_flight == fleet.free == 0
-    fleet.restore(1, 1.0)
-    assert fleet.free == 4
+    assert [engine.load for engine in fleet._engines] == [2, 2, 2]
+    assert (fleet.in_flight, fleet.free) == (6, 6)
 
 
 def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:

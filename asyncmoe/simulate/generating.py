@@ -1,0 +1,213 @@
+"""The engines of a simulation: groups start as the capacity law allows, turns are sampled and sometimes wait for tools.
+
+What waits for a slot does so in the order in which it came, or in that of the live pool's own `Waiting`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from asyncmoe.engines.scheduling import PATIENCE, Lengths, ScheduledRequest, Waiting
+from asyncmoe.queue.rounds import Rounds
+from asyncmoe.simulate.decoding import Span
+from asyncmoe.simulate.fleet import Fleet
+from asyncmoe.simulate.plant import Plant
+from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
+from asyncmoe.simulate.trace import Reading
+from asyncmoe.simulate.workload import Episode
+
+
+class SimulatedEngines:
+    """The generating pool.
+
+    Args:
+        groups: episodes of the groups to sample, without end.
+        sampled: receives each response whose last turn is complete.
+    """
+
+    def __init__(self, state: RunState, groups: Iterator[list[Episode]], sampled: Callable[[SimulatedResponse], None]) -> None:
+        plant, engines = state.plant, state.plant.engines
+        self._state, self._clock, self._groups, self._hand_over = state, state.clock, groups, sampled
+        self._size, self._batch = plant.group_size, plant.batch
+        self._fleet: Fleet[SimulatedResponse] = Fleet(
+            engines.count, engines.max_running, plant.step, engines.prefill_s, plant.max_concurrent
+        )
+        self._started = 0
+        self._waiting = waiting_of(plant)
+        self._rounds: Rounds[list[Episode]] = Rounds(plant.groups_per_step, 1.0 if state.mode == "async" else plant.tail_batching)
+        self._round: list[SimulatedGroup] = []
+        self._again: deque[list[Episode]] = deque()
+        self._drained: Callable[[], None] | None = None
+        self._served_at: list[list[float]] = [self._fleet.clocks(0.0).tolist()]
+
+    def start_groups(self) -> None:
+        """Start as many groups as the policy allows."""
+        state = self._state
+        if count := self._may_start():
+            state.ledger = state.ledger.start(count * self._size)
+            if not self._rounds.is_off:
+                count += self._begin_or_go_on(count)
+            self._start(count)
+        self._place()
+
+    def _begin_or_go_on(self, count: int) -> int:
+        """Let the round start so many groups; return how many spare ones start besides."""
+        if not self._rounds.is_over:
+            self._rounds = self._rounds.start(count)
+            return 0
+        self._rounds, again = self._rounds.begin(count)
+        self._again.extend(again)
+        self._round.clear()
+        if spare := self._rounds.spare:
+            self._state.ledger = self._state.ledger.start_spare(spare * self._size)
+        return spare
+
+    def completed(self) -> None:
+        """Note that a group is complete; with tail batching, put off the others of a round that needs no more."""
+        if self._rounds.is_off:
+            return
+        self._rounds = self._rounds.complete_one()
+        if not self._rounds.is_over or not self._rounds.spare:
+            return
+        late = [group for group in self._round if group.left]
+        for group in late:
+            self._cancel(group)
+            self._state.ledger = self._state.ledger.discard_spare(self._size)
+            self._state.trace.dropped["deferred"] += self._size
+        self._rounds = self._rounds.put_off([group.episodes for group in late])
+        self._check_drained()
+
+    def next_event(self) -> float:
+        """Return the time at which the next turn is complete; inf if there is none."""
+        return self._clock.at_engine_time(self._fleet.next_event())
+
+    def happen(self) -> None:
+        """Let the next event happen, at the current time."""
+        response, engine, span = self._fleet.happen()
+        self._count_tokens(response, engine, span)
+        if isinstance(self._waiting, OrderedWaiting):
+            self._waiting.learn(response)
+        response.turn += 1
+        if response.turn < len(response.turns):
+            self._clock.after(response.tools[response.turn - 1], lambda: self._next_turn(response))
+        else:
+            self._hand_over(response)
+        self._place()
+        if self._drained is not None:
+            self._check_drained()
+
+    def _cancel(self, group: SimulatedGroup) -> None:
+        group.lost = True
+        for member in group.members:
+            self._fleet.cancel(member, self._clock.engine_time)
+        group.end()
+
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Send no more requests until `land`; call `drained` once no request is running."""
+        self._drained = drained
+        self._check_drained()
+
+    def land(self) -> None:
+        """Serve the version of the state, and send requests again."""
+        self._served_at.append(self._fleet.clocks(self._clock.engine_time).tolist())
+        self._drained = None
+
+    def read(self, reading: Reading) -> None:
+        """Bring the engines' totals of a reading up to date."""
+        self._fleet.settle(self._clock.engine_time)
+        reading.busy, reading.sampled = self._fleet.busy, self._fleet.tokens
+
+    def _start(self, count: int) -> None:
+        for _ in range(count):
+            group = SimulatedGroup(self._again.popleft() if self._again else next(self._groups), self._started)
+            self._started += 1
+            self._waiting.extend(group.members)
+            if not self._rounds.is_off:
+                self._round.append(group)
+
+    def _may_start(self) -> int:
+        """Return how many groups may start now: at most a batch less what is under way, in modes that start whole batches."""
+        state, size = self._state, self._size
+        if not state.law.may_start(state.ledger, size, state.version):
+            return 0
+        under_way = (state.ledger.accepted + state.ledger.running) % self._batch
+        if state.mode != "async":
+            if state.ledger.running and not under_way:
+                return 0
+            return self._most((self._batch - under_way) // size)
+        return self._most((state.law.max_staleness + 1) * self._batch // size)
+
+    def _most(self, bound: int) -> int:
+        """Return how many groups the law admits together, up to a bound; it admits one."""
+        law, ledger, version = self._state.law, self._state.ledger, self._state.version
+        return 1 + bisect_left(range(2, bound + 1), True, key=lambda count: not law.may_start(ledger, count * self._size, version))
+
+    def _place(self) -> None:
+        fleet, waiting = self._fleet, self._waiting
+        if not waiting or self._drained is not None or self._clock.paused:
+            return
+        now, version = self._clock.engine_time, self._state.version
+        while waiting and fleet.free > 0:
+            response = waiting.popleft()
+            if response.group.lost:
+                continue
+            response.version, response.group.oldest = version, min(version, response.group.oldest)
+            fleet.place(response, response.turns[response.turn], now)
+
+    def _next_turn(self, response: SimulatedResponse) -> None:
+        self._waiting.append(response)
+        self._place()
+
+    def _count_tokens(self, response: SimulatedResponse, engine: int, span: Span) -> None:
+        """Split the tokens of a turn by the version that sampled them."""
+        tokens, served = response.group.tokens, self._state.version
+        (start, end), before = span, 0.0
+        for version in range(response.version + 1, served + 1):
+            until = max(0.0, min(self._served_at[version][engine], end) - start)
+            tokens[version - 1] = tokens.get(version - 1, 0.0) + until - before
+            before = until
+        tokens[served] = tokens.get(served, 0.0) + end - start - before
+
+    def _check_drained(self) -> None:
+        if self._drained is not None and not self._clock.paused and not self._fleet.in_flight:
+            self._drained()
+
+
+class OrderedWaiting:
+    """Takes the place of a deque, in an order of the live pool."""
+
+    def __init__(self, waiting: Waiting, lengths: Lengths) -> None:
+        self._waiting, self._lengths = waiting, lengths
+        self._by_ticket: dict[int, SimulatedResponse] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    def append(self, response: SimulatedResponse) -> None:
+        """Let a response wait for its next turn."""
+        request = ScheduledRequest(str(response.group.number), continues=response.turn > 0)
+        self._by_ticket[self._waiting.come(request)] = response
+
+    def extend(self, responses: Iterable[SimulatedResponse]) -> None:
+        """Let responses wait for their next turn."""
+        for response in responses:
+            self.append(response)
+
+    def popleft(self) -> SimulatedResponse:
+        """Remove and return the next one; at least one must be waiting."""
+        return self._by_ticket.pop(self._waiting.take())
+
+    def learn(self, response: SimulatedResponse) -> None:
+        """Note the length of a turn that is complete, as the pool does."""
+        self._lengths.note(str(response.group.number), response.turns[response.turn])
+
+
+def waiting_of(plant: Plant) -> deque[SimulatedResponse] | OrderedWaiting:
+    """Return an empty line in the order of the plant."""
+    order, slots = plant.engines.order, plant.engines.count * plant.engines.max_running
+    if order == "arrival":
+        return deque()
+    lengths = Lengths()
+    return OrderedWaiting(Waiting(order, PATIENCE * slots, lengths), lengths)

@@ -186,7 +186,7 @@ def three_steps(job: Job) -> dict[str, Any]:
     wanted = job.reference["steps"]
     model.gather_weights(built)
     return {
-        "weights": max(float((value - model.parameters(built)[name]).abs().max()) for name, value in expected(built, job.path / "trained")),
+        "weights": max(float((value - built.weights()[name]).abs().max()) for name, value in expected(built, job.path / "trained")),
         "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, wanted, strict=True)),
         "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, wanted, strict=True)),
     }
@@ -214,7 +214,7 @@ def grouped(job: Callable[..., Job]) -> dict[str, Any]:
 def balance(job: Job) -> dict[str, Any]:
     """Biases that routers choose by move against the tokens that Hugging Face's model sends to each expert."""
     built = job.model()
-    before = {name: value.clone() for name, value in model.parameters(built).items() if name.endswith("expert_bias")}
+    before = {name: value.clone() for name, value in built.weights().items() if name.endswith("expert_bias")}
     batches, adam = job.microbatches("token_mean"), optimizer.build(job.config, built)
     step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE)  # which counts for nothing
     step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=0.0)
@@ -335,7 +335,7 @@ def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
         batches, loss = here.microbatches("token_mean"), losses.SupervisedLoss()
         values = [step.train_step(built, adam, batches, loss, lr=case.LR).loss for _ in range(case.STEPS)]
         seen[name] = max(abs(value - want["loss"]) for value, want in zip(values, here.reference["steps"], strict=True))
-        assert {value.dtype for value in model.parameters(built).values()} == {torch.bfloat16}
+        assert {value.dtype for value in built.weights().values()} == {torch.bfloat16}
     return seen
 
 
@@ -380,12 +380,12 @@ _expected: dict[Any, dict[str, torch.Tensor]] = {}
 
 
 def _part(built: model.Model, checkpoint: Path) -> Any:
-    return checkpoint, built.parallel, built.dtype, tuple(model.parameters(built))
+    return checkpoint, built.parallel, built.dtype, tuple(built.weights())
 
 
 def load(built: model.Model, checkpoint: Path) -> None:
     """As `model.load_hf`, which the first model of a layout is loaded by; the others get copies of what that has."""
-    weights, key = model.parameters(built), _part(built, checkpoint)
+    weights, key = built.weights(), _part(built, checkpoint)
     if key in _loaded:
         for name, value in _loaded[key].items():
             weights[name].copy_(value)
@@ -409,7 +409,7 @@ def relative_error(got: dict[str, torch.Tensor], wanted: Iterator[tuple[str, tor
 
 
 def snapshot(built: model.Model) -> list[torch.Tensor]:
-    return [value.clone() for value in model.parameters(built).values()]
+    return [value.clone() for value in built.weights().values()]
 
 
 if __name__ == "__main__":

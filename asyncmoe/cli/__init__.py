@@ -56,7 +56,6 @@ for _command in (
     app.command()(_command)
 app.command("simulate", context_settings={"ignore_unknown_options": True})(planning.simulate_command)  # `read_plant` refuses them
 app.command()(report.report)
-app.command()(records.resend)
 app.command()(checkpoints.checkpoints)
 app.command()(records.stacks)
 app.command()(records.show)

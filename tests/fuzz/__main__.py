@@ -59,8 +59,6 @@ def _parts(attacked: frames.Attacked, engine: pages.Engine, count: int, bodies: 
         "stranger": (partial(frames.stranger, attacked), count),
         **{f"openai {path}": (partial(endpoints.openai, path), bodies) for path in endpoints.BODIES},
         "judge": (endpoints.judge, bodies),
-        "report": (pages.report, bodies),
-        "metrics": (pages.metrics, bodies),
         "engine": (engine.stranger, bodies),
     }
 

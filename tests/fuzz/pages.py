@@ -1,11 +1,10 @@
-"""Raw requests to the HTTP servers of a run that agents do not use: the page of runs, /metrics and /health, and the engines' own."""
+"""Raw requests to the HTTP servers of the engines."""
 
 from __future__ import annotations
 
 import json
 import socket
 import tempfile
-import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -19,52 +18,9 @@ from asyncmoe.models.make import make_model
 from asyncmoe.platform.sglang.lifetime import API_KEY
 from asyncmoe.process import Child
 from asyncmoe.rollout.engines.sglang.process import command, environment
-from asyncmoe.telemetry.health import Health
-from asyncmoe.telemetry.prometheus import Prometheus
-from asyncmoe.telemetry.report.serve import ReportServer
-from asyncmoe.telemetry.schema import Step
 from tests.fuzz import mutate
 
 _KEY = "key-of-the-run"
-
-
-def report(random: Random, count: int) -> dict[str, int]:
-    """Send `count` mutated requests to the page of runs; return the first lines of the answers. Afterwards it answers a right one."""
-    found = Counter[str]()
-    with tempfile.TemporaryDirectory() as folder, ReportServer([Path(folder)]) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            host = f"127.0.0.1:{server.server_address[1]}"
-            paths = ("", "data.json", "group/0/1")
-            corpus = [f"GET /{server.token}/{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode() for path in paths]
-            for _ in range(count):
-                text = mutate.octets(random, random.choice(corpus[1:] if random.random() < 0.9 else corpus), random.choice(corpus))
-                found[_asked(server.server_address[1], text)] += 1
-            assert _status(server.server_address[1], f"/{server.token}/data.json") == 200
-        finally:
-            server.shutdown()
-            thread.join(10)
-    assert not any(answer.startswith("5") for answer in found if answer not in ("501", "505")), found
-    return dict(found)
-
-
-def metrics(random: Random, count: int) -> dict[str, int]:
-    """Send `count` mutated requests to /metrics and /health, with the key and without; return as `report` does."""
-    found = Counter[str]()
-    server = Prometheus(0, key=_KEY, health=lambda: Health("ok", 1, 0.5))
-    try:
-        server.feed([Step(step=1, phase="rl", time=1.0, reward_mean=0.5, ages={0: 3})])
-        keys = ("", "Authorization: Bearer wrong\r\n", f"Authorization: Bearer {_KEY}\r\n")
-        asked = [(path, key) for path in ("/metrics", "/health?x=1") for key in keys]
-        corpus = [f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{key}Connection: close\r\n\r\n".encode() for path, key in asked]
-        for _ in range(count):
-            found[_asked(server.port, mutate.octets(random, random.choice(corpus), random.choice(corpus)))] += 1
-        assert [_status(server.port, "/health", key) for key in ("", "wrong", _KEY)] == [401, 401, 200]
-    finally:
-        server.close()
-    assert not any(answer.startswith("5") for answer in found if answer not in ("501", "505")), found
-    return dict(found)
 
 
 class Engine:

@@ -22,7 +22,6 @@ COMMANDS = {
     "simulate": "the speed of a run on a cluster",
     "config": "show, validate and describe configurations",
     "report": "summary and report of a run",
-    "resend": "what W&B, MLflow or Trackio miss of a run",
     "checkpoints": "the checkpoints of a run: listed, verified, brought back",
     "log": "the log of a run: listed, verified",
     "stacks": "the Python stacks of a run's processes",

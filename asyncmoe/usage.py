@@ -98,8 +98,7 @@ def user_error(error: Any) -> UserError:
         from asyncmoe.config import gone  # imports pydantic, which takes a second
 
         if (instead := gone.COMMANDS.get(f"{at} {unknown[1]}".partition(" ")[2])) is not None:
-            hint = f"asyncmoe at commit {gone.LAST} still has it"
-            return UserError(at, got=f"{unknown[1]}, which was removed", expected=instead, hint=hint)
+            return _removed(unknown[1], at, instead, gone.LAST)
         commands = list(error.ctx.command.commands)
         near = get_close_matches(unknown[1], commands, 1)
         meant = f"did you mean {at} {near[0]}?" if near else None
@@ -118,14 +117,20 @@ def _refused_value(error: Any) -> tuple[str, str]:
     return repr(found[0]["input"]), refusals.wanted(found[0]).rpartition(" is not ")[2].rstrip(".")
 
 
+def _removed(what: str, at: str, instead: str, last: str) -> UserError:
+    return UserError(at, got=f"{what}, which was removed", expected=instead, hint=f"asyncmoe at commit {last} still has it")
+
+
 def _unknown_option(error: Any, at: str) -> UserError:
+    from asyncmoe.config import gone, refusals  # imports pydantic, which takes a second
+
+    if (instead := gone.OPTIONS.get(f"{at} {error.option_name}".partition(" ")[2])) is not None:
+        return _removed(error.option_name, at, instead, gone.LAST)
     parameters = error.ctx.command.params
     options = [*(one.opts[0] for one in parameters if one.opts[0].startswith("-")), "--help"]
     takes_keys = any("KEY=VALUE" in (one.metavar or "") for one in parameters)
     meant = list(error.possibilities or ())
     if not meant and takes_keys:
-        from asyncmoe.config import refusals  # imports pydantic, which takes a second
-
         meant = [f"{key}=VALUE" for key in refusals.keys_named(error.option_name.lstrip("-").replace("-", "_"))]
     expected = f"{'KEY=VALUE or ' if takes_keys else ''}{'one of ' if options[1:] else ''}{', '.join(options)}"
     hint = f"did you mean {' or '.join(meant[:3])}?" if meant else None

@@ -56,7 +56,6 @@ for _command in (
     app.command()(_command)
 app.command("simulate")(planning.simulate_command)
 app.command()(report.report)
-app.command()(records.resend)
 app.command()(checkpoints.checkpoints)
 app.command()(records.stacks)
 app.command()(records.show)

@@ -11,27 +11,6 @@ import typer
 from asyncmoe.errors import DataError, UserError
 
 
-def resend(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="wandb, mlflow or trackio; default: all that the run is configured for.")
-    ] = None,
-) -> None:
-    """Send to W&B, MLflow or Trackio what they miss of a run: after a logger or the network was down, or after the run was killed.
-
-    A running run sends its records itself, if its configuration has
-    telemetry.wandb, telemetry.mlflow or telemetry.trackio:
-
-        asyncmoe run examples/demo.yaml telemetry.mlflow.uri=http://127.0.0.1:5000
-
-    Repeating this command sends nothing twice. docs/guides/loggers.md tells more.
-    """
-    from asyncmoe.telemetry.loggers import sender
-
-    for name, state in sender.send(run_dir, names or []).items():
-        typer.echo(f"{name}: has every step up to {state.sent.step}{' at ' if state.url else ''}{state.url}")
-
-
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
     """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, of the extra profile.
 

@@ -1,4 +1,4 @@
-"""The command that writes and serves the report of runs."""
+"""The command that writes the report of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncmoe.errors import DataError, StorageError, UserError
+from asyncmoe.errors import DataError, StorageError
 
 
 def report(
@@ -18,13 +18,8 @@ def report(
     samples: Annotated[
         bool, typer.Option("--samples/--no-samples", help="Show sampled trajectories; only you can read a file that has some.")
     ] = True,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve the page on loopback, live while a run goes on, until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free one.")] = 0,
 ) -> None:
     """Write report.html and summary.json of a run, finished or still running; of several runs, a page that compares them.
-
-    --serve prints an address that only you know. To open it from another
-    machine, forward its port: ssh -L 8080:127.0.0.1:PORT HOST.
 
     docs/guides/report.md explains the page.
     """
@@ -35,15 +30,6 @@ def report(
     for run_dir in run_dirs:
         if (broken := broken_configuration(run_dir)) is not None:
             typer.echo(f"note: {broken}", err=True)
-    if serve:
-        from asyncmoe.telemetry.report.serve import serve as serve_page
-
-        if out is not None:
-            raise UserError("asyncmoe report", got="--serve and --out", expected="one of them")
-        serve_page(run_dirs, port, samples=samples)
-        return
-    if port:
-        raise UserError("asyncmoe report", got=f"--port {port} without --serve", expected="both, or neither")
     if len(run_dirs) == 1:
         _write_summary(run_dirs[0])
     name = command.REPORT if len(run_dirs) == 1 else command.COMPARISON

@@ -29,6 +29,10 @@ class Gone:
 _MEMORY = "nothing: trajectories stay in the memory of the process that sampled them, and in the log"
 _STORE = "nothing: sync.method disk writes versions to sync.directory"
 _VERIFY = "nothing: sync.verify_every compares the checksums of every engine"
+_LOGS = "nothing: a log is moved at 64 MiB, and three moved parts of it are kept"
+_PROFILE = "nothing: a profile has the names of operators and their times; it is kept up to 2 GB"
+_HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
+_TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
@@ -65,8 +69,30 @@ KEYS: Mapping[str, Gone] = {
     "task.curriculum.floor": Gone(_ORDER, None),
     "task.curriculum.memory": Gone(_ORDER, None),
     "task.curriculum.pass_reward": Gone(_ORDER, None),
+    "telemetry.loggers.finish_timeout_s": Gone("nothing: the end of a run waits 30 s for its loggers", (30.0,)),
+    "telemetry.loggers.samples": Gone("nothing: asyncmoe show and asyncmoe report show the samples", (False,)),
+    "telemetry.logs.keep": Gone(_LOGS, (3,)),
+    "telemetry.logs.max_bytes": Gone(_LOGS, (64 << 20,)),
+    "telemetry.mlflow.tags": Gone("nothing: a run of MLflow has every key of the configuration as a parameter", ({},)),
+    "telemetry.profile.max_mb": Gone(_PROFILE, (2048,)),
+    "telemetry.profile.shapes": Gone(_PROFILE, (False,)),
+    "telemetry.profile.stack": Gone(_PROFILE, (False,)),
+    "telemetry.prometheus_host": Gone(_HOST, ("127.0.0.1", "localhost", "::1")),
+    "telemetry.samples.max_bytes": Gone("nothing: the folder of samples has 256 MiB at most", (1 << 28,)),
+    "telemetry.samples.max_tokens": Gone("nothing: 8,192 tokens are kept of a prompt, and of what follows it", (8192,)),
+    "telemetry.trackio.group": Gone("nothing: Trackio's own page groups runs by their configuration", (None,)),
+    "telemetry.trackio.name": Gone("nothing: the run has the name of run.dir", (None,)),
+    "telemetry.trackio.server_url": Gone("the address in the variable TRACKIO_SERVER_URL", (None,)),
+    "telemetry.wandb.entity": Gone("the name in the variable WANDB_ENTITY", (None,)),
+    "telemetry.wandb.group": Gone("the name in the variable WANDB_RUN_GROUP", (None,)),
+    "telemetry.wandb.mode": Gone("the word in the variable WANDB_MODE", (None,)),
+    "telemetry.wandb.tags": Gone("the tags, with commas between them, in the variable WANDB_TAGS", ([], ())),
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
+    "watch.alerts.no_step_s": Gone("nothing: half an hour without a step is told", (1800.0,)),
+    "watch.alerts.on": Gone(_TO_COMMAND + ", and can pass over events", None),
+    "watch.alerts.timeout_s": Gone("nothing: the command may take ten seconds", (10.0,)),
+    "watch.alerts.webhook": Gone(_TO_COMMAND + ", for example curl with --data @-", (None,)),
 }
 _CONTEXTS = (
     "nothing: measure engines.step_s and step_batch with contexts of the usual length; engines.max_running is what has room for them"
@@ -97,6 +123,8 @@ PLANT: Mapping[str, Gone] = {
 }
 """Removed keys of the plant of `asyncmoe simulate`."""
 
+SECTIONS = ("journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs")
+"""Sections of which every key is removed."""
 VALUES: Mapping[tuple[str, str], str] = {
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
 }
@@ -106,8 +134,14 @@ TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memor
 """What the section `task` had besides: logs have a digest of all of it."""
 
 _UNMEASURED = "nothing: it is measured no more"
+OPTIONS: Mapping[str, str] = {
+    "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
+    "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
+}
+"""Removed option of a command -> what to do instead."""
 COMMANDS: Mapping[str, str] = {
     "journal": "asyncmoe log",
+    "resend": "nothing: a run sends its records itself; wandb sync sends what W&B kept without a network",
     "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",
     "bench context": _UNMEASURED,
     "bench journal": "asyncmoe bench log",
@@ -145,7 +179,9 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
 
 
 def _section(name: str, keys: Mapping[str, Gone]) -> Gone | None:
-    """Return a section of removed keys, which asks for nothing if it is empty; None: it is none."""
+    """Return a removed section, which asks for nothing if it is empty; None: it is none."""
+    if keys is KEYS and name not in SECTIONS:
+        return None
     return next((Gone(one.instead, (None, False, {})) for key, one in keys.items() if key.startswith(f"{name}.")), None)
 
 
@@ -160,9 +196,10 @@ def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 
 
 def _remove(values: dict[str, Any], path: tuple[str, ...]) -> None:
-    """Remove a key, and the sections that have nothing else."""
-    name, *rest = path
-    if rest:
-        _remove(values[name], tuple(rest))
-    if not rest or not values[name]:
-        del values[name]
+    """Remove a key, and a removed section that has nothing else."""
+    for depth in range(len(path), 0, -1):
+        inner = values
+        for name in path[: depth - 1]:
+            inner = inner[name]
+        if depth == len(path) or (not inner[path[depth - 1]] and ".".join(path[:depth]) in SECTIONS):
+            del inner[path[depth - 1]]

@@ -39,7 +39,6 @@ from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.rollout import run_log
 from asyncmoe.telemetry import versions
-from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.samples import records as samples
@@ -84,7 +83,6 @@ def check(config: Config, *, weights: bool = True) -> Survey:
             check_place(place, key)
     transports.check_entries()
     loggers.check(config.telemetry)
-    Alarm(config.watch.alerts, config.run.dir.name, print)  # refuses a webhook without its variable
     if config.telemetry.tensorboard == "on":
         installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
@@ -168,7 +166,7 @@ def prepare(config: Config) -> Path:
     """Check the configuration (see `check`), and return the file of it that all processes read."""
     found = check(config)
     if (port := config.telemetry.prometheus_port) is not None:
-        Prometheus(port, config.telemetry.prometheus_host).close()  # refuses one that is taken
+        Prometheus(port).close()  # refuses one that is taken
     copier.try_to_write(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)

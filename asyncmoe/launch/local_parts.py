@@ -32,7 +32,7 @@ class _Local:
     def start(self, name: str, command: list[str], log: str, more: Mapping[str, str]) -> tuple[Process, ...]:
         """Start a part; all of its starts append to one log."""
         config = self._config
-        child = Child(name, command, config.run.dir / "logs" / log, more, config.telemetry.logs.bounds)
+        child = Child(name, command, config.run.dir / "logs" / log, more)
         self.children[name] = child
         return (child,)
 

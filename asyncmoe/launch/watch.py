@@ -80,8 +80,8 @@ def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping
     with (
         Copier(config, stop.hurried),
         watcher,
-        LiveView(config, sinks=(watcher,), health=watcher.health) as view,
-        ExitStack() as ending,  # before the view: loggers are sent the last records
+        LiveView(config, sinks=(watcher,)) as view,
+        ExitStack() as ending,  # before the view: its loggers get the last records
     ):
         watcher.say = view.say
         _watch(_Supervision(config, table(ending), watcher, view, stop))

@@ -1,4 +1,4 @@
-"""Watches a run from its supervisor: heartbeats, stacks of what hangs, health and alerts."""
+"""Watches a run from its supervisor: heartbeats, stacks of what hangs, and alerts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 from asyncmoe.config import Config
-from asyncmoe.config.watch import Event
 from asyncmoe.errors import AsyncmoeError, DataError, Interrupted
 from asyncmoe.launch import stacks
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.alarm import Alarm
-from asyncmoe.telemetry.alerts import Alert, Told, tell
+from asyncmoe.telemetry.alerts import Alert, Event, Told, tell
 from asyncmoe.telemetry.follow import Followed
-from asyncmoe.telemetry.health import Health, health
 from asyncmoe.telemetry.heartbeats import TRAINER, BeatListener, Silence
 
 _KEPT = 20
@@ -39,15 +37,12 @@ class Watcher:
 
     Attributes:
         say: shows a message to the user; may be called from another thread.
-
-    Raises:
-        ConfigError: see `Alarm`.
     """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._watch, self._clock = config, config.watch, clock
         self.say: Callable[[str], None] = _to_stderr
-        self._alarm = Alarm(config.watch.alerts, config.run.dir.name, lambda text: self.say(text))
+        self._alarm = Alarm(config.watch.alerts.command, config.run.dir.name, lambda text: self.say(text))
         self._told, self._listener, self._next = Told(), BeatListener(), 0.0
         self._silences: list[Silence] = []
         self._dumped: dict[str, Path] = {}
@@ -66,10 +61,6 @@ class Watcher:
         if named is not error and named is not None:
             raise named from error
 
-    def health(self) -> Health:
-        """Judge the run; may be called from any thread."""
-        return health(self._told, self._silences, self._watch.stacks_after_s, self._clock())
-
     def feed(self, records: list[Followed]) -> None:
         """Consume new records, and look after every process.
 
@@ -80,7 +71,7 @@ class Watcher:
         now = self._clock()
         self._check_folder()
         limit = self._config.verify.anomalies.kl_engine.above
-        self._told, alerts = tell(self._watch.alerts, self._told, records, now, limit)
+        self._told, alerts = tell(self._told, records, now, limit)
         for alert in alerts:
             if alert.event in ("engine_lost", "worker_lost"):
                 self.say(alert.text)

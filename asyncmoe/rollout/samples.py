@@ -33,7 +33,7 @@ class Samples:
 
     Args:
         choice: the groups to keep.
-        max_tokens: as telemetry.samples.max_tokens.
+        max_tokens: as `records.MOST_TOKENS`.
     """
 
     def __init__(self, file: SampleFile, choice: Choice, pieces: Pieces, max_tokens: int) -> None:
@@ -149,8 +149,8 @@ def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
     section = config.telemetry.samples
     if not section.groups:
         return None
-    file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, section.max_bytes, step, kept=config.log.enabled)
-    return Samples(file, choice_of(config), pieces, section.max_tokens)
+    file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, records.MOST_BYTES, step, kept=config.log.enabled)
+    return Samples(file, choice_of(config), pieces, records.MOST_TOKENS)
 
 
 def _roles(part: SampledPart, forked: int) -> list[tuple[Role, int]]:

@@ -1,14 +1,21 @@
-"""Which events of a run are told to somebody (`watch.alerts`). Decisions only; `asyncmoe.telemetry.alarm` sends them."""
+"""Which events of a run are told to somebody (`watch.alerts.command`). Decisions only; `asyncmoe.telemetry.alarm` sends them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from asyncmoe.config.watch import AlertsSection, Event
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import Step
+
+NO_STEP_S = 1800.0
+"""Seconds without a step after which `no_step` is told, once."""
+Event = Literal["failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"]
+"""failed: the run ended with an error; silent: a process is silent for watch.stacks_after_s; no_step: no step for `NO_STEP_S`; engine_lost:
+an engine died or was fenced; worker_lost: a rollout worker does not answer any more; trainer_lost, controller_lost: it was lost and is
+started again; anomaly: a rule of verify.anomalies is broken."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,7 @@ class Told:
         step: steps taken.
         stepped: seconds, on the clock of `now`, of the latest step or of the start; None before the first call.
         lost: engines lost since the controller started.
-        missing: those of them that have not started again.
         workers: rollout workers lost since the controller started.
-        workers_missing: those of them that have not joined again.
         late: whether `no_step` is told.
         anomalies: rules of `verify.anomalies` that the previous step broke.
     """
@@ -38,16 +43,12 @@ class Told:
     step: int = 0
     stepped: float | None = None
     lost: int = 0
-    missing: int = 0
     workers: int = 0
-    workers_missing: int = 0
     late: bool = False
     anomalies: frozenset[str] = frozenset()
 
 
-def tell(
-    section: AlertsSection, told: Told, records: Sequence[Followed], now: float, probe_limit: float | None
-) -> tuple[Told, list[Alert]]:
+def tell(told: Told, records: Sequence[Followed], now: float, probe_limit: float | None) -> tuple[Told, list[Alert]]:
     """Return what is known after new records, and the alerts that they raise.
 
     Args:
@@ -71,18 +72,12 @@ def tell(
             if record.workers_lost > told.workers:
                 text = f"{record.workers_lost - told.workers} rollout worker(s) lost; the controller's log says why"
                 alerts.append(Alert("worker_lost", text, told.step))
-            told = replace(
-                told,
-                lost=record.engines_lost,
-                missing=record.engines_missing,
-                workers=record.workers_lost,
-                workers_missing=record.workers_missing,
-            )
+            told = replace(told, lost=record.engines_lost, workers=record.workers_lost)
             if probe_limit is not None and (record.probe_divergence or 0.0) > probe_limit:
                 text = f"an engine computes other log-probabilities than the trainer at version {record.probe_version}"
                 alerts.append(Alert("anomaly", f"{text}: divergence {record.probe_divergence:.3g} nats a token", told.step))
     since = 0.0 if told.stepped is None else now - told.stepped
-    if section.no_step_s is not None and not told.late and since > section.no_step_s:
+    if not told.late and since > NO_STEP_S:
         told = replace(told, late=True)
         alerts.append(Alert("no_step", f"no step for {since:.0f} s, after {told.step}", told.step))
     return told, alerts

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -17,10 +16,9 @@ from asyncmoe import installed
 from asyncmoe.config import Config
 from asyncmoe.errors import StorageError
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
-from asyncmoe.telemetry.health import Health
 from asyncmoe.telemetry.loggers import checks
-from asyncmoe.telemetry.loggers.supervised import DOWN_S, LoggerProcess
-from asyncmoe.telemetry.prometheus import Prometheus, key_for
+from asyncmoe.telemetry.loggers.sink import LoggerSink, client
+from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions, trainer_restarts
 from asyncmoe.telemetry.rejected import rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
@@ -37,13 +35,10 @@ class LiveView:
 
     Args:
         sinks: get new records too; they are not closed.
-        health: judges the run, for `/health`.
     """
 
-    def __init__(
-        self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = (), health: Callable[[], Health] | None = None
-    ) -> None:
-        self._config, self._given, self._health = config, sinks, health
+    def __init__(self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> None:
+        self._config, self._given = config, sinks
         self._console = console or Console()
         wanted = config.telemetry.live
         self._live = (
@@ -54,15 +49,16 @@ class LiveView:
         self._starts: list[Resume] = []
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
         self._sinks: list[Sink] = []
-        self._loggers: list[LoggerProcess] = []
-        self._unstarted = checks.configured(config.telemetry)
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveView:
         with ExitStack() as stack:
-            self._take(self._follower.poll())
+            before = self._follower.poll()
+            self._take(before)
             self._sinks += self._given
-            for sink in _sinks(self._config, self._health):
+            loggers = checks.configured(self._config.telemetry)
+            named = [LoggerSink(self._config, name, client(self._config, name), before, self.say) for name in loggers]
+            for sink in [*_sinks(self._config), *named]:
                 stack.callback(sink.close)
                 self._sinks.append(sink)
             if self._live:
@@ -79,25 +75,6 @@ class LiveView:
         except StorageError:
             if error is None:  # else the earlier error propagates
                 raise
-        finally:
-            self._end_loggers(failed=error is not None)
-
-    def _look_after_loggers(self) -> None:
-        while self._unstarted:  # not earlier: until the run's processes start, its directory may still be prepared
-            self._loggers.append(LoggerProcess(self._config, self._unstarted.pop(0)))
-        for logger in self._loggers:
-            if (text := logger.look()) is not None:
-                self.say(text)
-
-    def _end_loggers(self, failed: bool) -> None:
-        """Wait for all loggers together, and say what each lacks."""
-        limit = self._config.telemetry.loggers.finish_timeout_s
-        until = time.monotonic() + (min(limit, DOWN_S) if failed else limit)
-        for logger in self._loggers:
-            logger.ask_to_end()
-        for logger in self._loggers:
-            if (text := logger.end(until)) is not None:
-                self._print(text)
 
     def refresh(self) -> None:
         """Read and show new records.
@@ -109,7 +86,6 @@ class LiveView:
         self._take(new)
         for sink in tuple(self._sinks):
             self._feed(sink, new)
-        self._look_after_loggers()
         if self._live:
             self._live.update(panel(self._view), refresh=True)
             return
@@ -130,7 +106,7 @@ class LiveView:
     def say(self, text: str) -> None:
         """Show a message below the panel's rows, or print it without a panel."""
         self._view = replace(self._view, message=text)
-        if self._live is None:
+        if self._live is None or not self._live.is_started:
             self._print(text)
 
     def _take(self, records: list[Followed]) -> None:
@@ -150,11 +126,10 @@ class LiveView:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _sinks(config: Config, health: Callable[[], Health] | None) -> list[Sink]:
+def _sinks(config: Config) -> list[Sink]:
     sinks: list[Sink] = []
     if config.telemetry.prometheus_port is not None:
-        host = config.telemetry.prometheus_host
-        sinks.append(Prometheus(config.telemetry.prometheus_port, host, key_for(host, config.run.dir), health))
+        sinks.append(Prometheus(config.telemetry.prometheus_port))
     if config.telemetry.tensorboard == "on" or (config.telemetry.tensorboard == "auto" and installed.has("tensorboard")):
         sinks.append(TensorBoard(config.run.dir / "tensorboard"))
     return sinks

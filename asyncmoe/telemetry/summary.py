@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -11,7 +10,6 @@ import msgspec
 
 from asyncmoe.storage import writing
 from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
-from asyncmoe.telemetry.loggers import state
 from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.rejected import ends, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation
@@ -19,17 +17,6 @@ from asyncmoe.telemetry.run import RunRecords, load
 
 ENDS = 5
 """Number of RL steps over which `reward_first` and `reward_last` are averaged."""
-
-
-class Logged(msgspec.Struct, frozen=True, kw_only=True):
-    """What a logger got of a run."""
-
-    url: str
-    """Address of the logger's run; "" without one."""
-    steps: int
-    """The last step it was sent."""
-    problem: str | None
-    """Why it lacks something, in one line; None if it lacks nothing."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +75,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rejected trajectories by reason, over all starts of the controller; None without rollout records."""
     trainer_restarts: int = 0
     """Number of times that the trainer was lost and started again in place, over all starts of the run."""
-    loggers: Mapping[str, Logged] | None = None
-    """What W&B, MLflow and Trackio got, by name; None without any."""
 
 
 def summarise(run_dir: Path) -> dict[str, object]:
@@ -98,8 +83,7 @@ def summarise(run_dir: Path) -> dict[str, object]:
     Raises:
         DataError: no step is recorded, or a line is malformed.
     """
-    summary = msgspec.structs.replace(summary_of(load(run_dir)), loggers=_logged(run_dir))
-    found: dict[str, object] = msgspec.to_builtins(summary)
+    found: dict[str, object] = msgspec.to_builtins(summary_of(load(run_dir)))
     return found
 
 
@@ -116,11 +100,6 @@ def write_summary(run_dir: Path) -> dict[str, object]:
         part.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         part.replace(run_dir / "summary.json")
     return summary
-
-
-def _logged(run_dir: Path) -> dict[str, Logged] | None:
-    states = {name: state.read(run_dir, name) for name in state.known(run_dir)}
-    return {name: Logged(url=one.url, steps=one.sent.step, problem=one.problem) for name, one in states.items()} or None
 
 
 def summary_of(run: RunRecords) -> Summary:

@@ -21,6 +21,8 @@ from asyncmoe.storage import writing
 log = logging.getLogger(__name__)
 
 FOLDER = "profile"
+_MOST_MB = 2048
+"""Largest profile that is kept, in MB."""
 _MOST_ALLOCATIONS = 100_000
 """Allocator events in a snapshot; older ones are dropped."""
 _NOTHING = nullcontext()
@@ -81,13 +83,11 @@ class Profiler:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with (
-            torch.profiler.profile(
-                activities=activities, record_shapes=section.shapes, profile_memory=section.memory, with_stack=section.stack
-            ) as profile,
+            torch.profiler.profile(activities=activities, profile_memory=section.memory) as profile,
             _marked(torch.profiler.record_function, self._nvtx),
         ):
             yield
-        _write(path, lambda: profile.export_chrome_trace(str(path)), section.max_mb)
+        _write(path, lambda: profile.export_chrome_trace(str(path)))
 
     @contextmanager
     def _memory(self, path: Path) -> Iterator[None]:
@@ -101,7 +101,7 @@ class Profiler:
             yield
         finally:  # out of memory too: then the snapshot is wanted most
             dump: Any = torch.cuda.memory._dump_snapshot  # untyped
-            _write(path, lambda: dump(str(path)), section.max_mb)
+            _write(path, lambda: dump(str(path)))
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -124,7 +124,7 @@ def _marked(marker: Callable[[str], AbstractContextManager[Any]], nvtx: bool) ->
         _marker = before
 
 
-def _write(path: Path, act: Callable[[], object], most_mb: int) -> None:
+def _write(path: Path, act: Callable[[], object]) -> None:
     """Write a profile; keep it if it is not too large."""
     begin = time.perf_counter()
     try:
@@ -132,13 +132,13 @@ def _write(path: Path, act: Callable[[], object], most_mb: int) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             act()
             size = path.stat().st_size / 1e6
-            if size > most_mb:
+            if size > _MOST_MB:
                 path.unlink()
     except StorageError as error:
         log.warning("%s; training goes on", error)
         return
-    if size > most_mb:
-        log.warning("%s had %.0f MB, more than telemetry.profile.max_mb = %d: it was not kept", path, size, most_mb)
+    if size > _MOST_MB:
+        log.warning("%s had %.0f MB, more than %d: it was not kept", path, size, _MOST_MB)
     else:
         log.info("wrote %s, %.1f MB, in %.1f s", path, size, time.perf_counter() - begin)
 

@@ -82,7 +82,7 @@ class BatchSamples:
     Args:
         items: the whole batch.
         wanted: positions in the batch of the kept trajectories.
-        most: telemetry.samples.max_tokens.
+        most: as `records.MOST_TOKENS`.
         reports: this rank's fates count (`Mesh.reports`).
     """
 
@@ -171,13 +171,13 @@ class TrainerSamples:
         self._choice = choice_of(config)
         self._same_proximal = config.objective.proximal == "recompute" and config.objective.updates_per_batch == 1
         write = mesh.rank == 0 and self._section.groups > 0
-        self._file = SampleFile(config.run.dir, records.TRAINER_SAMPLES, self._section.max_bytes, done) if write else None
+        self._file = SampleFile(config.run.dir, records.TRAINER_SAMPLES, records.MOST_BYTES, done) if write else None
 
     def of(self, items: Sequence[Item]) -> BatchSamples | None:
         """Return a collector for a batch; None if it has no kept group."""
         groups = {group for group in {item.group for item in items} if self._choice.takes(group)}
         wanted = [i for i, item in enumerate(items) if item.group in groups]
-        return BatchSamples(items, wanted, self._section.max_tokens, self._mesh.reports) if wanted else None
+        return BatchSamples(items, wanted, records.MOST_TOKENS, self._mesh.reports) if wanted else None
 
     def write(self, batch: BatchSamples, items: Sequence[Item], trajectories: Mapping[int, Trajectory], version: int) -> None:
         """Add up the ranks' values of a trained batch and write them. Collective over all ranks.

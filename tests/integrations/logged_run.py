@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 
 from asyncmoe.config import Config, parse
+from asyncmoe.telemetry.follow import Follower
+from asyncmoe.telemetry.loggers.sink import FOLDER, LoggerSink, LoggerState, client, read
 from asyncmoe.telemetry.metric import numbers
 from asyncmoe.telemetry.records import read_evaluations, read_steps
 from asyncmoe.telemetry.schema import EVALUATION, METRICS
@@ -17,7 +19,7 @@ from asyncmoe.telemetry.schema import EVALUATION, METRICS
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from telemetry_runs import write_run
 
-__all__ = ["config_of", "figures", "recorded", "write_run"]
+__all__ = ["config_of", "figures", "recorded", "sent", "write_run"]
 
 
 def config_of(run_dir: Path, **telemetry: Any) -> Config:
@@ -46,6 +48,16 @@ def recorded(run_dir: Path) -> Path:
         if (Path(real) / name).exists():
             (run_dir / name).write_bytes((Path(real) / name).read_bytes())
     return run_dir
+
+
+def sent(config: Config, name: str) -> LoggerState:
+    """Send a logger what it misses of a run, as the next start of the run does, and return what it has then."""
+    said: list[str] = []
+    sink = LoggerSink(config, name, client(config, name), Follower(config.run.dir).poll(), said.append)
+    sink.feed([])
+    sink.close()
+    assert not [text for text in said if ";" in text], said
+    return read(config.run.dir / FOLDER / f"{name}.json")
 
 
 def figures(run_dir: Path) -> dict[tuple[str, int], float]:

@@ -22,10 +22,9 @@ from rich.console import Console
 mlflow = pytest.importorskip("mlflow", reason="run: make test-integrations ONLY=mlflow")
 
 from asyncmoe.telemetry.live import LiveView  # noqa: E402
-from asyncmoe.telemetry.loggers import sender, state  # noqa: E402
-from asyncmoe.telemetry.loggers.mlflow_backend import Mlflow, metric_name  # noqa: E402
-from asyncmoe.telemetry.summary import summarise  # noqa: E402
-from tests.integrations.logged_run import config_of, figures, recorded, write_run  # noqa: E402
+from asyncmoe.telemetry.loggers.mlflow_client import Mlflow, metric_name  # noqa: E402
+from asyncmoe.telemetry.loggers.sink import FOLDER, read  # noqa: E402
+from tests.integrations.logged_run import config_of, figures, recorded, sent, write_run  # noqa: E402
 
 
 @contextmanager
@@ -58,9 +57,9 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _read(uri: str, run_dir: Path) -> tuple[dict[tuple[str, int], float], Counter[tuple[str, int]], mlflow.entities.Run]:
+def _read(uri: str, id: str) -> tuple[dict[tuple[str, int], float], Counter[tuple[str, int]], mlflow.entities.Run]:
     client = mlflow.MlflowClient(uri)
-    run = client.get_run(state.read(run_dir, "mlflow").id)
+    run = client.get_run(id)
     points = [point for name in run.data.metrics for point in client.get_metric_history(run.info.run_id, name)]
     return {(p.key, p.step): p.value for p in points}, Counter((p.key, p.step) for p in points), run
 
@@ -71,49 +70,38 @@ def _of_records(run_dir: Path) -> dict[tuple[str, int], float]:
 
 def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_records(tmp_path: Path, port: int) -> None:
     run_dir, out = tmp_path / "run", io.StringIO()
-    telemetry = {"uri": f"http://127.0.0.1:{port}", "experiment": "e", "tags": {"who": "me"}}
-    config = config_of(run_dir, mlflow=telemetry, tensorboard=False, loggers={"finish_timeout_s": 60})
+    config = config_of(run_dir, mlflow={"uri": f"http://127.0.0.1:{port}", "experiment": "e"}, tensorboard=False)
+    recorded(run_dir)
+    total = max(step for _, step in figures(run_dir))
     with ExitStack() as servers, LiveView(config, Console(file=out, width=300)) as view:
-        recorded(run_dir)
-        _until(lambda: view.refresh() or "the run goes on" in out.getvalue())
-        servers.enter_context(_server(tmp_path / "server", port))
-        total = max(step for _, step in figures(run_dir))
-        _until(lambda: view.refresh() or state.read(run_dir, "mlflow").sent.step == total)
-    assert out.getvalue().count("mlflow: ") == 1
-    logged = summarise(run_dir)["loggers"]
-    assert isinstance(logged, dict)
-    assert (logged["mlflow"]["steps"], logged["mlflow"]["problem"]) == (total, None)
+        view.refresh()
+        servers.enter_context(_server(tmp_path / "server", port))  # the client repeats its request until then
+        until = time.monotonic() + 240
+        while read(run_dir / FOLDER / "mlflow.json").sent.step < total:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+    state = read(run_dir / FOLDER / "mlflow.json")
+    assert state.id is not None
+    assert f"/runs/{state.id}" in out.getvalue()
 
     with _server(tmp_path / "server", port) as uri:
-        values, counts, run = _read(uri, run_dir)
+        values, counts, run = _read(uri, state.id)
         assert {key: value for key, value in values.items() if not key[0].startswith("rollout/")} == pytest.approx(_of_records(run_dir))
         assert set(counts.values()) == {1}, "each figure once"
         assert any(name.startswith("rollout/") for name, _ in values)
         assert (run.data.params["run.steps"], run.data.params["versions.python"]) == ("8", ".".join(map(str, sys.version_info[:3])))
-        assert (run.info.run_name, run.data.tags["who"], run.info.status) == ("run", "me", "FINISHED")
-        assert f"/runs/{run.info.run_id}" in logged["mlflow"]["url"]
+        assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
 
         write_run(run_dir, warmup=2, rl=total + 4, first=total - 2, start=1_900_000_000.0)  # a resume that repeats three steps
         before = values
-        sender.send(run_dir, [])
-        values, counts, run = _read(uri, run_dir)
+        sent(config, "mlflow")
+        values, counts, run = _read(uri, state.id)
         assert before.items() <= values.items()
         assert sorted(step for name, step in values if name == "loss") == list(range(1, total + 7))
         assert set(counts.values()) == {1}, "each figure once"
         assert len(mlflow.MlflowClient(uri).search_runs([run.info.experiment_id])) == 1
 
-        # Changed keys of a resume, names that MLflow does not take, and a table.
-        backend = Mlflow(config.telemetry.mlflow, "run")
-        backend.open(run.info.run_id, 0, {"run": {"steps": 9}, "new": "x" * 9000})
-        backend.table("samples", 3, ["prompt", "reward"], [["2+2=", 1.0], ["ünï", None]])
-        run = mlflow.MlflowClient(uri).get_run(run.info.run_id)
+        # Changed keys of a resume, and values that MLflow does not take.
+        Mlflow(config.telemetry.mlflow, "run").open(state.id, 0, {"run": {"steps": 9}, "new": "x" * 9000})
+        run = mlflow.MlflowClient(uri).get_run(state.id)
         assert (run.data.params["run.steps"], run.data.tags["resumed/run.steps"], len(run.data.params["new"])) == ("8", "9", 6000)
-        text = mlflow.MlflowClient(uri).download_artifacts(run.info.run_id, "samples/step-3.json", str(tmp_path))
-        assert "2+2=" in Path(text).read_text()
-
-
-def _until(done: object, seconds: float = 240.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.2)

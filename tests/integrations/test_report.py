@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -244,37 +242,3 @@ def test_runs_are_compared(browser: Chrome, pages: dict[str, Path], tmp_path: Pa
     Select(browser.find_element(By.CSS_SELECTOR, "[aria-label=run]")).select_by_visible_text("second")
     _until(browser, lambda _: "What is" in browser.find_element(By.CSS_SELECTOR, ".group").text)
     _silent(browser)
-
-
-def test_the_live_page_follows_a_run_and_keeps_the_zoom(browser: Chrome, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    serving = subprocess.Popen([sys.executable, "-m", "asyncmoe", "report", "--serve", str(run)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert serving.stdout is not None
-        _open(browser, serving.stdout.readline().strip())
-        assert "got no step" in browser.find_element(By.CSS_SELECTOR, "#report .problem").text
-        end = write_run(run, warmup=2, rl=10)
-        _until(browser, lambda _: "10 RL steps" in browser.find_element(By.ID, "what").text)
-        heads = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#report h2, #report summary")]
-        assert (heads[:2], heads[-1].split(" (")[0]) == (["Summary", "Timeline"], "Everything else that is recorded")
-        assert browser.find_elements(By.CSS_SELECTOR, "#report > .plots:first-of-type .nothing") == []
-        plot = _card(browser, "Gradient norm").find_element(By.CSS_SELECTOR, ".plot")
-        area = plot.find_element(By.CSS_SELECTOR, ".nsewdrag")
-        ActionChains(browser).move_to_element_with_offset(area, -60, 0).click_and_hold().move_by_offset(80, 2).release().perform()
-        _until(browser, lambda _: browser.execute_script("return !arguments[0]._fullLayout.xaxis.autorange", plot))
-        zoom = browser.execute_script("return arguments[0]._fullLayout.xaxis.range", plot)
-        write_run(run, warmup=2, rl=20, first=13, start=end)
-        write_samples(run, 3)
-        _until(browser, lambda _: "20 RL steps" in browser.find_element(By.ID, "what").text)
-        _until(browser, lambda _: browser.execute_script("return arguments[0].data[0].x.length", plot) == 20)
-        assert browser.execute_script("return arguments[0]._fullLayout.xaxis.range", plot) == zoom
-        browser.find_element(By.CSS_SELECTOR, "[data-tab=samples]").click()
-        _until(browser, lambda _: "What is" in browser.find_element(By.CSS_SELECTOR, ".group").text)
-        assert "● live" in browser.find_element(By.ID, "live").text
-        serving.send_signal(signal.SIGINT)
-        assert serving.wait(30) == 0
-        _until(browser, lambda _: "does not answer" in browser.find_element(By.ID, "live").text)
-    finally:
-        serving.kill()
-        serving.wait(30)

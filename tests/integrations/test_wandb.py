@@ -11,9 +11,7 @@ import pytest
 
 wandb = pytest.importorskip("wandb", reason="run: make test-integrations ONLY=wandb")
 
-from asyncmoe.telemetry.loggers import sender, state  # noqa: E402
-from asyncmoe.telemetry.loggers.wandb_backend import Wandb  # noqa: E402
-from tests.integrations.logged_run import config_of, figures, recorded, write_run  # noqa: E402
+from tests.integrations.logged_run import config_of, figures, recorded, sent, write_run  # noqa: E402
 
 
 def _records(run_dir: Path, kind: str) -> list[Any]:
@@ -50,57 +48,42 @@ def _by_step(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_TAGS", "a")
+
+
 def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_path: Path) -> None:
     run_dir = tmp_path / "löss 1"
-    config_of(run_dir, wandb={"project": "p", "mode": "offline", "tags": ["a"]}, loggers={"samples": False})
+    config = config_of(run_dir, wandb={"project": "p"})
     recorded(run_dir)
-    sender.send(run_dir, [])
+    state = sent(config, "wandb")
     first = _rows(run_dir)
     assert _by_step(first) == pytest.approx(figures(run_dir))
     assert any(name.startswith("rollout/") for row in first for name in row)
+    write_run(run_dir, warmup=2, rl=state.sent.step + 4, first=state.sent.step - 2, start=1_900_000_000.0)
     time.sleep(1.1)  # W&B names its folders by the second
-    assert sender.send(run_dir, ["wandb"])["wandb"].sent.points == len(first), "nothing twice"
-    last = state.read(run_dir, "wandb").sent.step
-    write_run(run_dir, warmup=2, rl=last + 4, first=last - 2, start=1_900_000_000.0)
-    time.sleep(1.1)
-    sender.send(run_dir, [])
+    sent(config, "wandb")
     rows = _rows(run_dir)
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, last + 7))
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, state.sent.step + 7))
     assert [row["_step"] for row in rows] == list(range(len(rows)))
     assert rows[: len(first)] == first
     runs = _records(run_dir, "run")
-    assert {(run.run_id, run.project, run.display_name, tuple(run.tags)) for run in runs} == {
-        (state.read(run_dir, "wandb").id, "p", "löss 1", ("a",))
-    }
-    config = _values(runs[0].config.update)
-    assert (config["run"]["steps"], "python" in config["versions"]) == (8, True)
+    assert {(run.run_id, run.project, run.display_name, tuple(run.tags)) for run in runs} == {(state.id, "p", "löss 1", ("a",))}
+    written = _values(runs[0].config.update)
+    assert (written["run"]["steps"], "python" in written["versions"]) == (8, True)
     assert {(one.glob_name, one.step_metric) for one in _records(run_dir, "metric") if one.glob_name} == {
         ("*", "step"),
         ("evaluation/*", "evaluation/version"),
     }
 
 
-def test_samples_are_a_table(tmp_path: Path) -> None:
-    section = config_of(tmp_path / "run", wandb={"mode": "offline"}).telemetry.wandb
-    assert section is not None
-    backend = Wandb(section, tmp_path / "run", "run")
-    backend.open(None, 0, {})
-    backend.table("samples", 3, ["question", "reward"], [("2+2=", 1.0), ("ünï\x00", None)])
-    backend.close(True)
-    (row,) = _rows(tmp_path / "run")
-    assert row["step"] == 3
-    (kept,) = (tmp_path / "run").rglob("*.table.json")
-    assert json.loads(kept.read_text()) == {
-        "columns": ["question", "reward"],
-        "data": [["2+2=", 1.0], ["ünï\x00", None]],
-    }
-
-
-def test_no_source_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_source_code_is_kept(tmp_path: Path) -> None:
     """In a checkout with changes: W&B would keep a patch of them."""
     run_dir = tmp_path / "run"
-    config_of(run_dir, wandb={"mode": "offline"})
+    config = config_of(run_dir, wandb={})
     recorded(run_dir)
-    sender.send(run_dir, [])
+    sent(config, "wandb")
     kept = {path.name for path in (run_dir / "loggers").rglob("*") if path.is_file()}
     assert not [name for name in kept if name.endswith((".patch", ".py", ".ipynb"))]

@@ -157,7 +157,7 @@ def test_an_output_that_cannot_be_written_is_one_line(arguments: str) -> None:
 
 
 @pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize("fault", ["watch.alerts.webhook=env:NONE", "telemetry.prometheus_port=PORT", "train=lora"])
+@pytest.mark.parametrize("fault", ["telemetry.prometheus_port=PORT", "train=lora"])
 @pytest.mark.parametrize("launcher", ["local", "slurm", "ray"])
 def test_a_run_that_is_refused_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, fault: str

@@ -51,6 +51,22 @@ DEFAULTS: dict[str, Any] = {
     "engines": {"host": "127.0.0.1"},
     "trainer": {"standby": True},
     "verify": {"max_replay_drift": 0.5},
+    "telemetry": {
+        "prometheus_host": "127.0.0.1",
+        "logs": {"max_bytes": 64 << 20, "keep": 3},
+        "samples": {"groups": 2, "max_tokens": 8192, "max_bytes": 1 << 28},
+        "wandb": None,
+        "loggers": {"samples": False, "finish_timeout_s": 30.0},
+    },
+    "watch": {
+        "alerts": {
+            "on": ["failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"],
+            "webhook": None,
+            "command": None,
+            "timeout_s": 10.0,
+            "no_step_s": 1800.0,
+        }
+    },
 }
 """What the last version that had these keys wrote into a run's config.yaml."""
 
@@ -82,6 +98,19 @@ def test_sections_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
         configuration.load(written(tmp_path, {"sync": {"store": "/x"}}))
 
 
+def test_an_optional_section_that_loses_its_keys_stays(tmp_path: Path) -> None:
+    older = {
+        "telemetry": {
+            "wandb": {"entity": None, "group": None, "tags": [], "mode": None},
+            "mlflow": {"tags": {}},
+            "trackio": {},
+            "profile": {"steps": [1], "shapes": False, "stack": False, "max_mb": 2048},
+        }
+    }
+    found = configuration.load(written(tmp_path, older)).telemetry
+    assert None not in (found.wandb, found.mlflow, found.trackio, found.profile)
+
+
 def test_a_directory_of_versions_is_absolute_and_only_for_disk() -> None:
     for sync in ({"directory": "/shared"}, *({"method": "disk", "directory": one} for one in ("", "w", "s3://bucket/w"))):
         with pytest.raises(ConfigError, match=r"sync\.directory: got"):
@@ -110,3 +139,11 @@ def test_a_removed_command_says_what_to_do_instead(command: str, monkeypatch: py
     with pytest.raises(UserError, match="which was removed") as caught:
         invoke(app)
     assert gone.COMMANDS[command] in str(caught.value)
+
+
+@pytest.mark.parametrize("option", gone.OPTIONS)
+def test_a_removed_option_says_what_to_do_instead(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["asyncmoe", *option.split(), "x"])
+    with pytest.raises(UserError, match="which was removed") as caught:
+        invoke(app)
+    assert gone.OPTIONS[option] in str(caught.value)

@@ -155,4 +155,4 @@ def test_tensorboards_files_are_written_where_it_is_installed(
 
     monkeypatch.setattr(installed, "has", lambda name: there)
     sections = {"run": {"dir": str(tmp_path), "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    assert len(live._sinks(parse({**sections, "telemetry": {"tensorboard": wanted}}), None)) == written
+    assert len(live._sinks(parse({**sections, "telemetry": {"tensorboard": wanted}}))) == written

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe import logs
-from asyncmoe.errors import ConfigError
 from asyncmoe.logs import BoundedLog, LogBounds
 from asyncmoe.process import Child
 
@@ -106,9 +104,3 @@ def test_one_thread_looks_after_all_logs_and_forgets_those_without_a_child(tmp_p
     while any(ref() is not None for ref in watched) and time.monotonic() < until:
         time.sleep(0.05)
     assert [ref() for ref in watched] == [None] * 20
-
-
-@pytest.mark.parametrize("given", ["max_bytes=1000", "keep=-1", "keep=true"])
-def test_bounds_are_checked(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"telemetry\.logs\."):
-        configuration.load(ROOT / "examples" / "demo.yaml", [f"telemetry.logs.{given}"])

@@ -152,7 +152,7 @@ def test_this_machine_has_an_agent_for_every_node_of_every_engine(
 ) -> None:
     started: dict[str, tuple[list[str], dict[str, str]]] = {}
 
-    def child(name: str, command: list[str], log: Path, more: dict[str, str], bounds: object) -> None:
+    def child(name: str, command: list[str], log: Path, more: dict[str, str]) -> None:
         started[log.name] = command, more
 
     monkeypatch.setattr(local_parts, "Child", child)

@@ -150,7 +150,7 @@ def test_a_run_may_have_any_name(tmp_path: Path) -> None:
     assert data_of(command.report(tmp_path / name))[0]["name"] == "⟨DCFF⟩␛[31m<b>"
 
 
-@pytest.mark.parametrize("more", [[], ["--serve"], ["--no-samples"]])
+@pytest.mark.parametrize("more", [[], ["--no-samples"]])
 def test_a_run_that_is_no_directory_is_refused_in_one_line(tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "config.yaml").write_text("{}")
     for given in (tmp_path / "config.yaml", tmp_path / "nowhere"):
@@ -218,9 +218,8 @@ def _reported(*arguments: object) -> tuple[int, str]:
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for more in ([], ["--serve"]):
-        _, said = _reported(tmp_path, *more)
-        assert said.startswith(f"asyncmoe report RUN: got {tmp_path}, which has neither config.yaml nor metrics.jsonl nor")
+    _, said = _reported(tmp_path)
+    assert said.startswith(f"asyncmoe report RUN: got {tmp_path}, which has neither config.yaml nor metrics.jsonl nor")
 
 
 @pytest.mark.parametrize(

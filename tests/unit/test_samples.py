@@ -26,6 +26,7 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Sample, Score, parse_score
 from asyncmoe.telemetry.records import JsonLines
+from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, kept
 from asyncmoe.telemetry.samples.index import GroupSample, index, load
 from asyncmoe.telemetry.samples.plain import text_of
@@ -160,8 +161,9 @@ def _without_mismatch(whole: torch.Tensor, part: Any, made: Any) -> torch.Tensor
     return fixed
 
 
-def test_long_trajectories_lose_their_middle_on_both_sides(tmp_path: Path) -> None:
-    run = SampledRun(tmp_path / "run", max_tokens=7)
+def test_long_trajectories_lose_their_middle_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST_TOKENS", 7)
+    run = SampledRun(tmp_path / "run")
     said = "0123456789abcdefghij"
     made = run.group(0, [said, "19"], run.prompt("1+2+3+4+5+6+7+8=", "36"))
     run.train(made, 4)
@@ -181,8 +183,9 @@ def test_long_trajectories_lose_their_middle_on_both_sides(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_as_little_as_a_token_may_be_kept(tmp_path: Path, most: int) -> None:
-    run = SampledRun(tmp_path / "run", max_tokens=most)
+def test_as_little_as_a_token_may_be_kept(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST_TOKENS", most)
+    run = SampledRun(tmp_path / "run")
     made = run.group(0, ["12345", "1"])
     run.train(made, 4)
     sample = only(tmp_path / "run")
@@ -370,20 +373,23 @@ def test_only_the_owner_can_read_samples(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
-def test_a_full_folder_stops_samples_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = SampledRun(tmp_path / "run", max_bytes=6000)
+def test_a_full_folder_stops_samples_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MOST_BYTES", 6000)
+    run = SampledRun(tmp_path / "run")
     with caplog.at_level(logging.WARNING):
         for n in range(12):
             run.train(run.group(n, ["19", "18"]), 4 + n)
     folder = tmp_path / "run" / "samples"
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert 4000 < size <= 6000
-    said = [record.getMessage() for record in caplog.records if "max_bytes" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "no more groups are kept" in record.getMessage()]
     assert 1 <= len(said) <= 2, "once for each side"
     found = index(tmp_path / "run")
     assert 1 < len(found.entries) < 12
-    assert "the samples stopped when samples reached telemetry.samples.max_bytes=6000" in found.notes
-    SampledRun(tmp_path / "run", max_bytes=6000, step=16).group(20, ["19", "18"])
+    assert "the samples stopped when samples reached 6000 bytes" in found.notes
+    SampledRun(tmp_path / "run", step=16).group(20, ["19", "18"])
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 6000
 
 

@@ -13,23 +13,20 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
-from telemetry_runs import START, evaluation, write_run
+from telemetry_runs import evaluation, write_run
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.platform import collectives
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.telemetry.follow import Follower
 from asyncmoe.telemetry.live import LiveView
-from asyncmoe.telemetry.loggers import checks, parameters, sender, state
-from asyncmoe.telemetry.loggers.backend import Opened, flat
-from asyncmoe.telemetry.loggers.mlflow_backend import metric_name
-from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent, batches
-from asyncmoe.telemetry.loggers.sender import LoggerFailed, RecordSender
+from asyncmoe.telemetry.loggers import checks, sink
+from asyncmoe.telemetry.loggers.mlflow_client import metric_name
+from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent, flat
+from asyncmoe.telemetry.loggers.sink import LoggerSink
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.rollout_schema import Rollout
-from asyncmoe.telemetry.samples.index import index, load
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
-from asyncmoe.telemetry.summary import summarise
-from tests.unit.sampled_run import SampledRun
+from asyncmoe.telemetry.versions import versions
 
 
 def config_of(run_dir: Path, **telemetry: Any) -> Config:
@@ -48,47 +45,44 @@ def config_of(run_dir: Path, **telemetry: Any) -> Config:
 
 
 class Fake:
-    """A logger that keeps what it gets, and raises where `fails` says so."""
+    """A logger that keeps what it gets, and raises where `fails` says so, or waits where `holds` is given."""
 
-    target, most, later = "there", 60, ""
-
-    def __init__(self, fails: Sequence[str] = ()) -> None:
-        self.fails = list(fails)
+    def __init__(self, fails: str = "", holds: threading.Event | None = None) -> None:
+        self.fails, self.holds = fails, holds
         self.points: list[LoggedPoint] = []
         self.opened: list[tuple[str | None, int]] = []
         self.parameters: Mapping[str, Any] = {}
         self.closed: list[bool] = []
-        self.tables: list[tuple[int, list[dict[str, Any]]]] = []
 
     def _fail(self, where: str) -> None:
-        if where in self.fails:
-            self.fails.remove(where)
+        if self.fails == where:
             raise ConnectionError(f"{where}: refused\nby the server")
 
-    def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> Opened:
+    def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
         self._fail("open")
         self.opened.append((id, points))
         self.parameters = parameters
-        return Opened(id or "id-1", "http://there/id-1")
+        return id or "id-1", "http://there/id-1"
 
-    def log(self, points: Sequence[LoggedPoint]) -> str | None:
-        self._fail("log")
-        self.points += points
-        return None
+    def log(self, point: LoggedPoint) -> None:
+        if self.holds is not None:
+            self.holds.wait(60)
+        if point.step == 3:
+            self._fail("log")
+        self.points.append(point)
 
-    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self.tables.append((step, [dict(zip(columns, row, strict=True)) for row in rows]))
-
-    def close(self, complete: bool) -> str | None:
-        self._fail("close")
+    def close(self, complete: bool) -> None:
         self.closed.append(complete)
-        return None
 
 
-def _stopped() -> threading.Event:
-    stop = threading.Event()
-    stop.set()
-    return stop
+def _sent(config: Config, fake: Fake, before: bool = False) -> list[str]:
+    """Feed a logger the records of the run, as those of earlier starts or as new ones, and close it; return what was said."""
+    said: list[str] = []
+    records = Follower(config.run.dir).poll()
+    sent = LoggerSink(config, "mlflow", fake, records if before else (), said.append)
+    sent.feed([] if before else records)
+    sent.close()
+    return said
 
 
 def _steps(points: Sequence[LoggedPoint]) -> list[int]:
@@ -129,25 +123,20 @@ def test_of_steps_read_together_only_the_valid_ones_are_points() -> None:
     assert [(one.step, one.values["loss"]) for one in Points(Sent()).take([*old, *new])] == [(1, 1.0), (2, 2.0)]
 
 
-def test_batches_are_bounded_and_keep_points_whole() -> None:
-    made = [LoggedPoint(n, 0.0, {str(i): 0.0 for i in range(size)}) for n, size in enumerate((3, 3, 9, 1, 2))]
-    assert [[one.step for one in batch] for batch in batches(made, 6)] == [[0, 1], [2], [3, 4]]
-
-
 def test_names_that_mlflow_takes() -> None:
     names = ("ages/0", "plugin_metrics/loss/λ", "a%b(c)", "/x//y/../z", "..", "x" * 300)
     assert [metric_name(name) for name in names[:3]] == ["ages/0", "plugin_metrics/loss/λ", "a_b_c_"]
     assert [metric_name(name) for name in names[3:]] == ["x/z", "_", "x" * 250]
 
 
-# ---------------------------------------------------------------- sender
+# ---------------------------------------------------------------- the thread
 
 
 def test_every_step_is_sent_once_with_configuration_and_versions(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
     write_run(config.run.dir, warmup=2, rl=8)
     fake = Fake()
-    RecordSender(config, "mlflow", lambda: fake, _stopped()).run()
+    assert _sent(config, fake) == ["mlflow: http://there/id-1"]
     assert _steps(fake.points) == list(range(1, 11))
     recorded = read_steps(config.run.dir / METRICS)
     assert [point.values["loss"] for point in fake.points if point.evaluation is None] == [step.loss for step in recorded]
@@ -156,94 +145,41 @@ def test_every_step_is_sent_once_with_configuration_and_versions(tmp_path: Path)
     assert fake.parameters["versions"]["torch"]
     assert flat(fake.parameters)["run.steps"] == 8
     again = Fake()
-    RecordSender(config, "mlflow", lambda: again, _stopped()).run()
+    _sent(config, again, before=True)
     assert (again.opened, again.points) == ([("id-1", len(fake.points))], [])
 
 
-def test_a_logger_that_was_down_gets_what_it_missed_and_nothing_twice(tmp_path: Path) -> None:
+def test_a_logger_that_fails_is_said_once_and_gets_the_rest_at_the_next_start(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
+    write_run(config.run.dir, warmup=2, rl=8)
+    (said,) = _sent(config, Fake("open"))
+    assert said.startswith("mlflow: open: refused by the server; the run goes on without it: it has the steps up to 0, and the next start")
+    torn = Fake("log")
+    assert "it has the steps up to 2" in _sent(config, torn)[-1]
+    whole = Fake()
+    _sent(config, whole, before=True)
+    assert _steps(torn.points) + _steps(whole.points) == list(range(1, 11))
+    assert (whole.opened, whole.closed) == ([("id-1", len(torn.points))], [True])
+
+
+def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink, "FINISH_S", 0.2)
+    config, holds = config_of(tmp_path / "run"), threading.Event()
     write_run(config.run.dir, warmup=2, rl=3)
-    fake, stop = Fake(["open", "open", "log"]), threading.Event()
-    thread = threading.Thread(target=RecordSender(config, "mlflow", lambda: fake, stop, retry_s=0.01).run, daemon=True)
-    thread.start()
-    _until(lambda: len(_steps(fake.points)) == 5)
-    assert state.read(config.run.dir, "mlflow").problem is None
-    fake.fails.append("log")
-    write_run(config.run.dir, warmup=2, rl=8, first=6, start=START + 100)
-    stop.set()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert _steps(fake.points) == list(range(1, 11))
-    assert fake.closed == [True]
+    begin = time.monotonic()
+    said = _sent(config, Fake(holds=holds))
+    assert time.monotonic() - begin < 20
+    assert said[-1].startswith("mlflow: not everything was delivered within 0 s; it has the steps up to 0")
+    holds.set()
 
 
-def test_once_the_run_has_ended_a_logger_that_is_down_is_given_up(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run")
-    write_run(config.run.dir, warmup=2, rl=3)
-    with pytest.raises(LoggerFailed, match=r"^mlflow: open: refused by the server$"):
-        RecordSender(config, "mlflow", lambda: Fake(["open"]), _stopped(), retry_s=0.01).run()
-    assert state.read(config.run.dir, "mlflow").problem == "mlflow: open: refused by the server"
-
-
-@pytest.fixture
-def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Records of ten steps, and samples that the real writers wrote: three steps of one group each, and a group that waits."""
-    monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
-    made = SampledRun(tmp_path / "run")
-    for n, texts in enumerate((["19", "x"], ["1", "2"], ["19", "19"])):
-        made.train(made.group(n, texts), 4 + n)
-    made.group(3, ["waits", "too"])
-    write_run(tmp_path / "run", warmup=2, rl=8)
-    return tmp_path / "run"
-
-
-def test_samples_are_sent_only_on_request_and_once(sampled: Path) -> None:
-    found = index(sampled)
-    trained = [load(found, entry) for entry in found.entries if entry.outcome == "trained"]
-    assert trained
-    silent, asked = config_of(sampled, trackio={}), config_of(sampled, mlflow={"uri": "http://h:1"}, loggers={"samples": True})
-    fake = Fake()
-    RecordSender(silent, "trackio", lambda: fake, _stopped()).run()
-    assert fake.tables == []
-    RecordSender(asked, "mlflow", lambda: fake, _stopped()).run()
-    rows = [row for _, table in fake.tables for row in table]
-    assert sorted((row["step"], row["group"], row["question"], row["reward"]) for row in rows) == sorted(
-        (one.entry.step, one.group.group, one.group.question, member.reward)
-        for one in trained
-        for member in one.group.members
-        if member.key in one.trained
-    )
-    assert all(isinstance(row["response"], str) and row["tokens"] > 0 for row in rows)
-    again = Fake()
-    RecordSender(asked, "mlflow", lambda: again, _stopped()).run()
-    assert again.tables == []
-
-
-def test_samples_that_are_not_kept_cannot_be_sent(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"telemetry\.loggers\.samples: got true, expected false because"):
-        config_of(tmp_path, loggers={"samples": True}, samples={"groups": 0})
-
-
-def test_another_server_gets_a_run_of_its_own(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run")
-    write_run(config.run.dir, warmup=2, rl=3)
-    state.write(config.run.dir, "mlflow", state.State(id="old", target="elsewhere", sent=Sent(5, {}, 5)))
-    fake = Fake()
-    RecordSender(config, "mlflow", lambda: fake, _stopped()).run()
-    assert (fake.opened, len(_steps(fake.points)), fake.closed) == ([(None, 0)], 5, [False])
-
-
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
-    state.folder(tmp_path).mkdir()
-    (state.folder(tmp_path) / "wandb.json").write_text("{")
+def test_a_damaged_state_is_named_and_that_of_an_older_run_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "wandb.json"
+    path.write_text('{"id": "x",  "target": "/p", "sent": {"step": 3, "versions": {"": 2}, "points": 4}, "sampled": 0}')
+    assert sink.read(path) == sink.LoggerState(id="x", sent=Sent(3, {"": 2}, 4))
+    path.write_text("{")
     with pytest.raises(DataError, match=r"wandb\.json: .*delete it"):
-        state.read(tmp_path, "wandb")
-
-
-def test_one_process_sends_to_a_logger(tmp_path: Path) -> None:
-    with state.claim(tmp_path, "wandb"), pytest.raises(UserError, match="another process sends"):
-        state.claim(tmp_path, "wandb")
-    state.claim(tmp_path, "wandb").close()
+        sink.read(path)
 
 
 # ---------------------------------------------------------------- what is refused, and a run whose logger is down
@@ -254,8 +190,6 @@ def test_one_process_sends_to_a_logger(tmp_path: Path) -> None:
     [
         ({"mlflow": {"uri": "http://u:secret@host:1"}}, "with a secret in it"),
         ({"mlflow": {"uri": "localhost:5000"}}, "expected an address"),
-        ({"trackio": {"server_url": "http://h:1?write_token=x"}}, "with a secret in it"),
-        ({"trackio": {"space_id": "a/b", "server_url": "http://h:1"}}, "expected one of them"),
         ({"wandb": {"api_key": "x"}}, "an unknown key"),
     ],
 )
@@ -274,60 +208,34 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, name
 
 def test_missing_credentials_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: object())
-    for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_WRITE_TOKEN"):
+    for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     for telemetry, said in (
         ({"wandb": {}}, "WANDB_API_KEY"),
         ({"mlflow": {}}, "MLFLOW_TRACKING_URI"),
-        ({"trackio": {"server_url": "http://h:1"}}, "TOKEN"),
     ):
         with pytest.raises(ConfigError, match=said):
             checks.check(config_of(tmp_path, **telemetry).telemetry)
-    checks.check(config_of(tmp_path, wandb={"mode": "offline"}).telemetry)
     monkeypatch.setenv("WANDB_MODE", "offline")
     checks.check(config_of(tmp_path, wandb={}).telemetry)
 
 
 def test_a_run_goes_on_without_its_logger_and_says_so_once(tmp_path: Path) -> None:
-    """The real process, with a logger that fails: in this environment its package is missing, or its server is."""
-    config = config_of(tmp_path / "run", mlflow={"uri": "http://127.0.0.1:9"}, loggers={"finish_timeout_s": 0.5})
+    """The real client, which fails: in this environment its package is missing, or its server is."""
+    config = config_of(tmp_path / "run", mlflow={"uri": "http://127.0.0.1:9"})
     out = io.StringIO()
     with LiveView(config, Console(file=out, width=300)) as view:
-        view.refresh()
         write_run(config.run.dir, warmup=2, rl=8)
-        _until(lambda: view.refresh() or "the run goes on" in out.getvalue())
-        for _ in range(3):
-            view.refresh()
+        view.refresh()
     lines = [line for line in out.getvalue().splitlines() if line.startswith("mlflow: ")]
-    assert ["the run goes on" in line for line in lines] == [True, False]
-    assert lines[1].endswith(f"to send what is missing: asyncmoe resend {config.run.dir}")
+    assert len(lines) == 1
     assert "step 8/8" in out.getvalue()
-    logged = summarise(config.run.dir)["loggers"]
-    assert isinstance(logged, dict)
-    assert (logged["mlflow"]["steps"], str(logged["mlflow"]["problem"])[:8]) == (0, "mlflow: ")
-
-
-def test_asyncmoe_log_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no config\.yaml"):
-        sender.send(tmp_path / "none", [])
-    config_of(tmp_path / "run")
-    with pytest.raises(UserError, match="a run without loggers"):
-        sender.send(tmp_path / "run", [])
-    with pytest.raises(UserError, match="none is configured"):
-        sender.send(tmp_path / "run", ["wandb"])
 
 
 def test_versions_of_the_engines_environment_are_found(tmp_path: Path) -> None:
     info = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang-9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9\n")
-    found = parameters.versions(tmp_path / "bin" / "python")
+    found = versions(tmp_path / "bin" / "python")
     assert (found["sglang"], found["python"]) == ("9.9", ".".join(map(str, sys.version_info[:3])))
-
-
-def _until(done: Any, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -103,7 +103,6 @@ def test_every_number(run_dir: Path) -> None:
         "wall_seconds": wall,
         "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
         "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
-        "loggers": None,
         "trainer_restarts": 0,
         "rejected_share": pytest.approx((4 + 10) / (90 + 50 + 10)),
         "rejected": {"scorer_error": 8, "scorer_nan": 6},
@@ -137,7 +136,7 @@ def test_without_spans_only_what_needs_them_is_null(run_dir: Path) -> None:
     (run_dir / TRAINER_SPANS).unlink()
     (run_dir / CONTROLLER_SPANS).unlink()
     summary = summarise(run_dir)
-    assert {key for key, value in summary.items() if value is None} == {"engine_idle_share", "overlap_share", "loggers"}
+    assert {key for key, value in summary.items() if value is None} == {"engine_idle_share", "overlap_share"}
 
 
 def test_never_compared_logprobs_are_null(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class SGLangProcess:
         given[peers.STARTER] = msgspec.json.encode(peers.facts("its starter", ())).decode()
         self._scratch = Scratch()
         try:
-            self._child = Child(name, arguments, log, given | self._scratch.environment() | {API_KEY: key}, config.telemetry.logs.bounds)
+            self._child = Child(name, arguments, log, given | self._scratch.environment() | {API_KEY: key})
         except AsyncmoeError:
             self._reserved.close()
             self._scratch.remove()

@@ -76,9 +76,7 @@ class Node:
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _LET_THROUGH)
         try:
             for launch in launches:
-                self._children[launch.name] = Child(
-                    launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment, launch.bounds
-                )
+                self._children[launch.name] = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -13,7 +13,6 @@ from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.engine_machines import engine_machines, spread
 from asyncmoe.launch.torchrun import torchrun, trainer_environment
-from asyncmoe.logs import LogBounds
 from asyncmoe.rpc import address
 
 CONTROLLER = "controller"
@@ -63,14 +62,12 @@ class Launch:
         arguments: arguments of the node's Python.
         log: file for the process's output.
         environment: variables added to the node's environment.
-        bounds: of the log.
     """
 
     name: str
     arguments: tuple[str, ...]
     log: Path
     environment: Mapping[str, str]
-    bounds: LogBounds
 
 
 def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
@@ -146,7 +143,7 @@ def launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int]
     def launch(name: str, arguments: Sequence[str], suffix: str = "", **more: str) -> Launch:
         # The suffix keeps this log apart from engine-0.log, which the server writes.
         log = config.run.dir.absolute() / "logs" / f"{name.replace('.', '-')}{suffix}.log"
-        return Launch(name, tuple(arguments), log, {**variables, **more}, config.telemetry.logs.bounds)
+        return Launch(name, tuple(arguments), log, {**variables, **more})
 
     if bundle.part == "trainer":
         nodes = config.cluster.trainer_nodes

@@ -72,4 +72,4 @@ class WorkerProcesses:
     def _started(self, number: int) -> Child:
         name, log = process_name(number), self._run_dir / "logs" / f"rollout-{number}.log"
         command = [sys.executable, "-m", "asyncmoe", "worker", str(self._run_dir / "config.yaml"), "--number", str(number)]
-        return Child(name, command, log, bounds=self._config.telemetry.logs.bounds)
+        return Child(name, command, log)

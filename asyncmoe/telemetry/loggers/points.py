@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -86,18 +87,6 @@ class Points:
         return LoggedPoint(record.step, record.time, values)
 
 
-def batches(points: Sequence[LoggedPoint], most: int) -> Iterator[list[LoggedPoint]]:
-    """Split points into batches of at most `most` figures; a larger point is a batch of its own."""
-    batch: list[LoggedPoint] = []
-    for point in points:
-        if batch and sum(len(one.values) for one in (*batch, point)) > most:
-            yield batch
-            batch = []
-        batch.append(point)
-    if batch:
-        yield batch
-
-
 def _evaluation(record: Evaluation) -> LoggedPoint:
     # A text of an evaluation names the set of questions; each set is a series of its own.
     name = "/".join(value for value in msgspec.structs.astuple(record) if isinstance(value, str))
@@ -107,3 +96,14 @@ def _evaluation(record: Evaluation) -> LoggedPoint:
 
 def _named(prefix: str, found: Iterator[Number]) -> dict[str, float]:
     return {f"{prefix}{one.name}" if one.key is None else f"{prefix}{one.name}/{one.key}": one.value for one in found}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key. An empty mapping stays as it is."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,7 +1,7 @@
 """Puts data, plot library, scripts and styles into one HTML file.
 
 The library and the data are gzip in base64, which a browser decompresses: the file is less than half as large, and no text of a run can
-end a script. The page's security policy allows exactly the scripts that are in it, and no connection but those of the live page to itself.
+end a script. The page's security policy allows exactly the scripts that are in it, and no connection.
 """
 
 from __future__ import annotations
@@ -25,30 +25,28 @@ def pack(data: bytes) -> bytes:
     return base64.b64encode(gzip.compress(data, 9, mtime=0))
 
 
-def html(title: str, data: bytes | None, groups: Mapping[tuple[int, int], bytes]) -> str:
+def html(title: str, data: bytes, groups: Mapping[tuple[int, int], bytes]) -> str:
     """Return the page.
 
     Args:
-        data: the packed JSON of a list of `run_page.RunPage`; None: the page is live, and asks its server for it.
+        data: the packed JSON of a list of `run_page.RunPage`.
         groups: packed groups (`sample_groups.GroupPage`) by number of the run and place.
 
     Raises:
         UserError: plotly is not installed.
     """
     script, library, packed = _script(), *_library()
-    connect = "'self'" if data is None else "'none'"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}' '{_hash(library)}'; style-src 'unsafe-inline'; img-src data: blob:; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        "connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
-    parts = [] if data is None else [_inert("data", data)]
-    parts += [_inert(f"group-{run}-{place}", group) for (run, place), group in groups.items()]
+    parts = [_inert("data", data), *(_inert(f"group-{run}-{place}", group) for (run, place), group in groups.items())]
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}"><meta name="referrer" content="no-referrer">',
             f"<title>{escape(title)} · asyncmoe</title><style>{_asset('page.css')}</style></head>",
-            f'<body data-live="{"yes" if data is None else "no"}"><noscript>This page draws with JavaScript.</noscript>',
+            "<body><noscript>This page draws with JavaScript.</noscript>",
             _asset("page.html"),
             *parts,
             _inert("library", packed),

@@ -74,7 +74,7 @@ class SampleFile:
         line = msgspec.json.encode(Full(time=time.time(), bound=self._most)) + b"\n"
         if self._size() + len(line) <= self._most:
             self._lines.append(line)
-        log.warning("%s is full: telemetry.samples.max_bytes is %d; no more groups are kept, the run goes on", self._folder, self._most)
+        log.warning("%s is full: it has %d bytes; no more groups are kept, the run goes on", self._folder, self._most)
         self._close()
 
     def _size(self) -> int:

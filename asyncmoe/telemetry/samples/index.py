@@ -240,7 +240,7 @@ def _heads(path: Path, notes: _Notes) -> Iterator[tuple[LineSpan, _Head]]:
             full = head if isinstance(head, Full) else None
             yield place, head
     if full is not None:
-        notes.add(f"the samples stopped when {FOLDER} reached telemetry.samples.max_bytes={full.bound}")
+        notes.add(f"the samples stopped when {FOLDER} reached {full.bound} bytes")
 
 
 def _record(path: Path, place: LineSpan, kind: type[Any]) -> Any:

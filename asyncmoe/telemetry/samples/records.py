@@ -17,6 +17,10 @@ import msgspec
 import numpy as np
 
 FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES = "samples", "rollout.jsonl", "trainer.jsonl"
+MOST_TOKENS = 8192
+"""Tokens kept of a prompt, and of what follows it in a trajectory; of more, the middle is left out."""
+MOST_BYTES = 256 << 20
+"""Bound on the size of the folder. When it is reached, the log says so and no more groups are kept."""
 FORMAT = 1
 """Number of this format; a reader refuses a higher one."""
 
@@ -204,7 +208,7 @@ class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
 
 
 class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
-    """The folder has reached telemetry.samples.max_bytes, which was `bound`; nothing follows."""
+    """The folder has reached `bound` bytes; nothing follows."""
 
     bound: int
 

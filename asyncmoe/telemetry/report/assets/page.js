@@ -1,6 +1,6 @@
 "use strict";
 
-const POLL_MS = 2000, TABS = ["report", "samples", "settings"];
+const TABS = ["report", "samples", "settings"];
 const at = (id) => document.getElementById(id);
 
 /* Text from gzip in base64. */
@@ -9,26 +9,8 @@ async function unpack(packed) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 
-/* Where data comes from: this file, or the server of the live page. */
-const inFile = {
-  data: async () => JSON.parse(await unpack(at("data").textContent)),
-  group: async (run, place) => JSON.parse(await unpack(at(`group-${run}-${place}`).textContent)),
-};
-const live = {
-  tag: "",
-  data: async () => {
-    const answer = await fetch("data.json", { headers: live.tag ? { "If-None-Match": live.tag } : {}, cache: "no-store" });
-    if (answer.status === 304) return null;
-    if (!answer.ok) throw new Error(await answer.text());
-    live.tag = answer.headers.get("ETag") || "";
-    return answer.json();
-  },
-  group: async (run, place) => {
-    const answer = await fetch(`group/${run}/${place}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(await answer.text());
-    return answer.json();
-  },
-};
+/* A group of the file. */
+const group = async (run, place) => JSON.parse(await unpack(at(`group-${run}-${place}`).textContent));
 
 /* The sections of figures, and the words above them. */
 class Report {
@@ -137,38 +119,17 @@ function failed(text) {
 }
 
 async function start() {
-  const isLive = document.body.dataset.live === "yes", source = isLive ? live : inFile;
   const library = document.createElement("script");
   library.textContent = await unpack(at("library").textContent);
   document.head.append(library);
-  const parts = [new Report(at("report")), new Samples(at("samples"), source.group), new Settings(at("settings"))];
-  const show = (runs) => {
-    if (runs === null) return;
-    at("title").textContent = runs.map((run) => run.name).join(" · ");
-    at("what").textContent = runs.length > 1 ? `${runs.length} runs compared` : runs[0].what;
-    for (const part of parts) part.update(runs);
-  };
+  const runs = JSON.parse(await unpack(at("data").textContent));
+  at("title").textContent = runs.map((run) => run.name).join(" · ");
+  at("what").textContent = runs.length > 1 ? `${runs.length} runs compared` : runs[0].what;
+  for (const part of [new Report(at("report")), new Samples(at("samples"), group), new Settings(at("settings"))]) part.update(runs);
   for (const button of document.querySelectorAll("nav button")) button.onclick = () => { location.hash = button.dataset.tab; };
   addEventListener("hashchange", () => select(location.hash.slice(1)));
   select(location.hash.slice(1));
-  show(await source.data());
   document.body.dataset.ready = "yes";
-  if (isLive) poll(show);
-}
-
-async function poll(show) {
-  const badge = at("live");
-  for (;;) {
-    try {
-      show(await live.data());
-      badge.className = "";
-      badge.textContent = `● live, ${new Date().toLocaleTimeString()}`;
-    } catch (error) {
-      badge.className = "lost";
-      badge.textContent = "○ the server does not answer; this is what it said last";
-    }
-    await new Promise((resume) => setTimeout(resume, POLL_MS));
-  }
 }
 
 if (typeof DecompressionStream === "undefined") failed("This browser is too old for this page: it needs DecompressionStream (Chrome 80, Firefox 113, Safari 16.4).");

@@ -24,22 +24,12 @@ class Samples {
     this.body.addEventListener("mouseleave", () => { document.getElementById("tip").hidden = true; });
   }
 
-  /* The live page calls this often: what has not changed is left alone, so that no open menu closes. */
   update(runs) {
-    const stamp = JSON.stringify(runs.map((run) => [run.name, run.samples]));
-    if (stamp === this.stamp) return;
-    this.stamp = stamp;
     this.runs = runs;
     this.ofRun.replaceChildren(...runs.map((run, number) => el("option", { value: number }, run.name)));
-    this.ofRun.value = this.run;
     this.ofRun.hidden = runs.length < 2;
     const outcomes = [...new Set(runs.flatMap((run) => run.samples.heads.map((head) => head.outcome)))].sort();
-    const kept = this.outcome.value;
-    if (this.outcomes !== outcomes.join()) {
-      this.outcome.replaceChildren(el("option", { value: "" }, "every outcome"), ...outcomes.map((name) => el("option", { value: name }, name)));
-      this.outcome.value = outcomes.includes(kept) ? kept : "";
-      this.outcomes = outcomes.join();
-    }
+    this.outcome.replaceChildren(el("option", { value: "" }, "every outcome"), ...outcomes.map((name) => el("option", { value: name }, name)));
     this.list();
   }
 

@@ -8,14 +8,10 @@ class Settings {
     this.only = el("label", {}, this.differing, " only what differs");
     this.body = el("div");
     root.append(el("div", { className: "bar" }, this.filter, this.only), this.body);
-    this.runs = null;
   }
 
   update(runs) {
-    const stamp = JSON.stringify(runs.map((run) => [run.name, run.settings, run.versions, run.changed]));
-    if (stamp === this.stamp) return;
-    this.stamp = stamp;
-    if (this.runs === null) this.differing.checked = runs.length > 1;
+    this.differing.checked = runs.length > 1;
     this.runs = runs;
     this.only.hidden = runs.length < 2;
     this.list();

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import math
-import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from asyncmoe.config.telemetry import MlflowSection
-from asyncmoe.telemetry.loggers.backend import Opened, flat
-from asyncmoe.telemetry.loggers.points import LoggedPoint
+from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
 """Largest batches that the server takes (mlflow/utils/validation.py)."""
 _MOST_NAME, _MOST_PARAM, _MOST_TAG = 250, 6000, 5000
-_QUICK = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-"""The sender repeats what failed; by default the client would stay silent for many minutes first."""
 
 
 class Mlflow:
-    """A run of MLflow; implements `Backend`.
+    """A run of MLflow; implements `LoggerClient`. A request is repeated for minutes while the server is down
+    (MLFLOW_HTTP_REQUEST_MAX_RETRIES).
 
     Args:
         name: the run's name if the configuration has none.
     """
 
-    most = _MOST_METRICS
-    later = ""
-
     def __init__(self, section: MlflowSection, name: str) -> None:
-        for variable, value in _QUICK.items():
-            os.environ.setdefault(variable, value)
         self._section, self._name = section, section.name or name
         self._client: Any = None
         self._id = ""
-        self.target = f"{section.uri or os.environ.get('MLFLOW_TRACKING_URI', '')} {section.experiment}"
 
-    def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> Opened:
-        """See `Backend`. What differs from the parameters of the run's beginning becomes tags `resumed/KEY`: MLflow keeps parameters."""
+    def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
+        """See `LoggerClient`. What differs from the first parameters becomes tags `resumed/KEY`: MLflow keeps the first."""
         from mlflow import MlflowClient
 
         section = self._section
@@ -48,7 +39,7 @@ class Mlflow:
         experiment = self._client.create_experiment(section.experiment) if found is None else found.experiment_id
         wanted = {key: str(value)[:_MOST_PARAM] for key, value in flat(parameters).items()}
         if id is None:
-            self._id = self._client.create_run(experiment, run_name=self._name, tags=dict(section.tags)).info.run_id
+            self._id = self._client.create_run(experiment, run_name=self._name).info.run_id
             known: Mapping[str, str] = {}
         else:
             self._id = id
@@ -57,7 +48,7 @@ class Mlflow:
         self._describe(wanted, known)
         base = (section.uri or "").rstrip("/")
         address = f"{base}/#/experiments/{experiment}/runs/{self._id}" if base.startswith("http") else ""
-        return Opened(self._id, address)
+        return self._id, address
 
     def _describe(self, wanted: Mapping[str, str], known: Mapping[str, str]) -> None:
         from mlflow.entities import Param, RunTag
@@ -69,28 +60,18 @@ class Mlflow:
         for i in range(0, len(tags), _MOST_PARAMS):
             self._client.log_batch(self._id, tags=tags[i : i + _MOST_PARAMS])
 
-    def log(self, points: Sequence[LoggedPoint]) -> str | None:
-        """See `Backend`. The server's SQL store keeps equal figures of equal time once, so a repeated request does not repeat figures."""
+    def log(self, point: LoggedPoint) -> None:
+        """See `LoggerClient`. The server's SQL store keeps equal figures of equal time once, so a repeated request repeats none."""
         from mlflow.entities import Metric
 
-        figures = [
-            Metric(metric_name(name), value, math.floor(point.time * 1000), point.step)
-            for point in points
-            for name, value in point.values.items()
-        ]
+        time = math.floor(point.time * 1000)
+        figures = [Metric(metric_name(name), value, time, point.step) for name, value in point.values.items()]
         for i in range(0, len(figures), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=figures[i : i + _MOST_METRICS])
-        return None
 
-    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """See `Backend`. One artifact a step, samples/step-12.json, in the form of MLflow's own tables."""
-        split = {"columns": list(columns), "data": [list(row) for row in rows]}
-        self._client.log_dict(self._id, split, f"{name}/step-{step}.json")
-
-    def close(self, complete: bool) -> str | None:
-        """See `Backend`."""
+    def close(self, complete: bool) -> None:
+        """See `LoggerClient`."""
         self._client.set_terminated(self._id, "FINISHED" if complete else "KILLED")
-        return None
 
 
 def metric_name(name: str) -> str:

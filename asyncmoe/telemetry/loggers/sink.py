@@ -1,0 +1,151 @@
+"""Hands the records of a run to a logger, from a thread: slow or down, it holds up nothing.
+
+What was sent is kept in run.dir/loggers, so that a run that is started again continues the logger's run, and sends what it misses.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError, DataError
+from asyncmoe.storage import replace, writing
+from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent
+from asyncmoe.telemetry.versions import versions
+
+FOLDER = "loggers"
+FINISH_S = 30.0
+"""Seconds that the end of a run waits for a logger."""
+_MOST_PROBLEM = 300
+"""Longest problem to tell, in characters."""
+
+
+class LoggerClient(Protocol):
+    """A logger's client. Every method may raise whatever the logger's package raises."""
+
+    def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
+        """Begin a run, or continue run `id`, to which `points` points were sent; return its id, and its address ("" without one).
+
+        `parameters` is nested; its keys are texts.
+        """
+
+    def log(self, point: LoggedPoint) -> None:
+        """Take a point."""
+
+    def close(self, complete: bool) -> None:
+        """Deliver everything and end the logger's run; `complete`: the trainer took all its steps."""
+
+
+class LoggerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The id of the logger's run, None before it exists, and what was sent."""
+
+    id: str | None = None
+    sent: Sent = Sent()
+
+
+class LoggerSink:
+    """A `Sink` of the live view that feeds a logger.
+
+    Args:
+        before: records of earlier starts of the run, of which the logger gets what it misses.
+        say: called, from another thread, with the address of the logger's run, and with a failure.
+
+    Raises:
+        DataError: the logger's state is damaged.
+    """
+
+    def __init__(self, config: Config, name: str, client: LoggerClient, before: Sequence[Followed], say: Callable[[str], None]) -> None:
+        self._config, self._name, self._client, self._say = config, name, client, say
+        self._path = config.run.dir / FOLDER / f"{name}.json"
+        self._state = read(self._path)
+        self._points = Points(self._state.sent)
+        self._before = before
+        self._waiting: queue.Queue[LoggedPoint | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
+
+    def feed(self, records: list[Followed]) -> None:
+        """Hand on new records; returns at once."""
+        if self._thread.ident is None:
+            self._thread.start()
+        before, self._before = self._before, ()
+        for point in self._points.take([*before, *records]):
+            self._waiting.put(point)
+
+    def close(self) -> None:
+        """Wait until everything is delivered, at most `FINISH_S`."""
+        if self._thread.ident is None:
+            return
+        self._waiting.put(None)
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive():
+            self._say(f"{self._name}: not everything was delivered within {FINISH_S:.0f} s; {self._missing}")
+
+    @property
+    def _missing(self) -> str:
+        return f"it has the steps up to {self._state.sent.step}, and the next start of the run sends the rest"
+
+    def _work(self) -> None:
+        try:
+            self._send()
+        except AsyncmoeError as error:
+            self._say(f"{self._name}: {error}; the run goes on without it: {self._missing}")
+
+    def _send(self) -> None:
+        """Send until the run has ended. Raises AsyncmoeError: the logger's client raised anything, or the state cannot be written."""
+        parameters = {**self._config.model_dump(mode="json"), "versions": versions(self._config.engines.python)}
+        try:
+            id, url = self._client.open(self._state.id, self._state.sent.points, parameters)
+            self._keep(LoggerState(id=id, sent=self._state.sent))
+            if url:
+                self._say(f"{self._name}: {url}")
+            while (point := self._waiting.get()) is not None:
+                self._client.log(point)
+                self._keep(LoggerState(id=id, sent=self._state.sent.plus(point)))
+            self._client.close(self._state.sent.step >= self._config.warmup.steps + self._config.run.steps)
+        except Exception as error:  # clients raise errors of all kinds; whatever it is, the user is told and the run goes on
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise AsyncmoeError(said[:_MOST_PROBLEM]) from error
+
+    def _keep(self, state: LoggerState) -> None:
+        self._state = state
+        with writing(f"state of logger {self._name}", self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace(self._path, msgspec.json.encode(state) + b"\n")
+
+
+def read(path: Path) -> LoggerState:
+    """Return what a logger was sent; nothing before its first start.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LoggerState)
+    except FileNotFoundError:
+        return LoggerState()
+    except msgspec.DecodeError as error:
+        raise DataError(str(path), got=str(error), expected="a logger's state", hint="delete it: a new run begins there") from error
+
+
+def client(config: Config, name: str) -> LoggerClient:
+    """Return a new client of a configured logger."""
+    section, shown = config.telemetry, config.run.dir.resolve().name
+    if name == "wandb" and section.wandb is not None:
+        from asyncmoe.telemetry.loggers.wandb_client import Wandb
+
+        return Wandb(section.wandb, config.run.dir / FOLDER, shown)
+    if name == "mlflow" and section.mlflow is not None:
+        from asyncmoe.telemetry.loggers.mlflow_client import Mlflow
+
+        return Mlflow(section.mlflow, shown)
+    from asyncmoe.telemetry.loggers.trackio_client import Trackio
+
+    assert section.trackio is not None
+    return Trackio(section.trackio, shown)

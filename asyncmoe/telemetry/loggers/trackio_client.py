@@ -1,0 +1,54 @@
+"""Trackio: SQLite on this machine, a Hugging Face Space, or a server of one's own."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from asyncmoe.config.telemetry import TrackioSection
+from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
+
+
+class Trackio:
+    """A run of Trackio; implements `LoggerClient`.
+
+    Trackio continues a run by its name, so the name ends with an id. Once a run is open it raises nothing: it warns, keeps what it cannot
+    send on this machine, and sends it itself.
+
+    Args:
+        name: first part of the run's name.
+    """
+
+    def __init__(self, section: TrackioSection, name: str) -> None:
+        self._section, self._name = section, name
+        self._run: Any = None
+
+    def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
+        """See `LoggerClient`."""
+        import trackio
+
+        name = id or f"{self._name}-{uuid.uuid4().hex[:8]}"
+        away = self._section.space_id or os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        self._run = trackio.init(
+            project=self._section.project,
+            name=name,
+            space_id=self._section.space_id,
+            config=flat(parameters),
+            resume="allow",
+            private=True if away else None,
+            embed=False,
+            auto_log_cpu=False,
+        )
+        return name, ""
+
+    def log(self, point: LoggedPoint) -> None:
+        """See `LoggerClient`."""
+        self._run.log(dict(point.values), step=point.step)
+
+    def close(self, complete: bool) -> None:
+        """See `LoggerClient`."""
+        import trackio
+
+        trackio.finish()

@@ -1,0 +1,67 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncmoe.config.telemetry import WandbSection
+from asyncmoe.telemetry.loggers.points import LoggedPoint
+
+STEP = "step"
+EVALUATION_STEP = "evaluation/version"
+_INIT_S = 60.0
+
+
+class Wandb:
+    """A run of W&B; implements `LoggerClient`. W&B itself keeps what it cannot send, and reads WANDB_MODE and its other variables.
+
+    W&B takes a row of its history only if its number is above the last one's, while evaluations come after later steps. So rows are
+    numbered in the order of sending, and `step` and `evaluation/version` are the axes of the charts.
+
+    Args:
+        folder: holds what W&B writes.
+        name: the run's name if the configuration has none.
+    """
+
+    def __init__(self, section: WandbSection, folder: Path, name: str) -> None:
+        self._section, self._folder, self._name = section, folder, section.name or name
+        self._run: Any = None
+        self._rows = 0
+
+    def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
+        """See `LoggerClient`."""
+        import wandb
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=self._section.project,
+            name=self._name,
+            id=id or uuid.uuid4().hex[:12],
+            resume="allow",
+            dir=self._folder,
+            config=dict(parameters),
+            # The output of the command line is not the run's; source code and its changes are nobody's business.
+            settings=wandb.Settings(console="off", init_timeout=_INIT_S, disable_code=True, save_code=False, silent=True),
+        )
+        self._rows = points
+        self._run.define_metric(STEP)
+        self._run.define_metric(EVALUATION_STEP)
+        self._run.define_metric("evaluation/*", step_metric=EVALUATION_STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        return self._run.id, self._run.url or ""
+
+    def log(self, point: LoggedPoint) -> None:
+        """See `LoggerClient`."""
+        axis = {STEP: point.step} if point.evaluation is None else {}
+        self._run.log({**point.values, **axis, "_timestamp": point.time}, step=self._rows, commit=True)
+        self._rows += 1
+
+    def close(self, complete: bool) -> None:
+        """See `LoggerClient`."""
+        import wandb
+
+        self._run.finish(exit_code=0 if complete else 1)
+        wandb.teardown()  # `finish` may return before the service has written the last rows of an offline run

@@ -30,7 +30,7 @@ class Mlflow:
         self._id = ""
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
-        """See `LoggerClient`. What differs from the parameters of the run's beginning becomes tags `resumed/KEY`: MLflow keeps the first."""
+        """See `LoggerClient`. What differs from the parameters of the beginning becomes tags `resumed/KEY`: MLflow keeps the first."""
         from mlflow import MlflowClient
 
         section = self._section

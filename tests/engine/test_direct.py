@@ -38,8 +38,6 @@ from tests.engine.oracle import Oracle, largest_difference, perturbed
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
-NOTICED_S = 40.0
-"""`rendezvous.noticed_s` of the default heartbeat: so long the sender asks whether an engine was lost."""
 PROMPT = (30, 40, 50, 60, 70)
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
 Checksums = tuple[dict[str, str], ...]
@@ -362,7 +360,6 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     )
     assert stall.startswith("waited")
     assert "trainer rank 1" in stall
-    assert zero[1]["seconds"] < timeout_s + NOTICED_S + 6.0
     assert again is None
     assert sorted(found.arrived) == [versions[0], versions[3]]
     assert not any(wrong(found.arrived[versions[3]], stage.expected(b)))
@@ -400,7 +397,6 @@ def test_a_receiver_that_stands_still_costs_one_update(stages: Stages) -> None:
     assert [outcome["error"] for outcome in zero] == [outcome["error"] for outcome in one]
     assert zero[0]["error"] is None
     assert "engine.0 rank 0" in zero[1]["error"]
-    assert zero[1]["seconds"] < 4.0 + timeout_s + NOTICED_S + 6.0
     assert zero[2]["error"] is None
     assert sorted(found.arrived) == [kept, again]
     assert not any(wrong(stage.held(), stage.expected(b)))

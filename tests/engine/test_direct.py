@@ -38,6 +38,8 @@ from tests.engine.oracle import Oracle, largest_difference, perturbed
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+SOON = {"heartbeat_timeout_s": 2.0}
+"""The sender asks no longer than this and its own grace whether an engine was lost."""
 PROMPT = (30, 40, 50, 60, 70)
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
 Checksums = tuple[dict[str, str], ...]
@@ -347,7 +349,7 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     timeout_s = 4.0
     several = list(zip((a, b, b, b), versions, strict=True))
     faults = {1: (1, "stall"), 2: (1, "corrupt")}
-    found = stage.rig.run(stage.publish(2, {"pp=2": several}, faults, sync={"timeout_s": timeout_s}))
+    found = stage.rig.run(stage.publish(2, {"pp=2": several}, faults, sync={"timeout_s": timeout_s}, cluster=SOON))
     assert not found.failed, found.failed
     zero, one = found.outcomes
     assert [outcome["error"] for outcome in zero] == [outcome["error"] for outcome in one]
@@ -375,8 +377,10 @@ def test_a_receiver_that_stands_still_costs_one_update(stages: Stages) -> None:
     timeout_s = 4.0
 
     async def stop_in_the_middle() -> Published:
-        sync = {"timeout_s": timeout_s}
-        publishing = asyncio.create_task(stage.publish(2, {"tp=2": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync))
+        quick: dict[str, Any] = {"sync": {"timeout_s": timeout_s}, "cluster": SOON}
+        publishing = asyncio.create_task(
+            stage.publish(2, {"tp=2": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync, cluster=SOON)
+        )
         while stage.rig.pool.version < kept:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:

@@ -377,7 +377,7 @@ def test_a_receiver_that_stands_still_costs_one_update(stages: Stages) -> None:
     timeout_s = 4.0
 
     async def stop_in_the_middle() -> Published:
-        quick: dict[str, Any] = {"sync": {"timeout_s": timeout_s}, "cluster": SOON}
+        sync = {"timeout_s": timeout_s}
         publishing = asyncio.create_task(
             stage.publish(2, {"tp=2": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync, cluster=SOON)
         )

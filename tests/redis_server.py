@@ -69,6 +69,11 @@ class LocalRedis:
 
         return redis.Redis(unix_socket_path=str(self.socket), db=database, protocol=2, **options)
 
+    @property
+    def pid(self) -> int:
+        """Of the server's process."""
+        return self._process.pid
+
     def configure(self, **settings: str) -> None:
         """CONFIG SET, with - for _."""
         with self.client() as client:

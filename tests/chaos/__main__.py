@@ -23,10 +23,11 @@ from typing import Any
 from tests.chaos import report, schedule
 from tests.chaos.block import Block
 from tests.chaos.real_world import REAL, RealWorld
+from tests.chaos.redis_world import REDIS, RedisWorld
 from tests.chaos.world import World
 
-TIERS = {"protocol": ((schedule.KINDS, World),), "real": ((REAL, RealWorld),)}
-"""Of each tier: the kinds of faults and the world that they meet, for one block after the other."""
+TIERS = {"protocol": (schedule.KINDS, World), "redis": (REDIS, RedisWorld), "real": (REAL, RealWorld)}
+"""Of each tier: the kinds of faults and the world that they meet."""
 
 
 def main(arguments: list[str]) -> int:
@@ -64,7 +65,7 @@ def _blocks(records: list[dict[str, Any]], asked: argparse.Namespace) -> Iterato
 
 
 def _run(block: int, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    kinds, made = TIERS[asked.tier][block % len(TIERS[asked.tier])]
+    kinds, made = TIERS[asked.tier]
     faults = list(schedule.block(asked.seed, block, asked.size, kinds))
     with made(block) as world:
         for record in Block(world, faults).run():
@@ -90,7 +91,9 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__, formatter_class=shape)
     parser.add_argument("--out", type=Path, default=Path("build/chaos/results.jsonl"), help="file of results, which a later run continues")
-    parser.add_argument("--tier", choices=tuple(TIERS), default="protocol", help="stand-ins for engines and ranks, or real ones")
+    parser.add_argument(
+        "--tier", choices=tuple(TIERS), default="protocol", help="stand-ins for engines and ranks, also with Redis, or real ones"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=2000, help="faults of the tier in the file after which it ends")
     parser.add_argument("--size", type=int, default=25, help="faults of a block")

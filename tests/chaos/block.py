@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.log.files import scan
-from asyncmoe.queue import records
-from asyncmoe.queue.fold import LogState, fold
+from asyncmoe.queue.fold import LogState
 from tests.chaos import faults, invariants
 from tests.chaos.faults import Done
 from tests.chaos.invariants import Said
@@ -167,17 +165,13 @@ class Block:
         return found
 
     def _log_holds(self, damaged: bool = False) -> list[str]:
-        now, world = self._read_log(), self._world
+        now, world = self._world.log_state(), self._world
         ended = self._lost | invariants.ended_of(world.lines(world.run_dir / "samples" / "rollout.jsonl"))
         if damaged:
             self._lost |= set(range(now.next)) - set(now.groups) - ended - invariants.groups_of(world.trained())
         found = [] if damaged else list(invariants.nothing_lost(self._log, now, world.trained(), ended, world.warm))
         self._log = now
         return found
-
-    def _read_log(self) -> LogState:
-        found = scan(self._world.run_dir / "log" / "0")
-        return fold((at, records.entry(data, "the log")) for at, _, data in found if data is not None)
 
     def _ended(self) -> dict[str, Any]:
         """Stop the run as a user does; nothing may be left."""

@@ -101,6 +101,10 @@ def do(world: World, fault: Fault) -> Done:
     """Do a fault to a run."""
     time.sleep(fault.after_s)
     match fault.kind:
+        case "kill" if world.server is not None and fault.target == "redis":
+            world.server.kill()
+            now = time.monotonic()
+            return Done(now, "redis", world.server.start, now + fault.seconds)
         case "kill" | "interrupt":
             return _signalled(world, fault, signal.SIGKILL if fault.kind == "kill" else signal.SIGINT)
         case "stop" | "hang":

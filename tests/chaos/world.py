@@ -20,8 +20,12 @@ from typing import Any
 import yaml
 
 from asyncmoe.config.model import MadeModel
+from asyncmoe.log.files import scan
 from asyncmoe.models.make import make_model
+from asyncmoe.queue import records
+from asyncmoe.queue.fold import LogState, fold
 from tests.chaos.schedule import Moment
+from tests.redis_server import LocalRedis
 from tests.system.runs import MARK, Command
 
 STAND = Path(__file__).parent / "stand"
@@ -76,6 +80,7 @@ class World:
         folder: of everything; `run_dir` lies in it, on a small file system of its own if one can be mounted.
         notes: folder that the stand-ins write to.
         command: the run, if it was started.
+        server: what keeps its log, if not its folder does.
         mounted: whether the run's disk can be filled.
     """
 
@@ -89,6 +94,7 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
         self.run_dir, self.notes, self.temporary = self.folder / "disk" / "run", self.folder / "notes", self.folder / "t"
         self.command: Command | None = None
+        self.server: LocalRedis | None = None
         self.starts, self.seed, self._mark = 0, seed, uuid.uuid4().hex
         for folder in (self.folder / "disk", self.notes, self.temporary):
             folder.mkdir()
@@ -208,6 +214,11 @@ class World:
     def trained(self) -> list[dict[str, Any]]:
         """Return what each start of the trainer has trained, as `invariants.newest` takes it."""
         return self.lines(self.notes / "trained.jsonl")
+
+    def log_state(self) -> LogState:
+        """Return what the log of a run tells that does not run."""
+        found = scan(self.run_dir / "log" / "0")
+        return fold((at, records.entry(data, "the log")) for at, _, data in found if data is not None)
 
     def damaged(self) -> None:
         """Note that records of the log were damaged: what is trained again from here on may be in other batches."""

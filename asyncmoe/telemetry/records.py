@@ -296,7 +296,7 @@ def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         values = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise DataError(f"{path} line {number}", got=str(error), expected="a JSON object") from error
     if not isinstance(values, dict):
         raise DataError(f"{path} line {number}", got=type(values).__name__, expected="a JSON object")

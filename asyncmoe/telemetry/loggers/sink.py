@@ -130,7 +130,7 @@ def read(path: Path) -> LoggerState:
         return msgspec.json.decode(path.read_bytes(), type=LoggerState)
     except FileNotFoundError:
         return LoggerState()
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise DataError(str(path), got=str(error), expected="a logger's state", hint="delete it: a new run begins there") from error
 
 

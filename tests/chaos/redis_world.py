@@ -43,6 +43,7 @@ class RedisWorld(World):
     def log_state(self) -> LogState:
         from asyncmoe.log import redis
 
+        self.serve_log()
         key = self._stream("0")
         with self.server.client() as client:
             found = [(int(name.partition(b"-")[0]), fields.get(b"r")) for name, fields in client.xrange(key)]

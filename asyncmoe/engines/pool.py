@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Listener, Pa
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 
 log = logging.getLogger(__name__)
-_WATCH_S = 0.5
+_WATCH_S, _PROBE_S = 0.5, 5.0
 _OTHERS = 2
 """Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
 _BROKEN, _AGAIN_S = 8, 0.1
@@ -273,6 +273,18 @@ class Pool:
         for member in self.present:
             if (why := member.engine.died) is not None:
                 self.fence(member, why)
+
+    async def silent(self, member: Member) -> bool:
+        """Return whether an engine does not show that it generates; fence it if nothing listens at its address any more.
+
+        Nobody may be left to tell that a server has ended; of a machine that is lost, only missing heartbeats do.
+        """
+        if member.fenced is not None or await member.engine.client.alive(_PROBE_S):
+            return False
+        with suppress(TrajectoryRejected, TimeoutError):
+            async with asyncio.timeout(_PROBE_S), self._asking(member):
+                await member.engine.client.weights_version()
+        return member.fenced is None
 
     def note_busy(self) -> None:
         """Record the generation time of busy engines up to now, without waiting until they are idle."""

@@ -58,7 +58,7 @@ KEYS: Mapping[str, Gone] = {
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
     "rollout.affinity_slack": Gone(_PREFIX, None),
-    "rollout.balance": Gone(_PREFIX, ("least_loaded", "prefix_affine")),
+    "rollout.balance": Gone(_PREFIX, ("least_loaded",)),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
     "sync.delta_base": Gone("nothing: a trainer rank keeps what it sent last in the memory of its weights", ("device",)),
     "sync.relay": Gone("nothing: the trainer sends to every engine", (False, True, "auto", "off")),

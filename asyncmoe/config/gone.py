@@ -33,6 +33,7 @@ _LOGS = "nothing: a log is moved at 64 MiB, and three moved parts of it are kept
 _PROFILE = "nothing: a profile has the names of operators and their times; it is kept up to 2 GB"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
+_PREFIX = "nothing: a request goes to the engine that answered before, else to the one with the fewest"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
@@ -56,6 +57,8 @@ KEYS: Mapping[str, Gone] = {
     "queue.redis": Gone(_MEMORY + "; log.redis keeps the log in Redis", (None,)),
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
+    "rollout.affinity_slack": Gone(_PREFIX, None),
+    "rollout.balance": Gone(_PREFIX, ("least_loaded",)),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
     "sync.delta_base": Gone("nothing: a trainer rank keeps what it sent last in the memory of its weights", ("device",)),
     "sync.relay": Gone("nothing: the trainer sends to every engine", (False, True, "auto", "off")),

@@ -23,8 +23,6 @@ from asyncmoe.config.rollout import Order
 
 PATIENCE = 4
 """The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after a wait of several responses."""
-SLACK = 8
-"""Requests that the engine with a conversation so far may have above the least loaded engine and still get the next one."""
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""
 KEPT_CONVERSATIONS = 65536
@@ -54,15 +52,15 @@ UNKNOWN = ScheduledRequest()
 
 
 def choose(loads: Mapping[str, int], last: str = "") -> str:
-    """Return the engine for a request: the one that last answered its conversation, unless that has more than `SLACK` requests above the
-    least loaded engine; else the least loaded engine.
+    """Return the engine for a request: the one that last answered its conversation, unless that has more requests than the
+    least loaded engine and a quarter more, or 2 more; else the least loaded engine.
 
     Args:
         loads: requests in flight by engine; not empty.
         last: engine that last answered the conversation; ignored if it is "" or the engine is gone.
     """
     least = min(loads, key=loads.__getitem__)
-    return last if last in loads and loads[last] <= loads[least] + SLACK else least
+    return last if last in loads and loads[last] <= loads[least] + max(2, loads[least] // 4) else least
 
 
 class Homes:

@@ -134,7 +134,14 @@ TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memor
 """What the section `task` had besides: logs have a digest of all of it."""
 
 _UNMEASURED = "nothing: it is measured no more"
+_RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
 OPTIONS: Mapping[str, str] = {
+    "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
+    "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
+    "plan --engines": _RUN,
+    "plan --hbm": "nothing: only the time of the wire is estimated",
+    "plan --nvlink": "--nic 450, the speed within a node",
+    "plan --trainer": _RUN,
     "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
     "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
 }

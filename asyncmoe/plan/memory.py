@@ -322,12 +322,6 @@ def kv_room(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: flo
     return max(0, left) // max(kv_bytes(hf, parallel, serving.dtype, stage * parallel.tp) for stage in range(parallel.pp))
 
 
-def engine_filled(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> tuple[GpuMemory, int]:
-    """Return the memory of an engine whose KV cache fills the rest of its GPUs, and the cache's tokens."""
-    tokens = kv_room(hf, parallel, serving, gpu_gb)
-    return engine(hf, parallel, replace(serving, tokens=tokens)), tokens
-
-
 def _working(parallel: EngineParallel, serving: EngineMemory) -> int:
     """Return SGLang 0.5.23's own estimate of prefill activations and decode graphs (arg_groups/memory_hook.py)."""
     if not serving.gpu:

@@ -23,7 +23,6 @@ from typing import Any
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
@@ -31,7 +30,6 @@ from asyncmoe.plan import memory
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, RankParameters, Training
 from asyncmoe.reshard import nccl_room
-from asyncmoe.reshard.layout import ITEM_BYTES
 
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
@@ -50,7 +48,6 @@ class Cluster:
         gpu_gb: memory of a GPU in GB (1e9 bytes).
         context: tokens of the longest conversation and of a micro-batch.
         adapter: the adapter that is trained in place of the weights, if any.
-        bucket_bytes: `sync.bucket_bytes`.
     """
 
     nodes: int
@@ -58,8 +55,6 @@ class Cluster:
     gpu_gb: float = 80.0
     context: int = 8192
     adapter: Kind | None = None
-    dtype: str = "bfloat16"
-    bucket_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for name, got, least, most in (("--nodes", self.nodes, 2, _MOST_NODES), ("--gpus-per-node", self.gpus, 1, _MOST_GPUS)):
@@ -130,8 +125,6 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
         ConfigError: nothing fits; the message names a sufficient number of nodes if there is one.
         UserError: unsupported model family.
     """
-    if cluster.adapter is not None:
-        halves.check(cluster.adapter, family_of(hf).shape_of(hf))
     engine = best_engine(hf, cluster)
     first = _fewest_nodes(hf, cluster, cluster.nodes - engine.nodes, engine)
     if first is None:
@@ -187,14 +180,14 @@ def _context_ranks(parallel: MegatronParallel, cluster: Cluster) -> Iterator[int
 
 
 def _training(cluster: Cluster, recompute: bool, engines: int = 1, cp: int = 1) -> Training:
-    microbatch = Microbatch(-(-cluster.context // cp), recompute, cluster.dtype, cluster.adapter, cp=cp)
-    return Training(microbatch, bucket_bytes=cluster.bucket_bytes, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
+    microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
+    return Training(microbatch, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
 
 
 def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) -> int:
     """Return a lower bound for the bytes of the largest rank: the mean of all ranks if tensor-parallel ranks replicated nothing."""
     stage = RankParameters(whole.dense // (parallel.tp * parallel.pp), whole.experts // (parallel.pp * parallel.ep * parallel.etp))
-    weights = stage.all * ITEM_BYTES[cluster.dtype]
+    weights = stage.all * 2  # bytes of bfloat16
     if cluster.adapter is not None:
         return weights
     return weights + stage.all * memory.GRADIENT + memory.optimizer_bytes(stage, parallel, _training(cluster, recompute=True))
@@ -258,15 +251,7 @@ def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineS
     m = family_of(hf).shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         # Memory for one engine's communicator; with more than 16 engines each takes less.
-        serving = EngineMemory(
-            0,
-            staged,
-            prefill,
-            dtype=cluster.dtype,
-            adapter=cluster.adapter,
-            bucket_bytes=cluster.bucket_bytes,
-            communicators=nccl_room.nbytes(_MAX_CTAS, 1),
-        )
+        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=nccl_room.nbytes(_MAX_CTAS, 1))
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
         rooms = {parallel: _room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
         able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]

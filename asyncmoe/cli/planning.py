@@ -95,12 +95,12 @@ def simulate_command(
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take lengths, sizes and seconds from a run's records.")] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Try several splits of the same GPUs between engines and trainer, each with --staleness.")
+        bool,
+        typer.Option(
+            "--sweep",
+            help="Try several splits of the same GPUs between engines and trainer, each with max_staleness 1, 2, 4, 8 and its own.",
+        ),
     ] = False,
-    staleness: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Values of max_staleness that --sweep tries; default: 1,2,4,8.")
-    ] = None,
-    mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all. sync is always simulated, as the baseline.")] = "all",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
 ) -> None:
     """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
@@ -125,12 +125,11 @@ def simulate_command(
     from asyncmoe.simulate import cautions, command, show
     from asyncmoe.simulate.recorded import read_recorded
 
-    bounds = command.staleness_bounds(staleness, sweep)
     words = arguments or ()
     recorded = None if trace is None else read_recorded(trace)
     plant = command.read_plant(words, recorded)
     known = () if recorded is None else cautions.of_trace(recorded, plant, [word.partition("=")[0] for word in words])
-    found = command.run(plant, mode, bounds, known)
+    found = command.run(plant, sweep, known)
     if json_file is not None:
         show.write(found, json_file)
     show.table(found, tables.console())

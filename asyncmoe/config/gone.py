@@ -113,6 +113,7 @@ PLANT: Mapping[str, Gone] = {
         for key in ("token_s", "attention_width", "bytes_per_token", "fetch_bytes_per_s")
     },
     "sync.plan": Gone("sync.seconds, as asyncmoe plan prints them", (None,)),
+    "sync.landing": Gone("nothing: engines pause for a new version", ("pause",)),
     "sync.recompute": Gone(_CONTEXTS, (False,)),
     "scaling.first": Gone("engines.count: try several", (None,)),
     **{f"scaling.{key}": Gone("engines.count: try several", None) for key in ("least", "low", "high", "patience_s", "start_s")},
@@ -143,6 +144,8 @@ OPTIONS: Mapping[str, str] = {
     "plan --nvlink": "--nic 450, the speed within a node",
     "plan --trainer": _RUN,
     "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
+    "simulate --mode": "nothing: all modes are simulated",
+    "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
     "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
 }
 """Removed option of a command -> what to do instead."""

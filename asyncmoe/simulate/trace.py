@@ -80,6 +80,11 @@ class SimulatedRun:
     dropped: dict[str, int]
     ledger: dict[str, int]
 
+    @property
+    def mean_age(self) -> float:
+        """Mean age of a trained token."""
+        return sum(age * share for age, share in self.ages.items())
+
 
 def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> SimulatedRun:
     """Summarise a run whose steady state began at the reading `since`, after `warm` steps."""

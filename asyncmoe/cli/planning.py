@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +68,7 @@ def plan(
     """
     from asyncmoe import tables
     from asyncmoe.errors import ConfigError
-    from asyncmoe.plan import plan_command, render_plan
+    from asyncmoe.plan import plan_command
     from asyncmoe.plan.split import Cluster
 
     if (config is None) == (nodes is None):
@@ -82,7 +83,7 @@ def plan(
         cluster = Cluster(nodes or 0, gpus_per_node, hardware.gb, context)
         found = plan_command.of_cluster(cluster, model, family, lora, hardware, console)
     if json_file is not None:
-        render_plan.write(found, json_file)
+        tables.write_json(found, json_file)
 
 
 def simulate_command(
@@ -131,5 +132,5 @@ def simulate_command(
     known = () if recorded is None else cautions.of_trace(recorded, plant, [word.partition("=")[0] for word in words])
     found = command.run(plant, sweep, known)
     if json_file is not None:
-        show.write(found, json_file)
+        tables.write_json(asdict(found), json_file)
     show.table(found, tables.console())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
-from asyncmoe.errors import DataError
 from asyncmoe.plan.budget import Budget
 from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
 from asyncmoe.plan.split import Cluster, Split
@@ -146,15 +142,3 @@ def plant_keys(split: Split) -> list[str]:
     engines, serving = split.engine.parallel, split.engine.serving
     sizes = {"engines.count": split.engines, "engines.gpus": engines.world, "engines.max_running": serving.running}
     return [f"{key}={size}" for key, size in {**sizes, "trainer.gpus": split.trainer.parallel.world}.items()]
-
-
-def write(values: Mapping[str, Any], file: Path) -> None:
-    """Write the results as JSON.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    try:
-        file.write_text(json.dumps(values, indent=2) + "\n")
-    except OSError as error:
-        raise DataError(str(file), got=error.strerror, expected="a file that can be written") from error

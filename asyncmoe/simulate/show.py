@@ -1,15 +1,10 @@
-"""Output of comparisons and sweeps: tables and JSON."""
+"""Tables of comparisons and sweeps."""
 
 from __future__ import annotations
-
-import json
-from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from asyncmoe.errors import DataError
 from asyncmoe.simulate.compare import Comparison
 from asyncmoe.simulate.sweep import Sweep
 from asyncmoe.telemetry.format import number, percent
@@ -25,17 +20,6 @@ def table(found: Comparison | Sweep, console: Console) -> None:
         _comparison_table(found, console)
     for sentence in found.cautions:
         console.print(f"caution: {sentence}", highlight=False, markup=False)
-
-
-def write(found: Comparison | Sweep, path: Path) -> None:
-    """Write a result as JSON. Raises DataError if the file cannot be written."""
-    try:
-        path.write_text(json.dumps(asdict(found), indent=1) + "\n")
-    except OSError as error:
-        raise DataError(str(path), got=error.strerror, expected="a file that can be written") from error
-
-
-# ---------------------------------------------------------------- tables
 
 
 def _comparison_table(found: Comparison, console: Console) -> None:

@@ -147,6 +147,7 @@ def test_the_command_splits_a_cluster(tmp_path: Path) -> None:
         (["--nodes", 2, "--model", "none"], "no such directory"),
         (["--nodes", 2, "--model", MODELS / "Qwen3-30B-A3B.json", "--nic", "nan"], "--nic: got nan"),
         (["--config", "none.yaml"], "no such file"),
+        (["--config", "examples/demo.yaml", "--json", "none/plan.json"], "none/plan.json: got No such file or directory"),
         (["--config", CLUSTER], "no such directory"),
         (["--config", CLUSTER, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.tp=3"], "trainer.ranks: got 8"),
     ],

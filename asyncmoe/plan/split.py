@@ -15,14 +15,14 @@ The rule considers memory, not speed:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models import EngineParallel, MegatronParallel, checks, family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
@@ -31,6 +31,7 @@ from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, RankParameters, Training
 from asyncmoe.reshard import nccl_room
 
+Sizes = TypeVar("Sizes", MegatronParallel, EngineParallel)
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _LEAST_ROWS = 8192
@@ -201,19 +202,23 @@ def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]
     """Yield all sizes that divide the model and the GPUs."""
     gpus = nodes * cluster.gpus
     for tp, pp in product(_divisors(cluster.gpus), _divisors(gpus)):
-        if (
-            gpus % (tp * pp)
-            or any(total % tp for total in (m.heads, m.kv_heads, m.vocab, m.shared_width))
-            or (m.dense_layers and m.dense_width % tp)
-        ):
-            continue
         stages = _stages(m.layers, pp)
+        if gpus % (tp * pp) or stages is None:
+            continue
         dp = gpus // (tp * pp)
         for ep in _divisors(tp * dp) if m.experts else (1,):
             # megatron-core 0.16 shards experts over tensor-parallel ranks if there is no expert parallelism.
-            etp = 1 if ep > 1 else tp
-            if stages is not None and (not m.experts or (m.experts % ep == 0 and m.expert_width % etp == 0)):
-                yield MegatronParallel(tp, pp, ep, etp, dp, first_layers=stages[0], last_layers=stages[1])
+            sizes = MegatronParallel(tp, pp, ep, 1 if ep > 1 else tp, dp, first_layers=stages[0], last_layers=stages[1])
+            if _suits(checks.check_trainer, m, sizes):
+                yield sizes
+
+
+def _suits(check: Callable[[str, Shape, Sizes], None], m: Shape, sizes: Sizes) -> bool:
+    try:
+        check("", m, sizes)
+    except ConfigError:
+        return False
+    return True
 
 
 def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
@@ -273,12 +278,9 @@ def _room(hf: Mapping[str, Any], parallel: EngineParallel, serving: EngineMemory
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
     """Yield sizes on so many GPUs, with whole experts on each rank if the rank count divides them."""
     for tp in _divisors(gpus):
-        ep = tp if m.experts and m.experts % tp == 0 else 1
-        width = m.expert_width if m.experts else m.dense_width
-        if m.shared_width % tp or (m.dense_layers and m.dense_width % tp):
-            continue
-        if m.heads % tp == 0 and (m.kv_heads % tp == 0 or tp % m.kv_heads == 0) and width % (tp // ep) == 0:
-            yield EngineParallel(tp, ep)
+        sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
+        if _suits(checks.check_engine, m, sizes):
+            yield sizes
 
 
 def _divisors(total: int) -> list[int]:

@@ -143,20 +143,6 @@ def test_an_engine_keeps_the_layer_that_leads_up_twice() -> None:
 # ---------------------------------------------------------------- splits
 
 
-@pytest.mark.parametrize("hf", [DEEPSEEK, REAL["Kimi-K2"], MOONLIGHT, GLM, AIR, REAL["Mixtral-8x22B"]], ids=lambda hf: hf["model_type"])
-@pytest.mark.parametrize("gpus", [6, 8])
-def test_all_sizes_that_are_tried_suit_the_model(hf: dict[str, Any], gpus: int) -> None:
-    m = shape(hf)
-    tried = list(split._sizes(m, Cluster(4, gpus), 2))
-    assert len(tried) > 10
-    for sizes in tried:
-        family_of(hf).check(hf, sizes, EngineParallel())
-    engines = list(split._engines(m, gpus))
-    assert EngineParallel(2, 2) in engines
-    for engine in engines:
-        family_of(hf).check(hf, MegatronParallel(), engine)
-
-
 def test_a_split_for_glm_air() -> None:
     found = split.suggest(AIR, Cluster(8, gpu_gb=141.0))
     for one in found:

@@ -64,18 +64,6 @@ def test_what_is_suggested_fits_and_follows_the_rule(hf: dict[str, Any], cluster
         family_of(hf).check(hf, one.trainer.parallel, one.engine.parallel)
 
 
-@pytest.mark.parametrize("hf", [HF, LARGE, DENSE], ids=["30B", "235B", "dense"])
-@pytest.mark.parametrize("gpus", [4, 6, 8])
-def test_all_sizes_that_are_tried_suit_the_model(hf: dict[str, Any], gpus: int) -> None:
-    m = family_of(hf).shape_of(hf)
-    tried = [sizes for nodes in (1, 2, 3) for sizes in split._sizes(m, Cluster(4, gpus), nodes)]
-    assert len(set(tried)) == len(tried) > 10
-    for sizes in tried:
-        family_of(hf).check(hf, sizes, EngineParallel())
-    for engine in split._engines(m, gpus):
-        family_of(hf).check(hf, MegatronParallel(), engine)
-
-
 def test_what_is_left_out_at_once_could_not_have_fitted() -> None:
     m, whole = family_of(SMALL).shape_of(SMALL), memory.whole(SMALL)
     for nodes in (1, 2, 3):

@@ -127,6 +127,8 @@ PLANT: Mapping[str, Gone] = {
 SECTIONS = ("journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs")
 """Sections of which every key is removed."""
 VALUES: Mapping[tuple[str, str], str] = {
+    ("trainer.precision", "bf16"): "trainer.dtype=bfloat16",
+    ("trainer.precision", "fp32"): "trainer.dtype=float32",
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
 }
 """(Key, removed value of it) -> what to do instead."""

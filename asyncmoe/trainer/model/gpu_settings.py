@@ -73,7 +73,7 @@ def check(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> Non
         key, value = next(one for one in gpu.on_gpu if one[1] == "bfloat16")
         raise ConfigError(key, got=value, expected=f"float32 because {_missing(kernels, _PRECISE)}", hint="leave it out, or install it")
     if gpu.float8 and (why := _lacks_float8(gpu, kernels, engine, lacking)):
-        raise ConfigError("trainer.precision", got="fp8", expected=f"bf16 because {why}", hint="leave it out")
+        raise ConfigError("trainer.precision", got="fp8", expected=f"null because {why}", hint="leave it out")
 
 
 def _lacks_float8(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> str:

@@ -101,7 +101,7 @@ def test_rows_of_float8_are_whole_blocks_on_every_rank() -> None:
         (
             GpuSettings(float8=True),
             replace(HOPPER, transformer_engine=(2, 2)),
-            "bf16 because Transformer Engine is 2.2, older than 2.3",
+            "null because Transformer Engine is 2.2, older than 2.3",
         ),
         (GpuSettings(float8=True, trouble="a side is 12"), HOPPER, "expected null because a side is 12"),
         (

@@ -87,6 +87,7 @@ KEYS: Mapping[str, Gone] = {
     "telemetry.wandb.group": Gone("the name in the variable WANDB_RUN_GROUP", (None,)),
     "telemetry.wandb.mode": Gone("the word in the variable WANDB_MODE", (None,)),
     "telemetry.wandb.tags": Gone("the tags, with commas between them, in the variable WANDB_TAGS", ([], ())),
+    "trainer.memory.overlap_optimizer_offload": Gone("nothing: copies between GPU and host overlap with the CPU's updates", (True,)),
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
     "watch.alerts.no_step_s": Gone("nothing: half an hour without a step is told", (1800.0,)),

@@ -233,8 +233,6 @@ class TrainerSection(Section):
         if memory.optimizer_offload and memory.low_precision:
             because = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
             yield "memory.optimizer_offload", f"{memory.optimizer_offload:g}", because, "on a GPU, which both need, set one or the other"
-        if not memory.overlap_optimizer_offload and not memory.optimizer_offload:
-            yield "memory.overlap_optimizer_offload", "false", "true because trainer.memory.optimizer_offload is 0", "leave it out"
 
 
 def no_gpu_for(key: str, value: str) -> ConfigError:

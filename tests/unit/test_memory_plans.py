@@ -163,10 +163,6 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
             {"precision": "fp8", "dtype": "float32"},
             "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which",
         ),
-        (
-            {"memory": {"overlap_optimizer_offload": False}},
-            "overlap_optimizer_offload: got false, expected true because trainer.memory.optimizer_offload is 0; leave it out",
-        ),
         ({"precision": "fp16"}, "trainer.precision"),
     ],
 )

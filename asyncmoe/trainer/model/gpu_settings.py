@@ -110,7 +110,7 @@ def optimizer_arguments(memory: MemorySection) -> Mapping[str, object]:
     offloaded = {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": memory.optimizer_offload,
-        "overlap_cpu_optimizer_d2h_h2d": memory.overlap_optimizer_offload,
+        "overlap_cpu_optimizer_d2h_h2d": True,
     }
     precise = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
     return {**precise, **(offloaded if memory.optimizer_offload else {})}

@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
         "store": {"url": None, "keep": 2, "grace_s": 600.0, "full_every": 20},
     },
     "engines": {"host": "127.0.0.1"},
-    "trainer": {"standby": True, "precision": None, "memory": {"overlap_optimizer_offload": True}},
+    "trainer": {"standby": True},
     "verify": {"max_replay_drift": 0.5},
     "telemetry": {
         "prometheus_host": "127.0.0.1",

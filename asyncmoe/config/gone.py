@@ -36,6 +36,13 @@ _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
+    "cluster.clock_s": Gone("cluster.max_clock_skew_s"),
+    "cluster.silence_s": Gone("cluster.heartbeat_timeout_s"),
+    "objective.tis_cap": Gone("objective.correction.cap"),
+    "queue.staleness.eta": Gone("queue.staleness.max_staleness"),
+    "queue.staleness.max_age": Gone("queue.staleness.drop_above"),
+    "task.scorer": Gone("scoring.scorer"),
+    "task.scorer_timeout_s": Gone("scoring.timeout_s"),
     "journal.enabled": Gone("log.enabled", (True,)),
     "journal.folder": Gone("log.folder", (None,)),
     "journal.max_bytes": Gone("log.max_bytes", (256 << 30,)),

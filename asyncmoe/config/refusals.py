@@ -141,23 +141,9 @@ def _meant(one: ErrorDetails) -> str | None:
     return f"did you mean {near}?" if near else None
 
 
-RENAMED: Mapping[str, str] = {
-    "queue.staleness.eta": "queue.staleness.max_staleness",
-    "queue.staleness.max_age": "queue.staleness.drop_above",
-    "cluster.silence_s": "cluster.heartbeat_timeout_s",
-    "cluster.clock_s": "cluster.max_clock_skew_s",
-    "objective.tis_cap": "objective.correction.cap",
-    "task.scorer": "scoring.scorer",
-    "task.scorer_timeout_s": "scoring.timeout_s",
-}
-"""Former key -> its present name."""
-
-
 def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel]) -> ConfigError:
-    """Refuse an unknown key; name what replaced a renamed one, else suggest the nearest key of the section or the same key elsewhere."""
+    """Refuse an unknown key; suggest the nearest key of the section or the same key elsewhere."""
     *section, name = (str(part) for part in location)
-    if schema is Config and (now := RENAMED.get(".".join((*section, name)))) is not None:
-        return ConfigError(what, got="a key that was renamed", expected=now)
     fields = list(_section_at(schema, location[:-1]).model_fields)
     near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
     meant = near or [key for key in _keys(schema) if key.rpartition(".")[2] == name][:3]
@@ -166,9 +152,8 @@ def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel]
 
 
 def keys_named(name: str) -> list[str]:
-    """Return the keys of a run's configuration whose path is `name` or ends in it; former ones by their present name."""
-    known = {key: key for key in _keys(Config)} | dict(RENAMED)
-    return list(dict.fromkeys(now for key, now in known.items() if key == name or key.rpartition(".")[2] == name))
+    """Return the keys of a run's configuration whose path is `name` or ends in it."""
+    return [key for key in _keys(Config) if key == name or key.rpartition(".")[2] == name]
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import yaml
 
 from asyncmoe.config import Config, load, loading, parse
-from asyncmoe.config.refusals import RENAMED
 from asyncmoe.errors import ConfigError
 from asyncmoe.simulate.plant import Plant
 
@@ -202,15 +200,6 @@ def test_a_wrong_element_is_named_by_its_index() -> None:
 def test_an_unknown_key_lists_those_there_are(path: str, known: str) -> None:
     line = refused(with_value(path, 1))
     assert f"{path}: got an unknown key, expected one of {known}" in line
-
-
-@pytest.mark.parametrize(("old", "now"), RENAMED.items())
-def test_a_renamed_key_is_refused_with_its_present_name(old: str, now: str) -> None:
-    line = refused(with_value(old, 1))
-    assert f"{old}: got a key that was renamed, expected {now}" in line
-    section: Any = Config
-    for part in re.match(r"[\w.]+", now)[0].split("."):  # type: ignore[index]
-        section = section.model_fields[part].annotation  # the present name is a key of the schema
 
 
 def test_a_missing_key_and_a_missing_section() -> None:

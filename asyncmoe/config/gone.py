@@ -37,6 +37,13 @@ _PREFIX = "nothing: a request goes to the engine that answered before, else to t
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
+    "cluster.clock_s": Gone("cluster.max_clock_skew_s"),
+    "cluster.silence_s": Gone("cluster.heartbeat_timeout_s"),
+    "objective.tis_cap": Gone("objective.correction.cap"),
+    "queue.staleness.eta": Gone("queue.staleness.max_staleness"),
+    "queue.staleness.max_age": Gone("queue.staleness.drop_above"),
+    "task.scorer": Gone("scoring.scorer"),
+    "task.scorer_timeout_s": Gone("scoring.timeout_s"),
     "journal.enabled": Gone("log.enabled", (True,)),
     "journal.folder": Gone("log.folder", (None,)),
     "journal.max_bytes": Gone("log.max_bytes", (256 << 30,)),
@@ -90,6 +97,7 @@ KEYS: Mapping[str, Gone] = {
     "telemetry.wandb.group": Gone("the name in the variable WANDB_RUN_GROUP", (None,)),
     "telemetry.wandb.mode": Gone("the word in the variable WANDB_MODE", (None,)),
     "telemetry.wandb.tags": Gone("the tags, with commas between them, in the variable WANDB_TAGS", ([], ())),
+    "trainer.memory.overlap_optimizer_offload": Gone("nothing: copies between GPU and host overlap with the CPU's updates", (True,)),
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
     "watch.alerts.no_step_s": Gone("nothing: half an hour without a step is told", (1800.0,)),
@@ -116,6 +124,7 @@ PLANT: Mapping[str, Gone] = {
         for key in ("token_s", "attention_width", "bytes_per_token", "fetch_bytes_per_s")
     },
     "sync.plan": Gone("sync.seconds, as asyncmoe plan prints them", (None,)),
+    "sync.landing": Gone("nothing: engines pause for a new version", ("pause",)),
     "sync.recompute": Gone(_CONTEXTS, (False,)),
     "scaling.first": Gone("engines.count: try several", (None,)),
     **{f"scaling.{key}": Gone("engines.count: try several", None) for key in ("least", "low", "high", "patience_s", "start_s")},
@@ -129,6 +138,8 @@ PLANT: Mapping[str, Gone] = {
 SECTIONS = ("journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs")
 """Sections of which every key is removed."""
 VALUES: Mapping[tuple[str, str], str] = {
+    ("trainer.precision", "bf16"): "trainer.dtype=bfloat16",
+    ("trainer.precision", "fp32"): "trainer.dtype=float32",
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
 }
 """(Key, removed value of it) -> what to do instead."""
@@ -137,8 +148,17 @@ TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memor
 """What the section `task` had besides: logs have a digest of all of it."""
 
 _UNMEASURED = "nothing: it is measured no more"
+_RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
 OPTIONS: Mapping[str, str] = {
+    "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
+    "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
+    "plan --engines": _RUN,
+    "plan --hbm": "nothing: only the time of the wire is estimated",
+    "plan --nvlink": "--nic 450, the speed within a node",
+    "plan --trainer": _RUN,
     "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
+    "simulate --mode": "nothing: all modes are simulated",
+    "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
     "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
 }
 """Removed option of a command -> what to do instead."""

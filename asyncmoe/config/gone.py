@@ -136,6 +136,7 @@ TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memor
 _UNMEASURED = "nothing: it is measured no more"
 OPTIONS: Mapping[str, str] = {
     "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
+    "show --plain": "asyncmoe show --json, for programs",
     "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
 }
 """Removed option of a command -> what to do instead."""

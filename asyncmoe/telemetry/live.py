@@ -20,10 +20,10 @@ from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions, trainer_restarts
-from asyncmoe.telemetry.rejected import rejected
+from asyncmoe.telemetry.rejected import evaluated, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
-from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, RECENT_STEPS, View, evaluated, line, panel
+from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, RECENT_STEPS, View, line, panel
 from asyncmoe.telemetry.tensorboard import TensorBoard
 
 

@@ -188,30 +188,12 @@ def as_record(kind: type[R]) -> Convert[R]:
     return partial(_convert, kind=kind)
 
 
-def read_spans(path: Path) -> list[Span]:
-    """Read all spans of a file, in the order written.
-
-    Raises:
-        DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
-    """
-    return Tail(path).poll_as(Span)
-
-
-def read_rollout(path: Path) -> list[Rollout]:
-    """Read all records of rollout.jsonl.
-
-    Raises:
-        DataError: see `read_spans`.
-    """
-    return Tail(path).poll_as(Rollout)
-
-
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes earlier records of its set and version, and of
     later versions.
 
     Raises:
-        DataError: see `read_spans`.
+        DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
     """
     return valid_evaluations(Tail(path).poll_as(Evaluation))
 
@@ -228,22 +210,13 @@ def _superseded(earlier: Evaluation, by: Evaluation) -> bool:
     return earlier.version > by.version or (earlier.version == by.version and earlier.name == by.name)
 
 
-def read_sessions(path: Path) -> list[list[Step]]:
-    """Read the valid steps of metrics.jsonl, one list per start of the trainer; see `sessions`.
-
-    Raises:
-        DataError: see `read_spans`.
-    """
-    return sessions(Tail(path).poll_steps())
-
-
 def read_steps(path: Path) -> list[Step]:
     """Read the valid steps of metrics.jsonl, in ascending order, each once; see `sessions`.
 
     Raises:
-        DataError: see `read_spans`.
+        DataError: see `read_evaluations`.
     """
-    return list(chain.from_iterable(read_sessions(path)))
+    return list(chain.from_iterable(sessions(Tail(path).poll_steps())))
 
 
 def sessions(records: Iterable[Step | Resume]) -> list[list[Step]]:

@@ -1,4 +1,4 @@
-"""Rejections and scoring in words, for the live view and the report."""
+"""Rejections, scoring and evaluations in words, for the live view and the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from asyncmoe.telemetry.format import number, percent
 from asyncmoe.telemetry.gauges import ratio
-from asyncmoe.telemetry.rollout_schema import Rollout, Scoring
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout, Scoring
 
 _REASONS = 3
 
@@ -76,6 +76,16 @@ def describe(stage: Scoring) -> str:
     parts += [f"{stage.waiting} waiting"] if stage.waiting else []
     parts += [f"breaker {stage.breaker}"] if stage.breaker != "closed" else []
     return "   ".join(parts)
+
+
+def evaluated(record: Evaluation) -> str:
+    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits a name, pass@k and failures that
+    are not there."""
+    error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
+    failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
+    passed = [f"pass@{record.samples} {number(share)}" for k, share in record.pass_at.items() if k == str(record.samples) != "1"]
+    named = [record.name] if record.name else []
+    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
 
 
 def counts(by_reason: Mapping[str, int]) -> str:

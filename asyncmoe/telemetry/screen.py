@@ -15,7 +15,7 @@ from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent, quantity
 from asyncmoe.telemetry.gauges import Gauges, gauge, mean
 from asyncmoe.telemetry.metric import Metric, declared
-from asyncmoe.telemetry.rejected import describe, rejected, scored
+from asyncmoe.telemetry.rejected import describe, evaluated, rejected, scored
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 
@@ -156,16 +156,6 @@ def _progress(view: View) -> RenderableType:
         f"{percent(view.done / max(view.total, 1))}  {left}",
     )
     return row
-
-
-def evaluated(record: Evaluation) -> str:
-    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits a name, pass@k and failures that
-    are not there."""
-    error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
-    failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
-    passed = [f"pass@{record.samples} {number(share)}" for k, share in record.pass_at.items() if k == str(record.samples) != "1"]
-    named = [record.name] if record.name else []
-    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
 
 
 def line(view: View, step: Step) -> str:

@@ -29,7 +29,6 @@ from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, kept
 from asyncmoe.telemetry.samples.index import GroupSample, index, load
-from asyncmoe.telemetry.samples.plain import text_of
 from asyncmoe.telemetry.samples.records import CLIPPED, NO_WEIGHT, REJECTED, TRAINED
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.trainer.objective import Rows, policy_loss, segments
@@ -56,6 +55,11 @@ def tokens(sample: GroupSample, member: int = 0) -> list[TokenView | Gap]:
 
 def responses(sample: GroupSample, member: int = 0) -> list[TokenView]:
     return [one for one in tokens(sample, member) if isinstance(one, TokenView) and one.role == "response"]
+
+
+def text_of(found: list[TokenView | Gap]) -> str:
+    """The text after the prompt."""
+    return "".join(f"[{one.count} tokens left out]" if isinstance(one, Gap) else one.piece for one in found if one.role != "prompt")
 
 
 # ---------------------------------------------------------------- the choice

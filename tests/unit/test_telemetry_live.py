@@ -24,9 +24,10 @@ from asyncmoe.telemetry.gauges import Gauges, gauge
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import read_steps
+from asyncmoe.telemetry.rejected import evaluated
 from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
-from asyncmoe.telemetry.screen import View, evaluated, heading, line, panel, remaining_seconds
+from asyncmoe.telemetry.screen import View, heading, line, panel, remaining_seconds
 from asyncmoe.telemetry.tensorboard import TensorBoard
 
 

@@ -148,5 +148,5 @@ def test_never_compared_logprobs_are_null(tmp_path: Path) -> None:
 def test_a_broken_span_is_named(run_dir: Path) -> None:
     with (run_dir / TRAINER_SPANS).open("a") as file:
         file.write('{"who": "trainer.0", "what": "sleep", "begin": 1, "end": 2}\n')
-    with pytest.raises(DataError, match=r"spans-trainer\.jsonl line 7"):
+    with pytest.raises(DataError, match=r"spans-trainer\.jsonl: a damaged line .*line 7"):
         summarise(run_dir)

@@ -83,6 +83,12 @@ def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | Non
     return found
 
 
+def split(tokens: Sequence[TokenView | Gap]) -> tuple[list[TokenView | Gap], list[TokenView | Gap]]:
+    """Return the tokens before the first response, and the others."""
+    first = next((i for i, one in enumerate(tokens) if one.role != "prompt"), len(tokens))
+    return list(tokens[:first]), list(tokens[first:])
+
+
 def shortened(tokens: list[TokenView | Gap], most: int) -> list[TokenView | Gap]:
     """Return at most `most` of the tokens, from both ends, with a gap for the middle. 0: all."""
     if not most or len(tokens) <= most:
@@ -123,7 +129,7 @@ def _sampled(token: TokenView, version: int | None, engine: Value, teacher: Valu
     if sides is None:
         return TokenView(token.place, token.id, token.piece, token.role, version, engine, teacher=teacher)
     trainer, state, mismatch = sides.logprobs.at(ordinal), sides.states.at(ordinal), sides.mismatch.at(ordinal)
-    ratio = None if trainer is None or engine is None else math.exp(max(-_LIMIT, min(_LIMIT, trainer - engine)))
+    ratio = None if trainer is None or engine is None else round(math.exp(max(-_LIMIT, min(_LIMIT, trainer - engine))), 6)
     return TokenView(
         token.place,
         token.id,

@@ -151,8 +151,8 @@ def test_tensorboards_files_are_written_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, written: int
 ) -> None:
     from asyncmoe.config import parse
-    from asyncmoe.telemetry import live
+    from asyncmoe.telemetry.loggers import checks
 
     monkeypatch.setattr(installed, "has", lambda name: there)
     sections = {"run": {"dir": str(tmp_path), "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    assert len(live._sinks(parse({**sections, "telemetry": {"tensorboard": wanted}}))) == written
+    assert len(checks.configured(parse({**sections, "telemetry": {"tensorboard": wanted}}).telemetry)) == written

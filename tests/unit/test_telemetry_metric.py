@@ -41,7 +41,7 @@ def test_a_declaration_alone_brings_a_metric_to_every_reader(tmp_path: Path) -> 
     assert shown["records"] == [1.5, 2.5, 3.5]
     assert [re.findall(r"surprise (\S+)", line) for line in shown["lines"]] == [["1.5"], ["2.5"], ["3.5"]]
     assert re.search(r"learning +surprise 2\.5 +reward 1", shown["panel"])
-    assert shown["tensorboard"]["rl/surprise"] == [1.5, 2.5, 3.5]
+    assert shown["tensorboard"]["step/surprise"] == [1.5, 2.5, 3.5]
     assert shown["tensorboard"]["rollout/stalls/engine.0"] == [1, 2, 3]
     assert "# HELP asyncmoe_step_surprise Mean surprise." in shown["prometheus"]
     assert "asyncmoe_step_surprise 3.5" in shown["prometheus"]

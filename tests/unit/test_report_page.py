@@ -58,7 +58,7 @@ def test_only_a_page_with_samples_is_private(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=2, rl=3)
     path = command.report(tmp_path)
     assert _mode(path) == _mode(tmp_path / "metrics.jsonl")
-    assert data_of(path)[0]["samples"][0].startswith(f"samples of {tmp_path}: got a directory without config.yaml")
+    assert data_of(path)[0]["samples"][0].startswith(f"samples of {tmp_path}: got no run")
     path.chmod(0o666)
     write_samples(tmp_path)
     assert _mode(command.report(tmp_path)) == 0o600

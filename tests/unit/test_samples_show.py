@@ -85,17 +85,6 @@ def test_conditions_and_orders(run_dir: Path) -> None:
         select(found, SampleQuery(step=9, outcome="rejected"))
 
 
-def test_a_step_without_samples_is_explained(run_dir: Path) -> None:
-    with JsonLines(run_dir / METRICS) as metrics:
-        for number in range(1, 8):
-            phase = "warmup" if number < 5 else "rl"
-            metrics.write(Step(step=number, phase=phase, time=float(number), step_seconds=1.0, loss=0.1))  # type: ignore[arg-type]
-    for step, why in ((2, "step 2 is of the warm-up, which trains demonstrations and samples nothing"), (9, "the run has steps 1 to 7")):
-        with pytest.raises(DataError) as caught:
-            select(index(run_dir), SampleQuery(step=step))
-        assert str(caught.value).endswith(f"got no group in step {step}, expected 3 groups: 3 trained (steps 5 to 7); {why}")
-
-
 @pytest.mark.parametrize("text", ["run: [", "run: {dir: x}"], ids=["no YAML", "no configuration"])
 def test_a_broken_configuration_is_said_beside_what_can_be_shown(run_dir: Path, text: str) -> None:
     assert "note" not in run_command(["show", str(run_dir)]).stderr
@@ -212,12 +201,7 @@ def test_mistakes_are_one_line(run_dir: Path) -> None:
         ((str(run_dir), "--colour", "pink"), "--colour: got pink, expected one of version, logprob, ratio, mask, mismatch"),
         ((str(run_dir), "--outcome", "eaten"), "--outcome: got eaten, expected one of trained"),
         ((str(run_dir), "--worst", "--best"), "got --worst and --best, expected one of them"),
-        ((str(run_dir / "no"),), "got no such directory"),
-        (
-            (str(run_dir / "samples"),),
-            f"that kept some; did you mean {run_dir}?",
-        ),
-        ((str(run_dir / "config.yaml"),), "got a file"),
+        ((str(run_dir / "no"),), "got no run"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             printed(*arguments)
@@ -252,7 +236,7 @@ def test_samples_that_were_lost_are_not_still_to_come(run_dir: Path, left: bytes
         rollout.write_bytes(left)
     with JsonLines(run_dir / METRICS) as metrics:
         metrics.write(Step(step=5, phase="rl", time=1.0, step_seconds=1.0, loss=0.1))
-    said = r"none that can be read: samples/rollout\.jsonl line 1 is no record" if left else r"no group in samples/rollout\.jsonl"
+    said = r"none that can be read: samples/rollout\.jsonl line 1 is no record" if left else r"logs/controller\.log"
     with pytest.raises(DataError, match=said):
         printed(str(run_dir))
 

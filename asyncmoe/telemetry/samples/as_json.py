@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from asyncmoe.telemetry.samples.index import GroupSample
-from asyncmoe.telemetry.samples.records import REJECTED, TRAINED, SampledMember, Trained
+from asyncmoe.telemetry.samples.records import SampledMember, Trained
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, split, tokens_of
 from asyncmoe.telemetry.samples.visible import escaped
 
@@ -49,17 +49,6 @@ def advantage(trained: Trained | None) -> float | None:
         return trained.advantages
     known = [value for value in trained.advantages if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def trained_share(trained: Trained) -> float:
-    """Return the share of a response's kept tokens that were trained on, clipped or not."""
-    return round(sum(state not in REJECTED for state in trained.states) / max(len(trained.states), 1), 4)
-
-
-def state_words(state: str) -> str:
-    """Return a state of a token in words."""
-    known = {TRAINED: "trained", "c": "clipped", "w": "weight capped", "": "not known"}
-    return known.get(state) or f"rejected by {REJECTED.get(state, state)}"
 
 
 def _member(sample: GroupSample, member: SampledMember, most: int) -> Mapping[str, Any]:

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncmoe.telemetry.format import number, percent
-from asyncmoe.telemetry.samples.as_json import advantage, state_words, trained_share
+from asyncmoe.telemetry.samples.as_json import advantage
 from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_legend
 from asyncmoe.telemetry.samples.index import GroupSample
-from asyncmoe.telemetry.samples.records import SampledMember, Trained
+from asyncmoe.telemetry.samples.records import REJECTED, SampledMember, Trained
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, split, tokens_of
 from asyncmoe.telemetry.samples.visible import visible
 
@@ -102,9 +102,9 @@ def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Tr
     differences = [abs(one.trainer - one.engine) for one in sampled if one.trainer is not None and one.engine is not None]
     if differences:
         parts.append(f"|trainer - engine| {number(fmean(differences))}, most {number(max(differences))}")
-    if (share := trained_share(trained)) < 1:
-        reasons = sorted({state_words(state) for state in trained.states if state_words(state).startswith("rejected")})
-        parts.append(f"{percent(share)} trained, others {', '.join(reasons)}")
+    if reasons := sorted({REJECTED[state] for state in trained.states if state in REJECTED}):
+        share = sum(state not in REJECTED for state in trained.states) / len(trained.states)
+        parts.append(f"{percent(share)} trained, others rejected by {', '.join(reasons)}")
     if trained.states.count("c"):
         parts.append(f"{trained.states.count('c')} clipped")
     differs = sum(1 for one in sampled if one.mismatch)

@@ -65,7 +65,7 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        gone = rejected(self._view.rollout[-1:])
+        gone = rejected(self._view.rollout)
         if self._live is None and gone.by_reason:
             self._print(f"rejected {gone}")
         self._stack.close()

@@ -15,7 +15,7 @@ from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import ABSENT, duration, number, percent, quantity, shares
 from asyncmoe.telemetry.gauges import Gauges, gauge, mean
 from asyncmoe.telemetry.metric import Metric, declared
-from asyncmoe.telemetry.rejected import describe, evaluated, rejected, scored
+from asyncmoe.telemetry.rejected import describe, evaluated, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Step
 
@@ -85,12 +85,12 @@ def panel(view: View) -> RenderableType:
         "age": shares(g.ages),
         "idle": f"trainer {percent(g.trainer_idle)}   engines {percent(g.engine_idle)}",
         "sync": f"{number(g.sync_seconds, 's')} an update   engines paused {number(g.pause_ms, 'ms')}",
-        **{name: describe(stage) for name, stage in scored(view.rollout[-1:]).items()},
+        **{name: describe(stage) for record in view.rollout[-1:] for name, stage in record.scoring.items()},
         "advice": advise(g)[0],
     }
     if view.rollout and (tools := _tools(view.rollout)):
         rows["tools"] = tools
-    if (gone := rejected(view.rollout[-1:])).by_reason:
+    if (gone := rejected(view.rollout)).by_reason:
         rows["rejected"] = str(gone)
     if view.evaluation is not None:
         rows["evaluated"] = evaluated(view.evaluation)
@@ -140,6 +140,6 @@ def line(view: View, step: Step) -> str:
     """Describe one step in one line of plain text, without missing values."""
     phase = f"warm-up {step.step}/{view.warmup}" if step.phase == "warmup" else f"step {step.step - view.warmup}/{view.total - view.warmup}"
     parts = [(metric.word, quantity(getattr(step, name), metric.unit)) for name, metric in declared(Step).items() if metric.word]
-    gone = rejected(view.rollout[-1:])
+    gone = rejected(view.rollout)
     lost = [f"rejected {percent(gone.share)}"] if gone.by_reason else []
     return "  ".join([phase, *(f"{word} {text}" for word, text in parts if text != ABSENT), *lost])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -11,12 +12,11 @@ import msgspec
 
 from asyncmoe import storage
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.advice import advise
 from asyncmoe.telemetry.format import duration, number, percent, quantity
-from asyncmoe.telemetry.gauges import gauge, known, mean, median, ratio, sum_over
+from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
 from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
-from asyncmoe.telemetry.rejected import describe, ends, evaluated, rejected, scored
+from asyncmoe.telemetry.rejected import describe, evaluated, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.run import RunRecords, load, no_step
 
@@ -62,8 +62,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: Annotated[float, Metric("RL time.", "seconds")]
     evaluation_first: Annotated[Evaluation | None, "Evaluation of the lowest version, of its first set."]
     evaluation_last: Annotated[Evaluation | None, "Evaluation of the highest version, of the same set."]
-    rejected_share: Annotated[float | None, "Rejected share of the started trajectories, over all starts of the controller."]
-    rejected: Annotated[dict[str, int] | None, "Rejected trajectories by reason, over all starts of the controller."]
+    rejected_share: Annotated[float | None, "Rejected share of the started trajectories."]
+    rejected: Annotated[dict[str, int] | None, "Rejected trajectories by reason."]
     trainer_restarts: Annotated[int, Metric("Starts in place after the trainer was lost, over all starts of the run.")] = 0
 
 
@@ -101,7 +101,7 @@ def summary_of(run: RunRecords) -> Summary:
     wall = length(run.rl_windows)
     rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
-    gone, starts = rejected(run.rollout), ends(run.rollout)
+    gone = rejected(run.rollout)
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
@@ -114,8 +114,8 @@ def summary_of(run: RunRecords) -> Summary:
         same_version_tokens=sum(step.logprob_tokens_same_version or 0 for step in rl) or None,
         same_version_versions=len({step.version for step in rl if step.logprob_tokens_same_version}) or None,
         max_abs_probe_diff=max(known(record.probe_diff_max for record in run.rollout), default=None),
-        probe_tokens=sum(counts.probed_tokens for counts in starts) or None,
-        probe_versions=sum(counts.probed_versions for counts in starts) or None,
+        probe_tokens=_counted(record.probed_tokens for record in run.rollout) or None,
+        probe_versions=_counted(record.probed_versions for record in run.rollout) or None,
         train_infer_kl_mean=mean(step.train_infer_kl for step in rl),
         routing_mismatch_mean=mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
         trainer_idle_share=sum_over((step.wait_seconds for step in rl), wall),
@@ -130,6 +130,11 @@ def summary_of(run: RunRecords) -> Summary:
     )
 
 
+def _counted(values: Iterable[int]) -> int:
+    """Return the total of a counter that begins at 0 again when its process does."""
+    return sum(after - before if after >= before else after for before, after in pairwise(chain([0], values)))
+
+
 def what_it_was(run: RunRecords, summary: Summary) -> str:
     """Return the length of the run in words."""
     warmup = len(run.steps) - summary.steps
@@ -140,20 +145,16 @@ def what_it_was(run: RunRecords, summary: Summary) -> str:
     return " · ".join(parts)
 
 
-def advice(run: RunRecords, summary: Summary) -> list[str]:
-    """Return what to change, in sentences."""
-    gauges = gauge(run.rl, run.rollout)
-    return advise(replace(gauges, trainer_idle=summary.trainer_idle_share, engine_idle=summary.engine_idle_share))
-
-
 def rows(run: RunRecords, summary: Summary) -> list[Row]:
     """Return the summary as a table, with a row for each evaluation, stage of scoring, and what was rejected."""
     found = [(name.replace("_", " "), _shown(getattr(summary, name), one), one.help) for name, one in declared(Summary).items()]
     for name in ("evaluation_first", "evaluation_last"):
         if (evaluation := getattr(summary, name)) is not None:
             found.append((name.replace("_", " "), number(evaluation.reward_mean), evaluated(evaluation)))
-    found += [(name, number(stage.scored), describe(stage)) for name, stage in scored(run.rollout).items()]
-    return [*found, ("rejected", percent(summary.rejected_share), str(rejected(run.rollout)))] if run.rollout else found
+    for record in run.rollout[-1:]:
+        found += [(name, number(stage.scored), describe(stage)) for name, stage in record.scoring.items()]
+        found.append(("rejected", percent(summary.rejected_share), str(rejected(run.rollout))))
+    return found
 
 
 def _shown(value: float | None, metric: Metric) -> str:

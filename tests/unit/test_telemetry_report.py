@@ -273,12 +273,11 @@ def test_long_curves_are_thinned_without_bias(points: int, seed: int) -> None:
     assert sum(y * n for (_, y, _), n in zip(thin, sizes, strict=True) if y is not None) == pytest.approx(sum(y for _, y, _ in values))
 
 
-def test_scoring_and_rejections_are_rows_over_all_starts(tmp_path: Path) -> None:
+def test_scoring_and_rejections_are_rows(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=1, rl=1)
     with JsonLines(tmp_path / ROLLOUT) as rollout:
-        for started in (100, 40):
-            judge = Scoring(scored=started, seconds=started / 2, failed={"scorer_<nan>": 10}, retried=1)
-            rollout.write(Rollout(time=START, started=started, rejected={"scorer_<nan>": 14}, scoring={"scorer": judge}))
+        judge = Scoring(scored=140, seconds=70.0, failed={"scorer_<nan>": 20}, retried=2)
+        rollout.write(Rollout(time=START, started=140, rejected={"scorer_<nan>": 28}, scoring={"scorer": judge}))
     rows = {row[0]: row[1:] for row in _page(tmp_path)["summary"]}
     assert rows["scorer"] == ["140", "140 scored in 0.44 s each   20 failed (scorer_<nan> 20)   2 retried"]
     assert rows["rejected"] == ["20 %", "20 % of 140 started (scorer_<nan> 28)"]

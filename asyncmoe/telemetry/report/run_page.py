@@ -8,6 +8,8 @@ from pathlib import Path
 from random import Random
 
 from asyncmoe.errors import DataError
+from asyncmoe.telemetry.advice import advise
+from asyncmoe.telemetry.gauges import gauge
 from asyncmoe.telemetry.report import figures, timeline
 from asyncmoe.telemetry.report.figures import PageSection
 from asyncmoe.telemetry.report.settings import settings
@@ -17,7 +19,7 @@ from asyncmoe.telemetry.samples.index import index
 from asyncmoe.telemetry.samples.index import load as load_group
 from asyncmoe.telemetry.samples.records import REJECTED
 from asyncmoe.telemetry.samples.visible import visible
-from asyncmoe.telemetry.summary import Row, advice, rows, summary_of, what_it_was
+from asyncmoe.telemetry.summary import Row, rows, summary_of, what_it_was
 from asyncmoe.telemetry.versions import read as read_versions
 
 MOST_GROUPS, MOST_TOKENS = 200, 1500
@@ -90,7 +92,7 @@ def _run_page(run_dir: Path, name: str, run: RunRecords, samples: Sequence[str])
         name=name,
         what=what_it_was(run, summary),
         notes=notes,
-        advice=[*advice(run, summary), *notes, *([] if broken is None else [visible(broken)])],
+        advice=[*advise(gauge(run.rl, run.rollout)), *notes, *([] if broken is None else [visible(broken)])],
         summary=rows(run, summary),
         settings=settings(run_dir),
         versions=versions,
